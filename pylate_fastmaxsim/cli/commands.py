@@ -391,7 +391,7 @@ def search(
         Path | None, typer.Option(metavar="FILE", help="Queries, .jsonl or .parquet, with _id and text.")
     ] = None,
     qrels: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Judgements, .tsv as in BEIR, for metrics of these queries.")
+        Path | None, typer.Option(metavar="FILE", help="Judgements, as in BEIR or TREC, for metrics of these queries.")
     ] = None,
     k: Annotated[int, typer.Option("--k", min=1, help="Results of each query.")] = 1000,
     run: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results as a TREC run file.")] = None,

@@ -111,8 +111,13 @@ def check(recipe: Recipe) -> None:
         raise RecipeError(f"loss.name must be distillation with data.source distillation, got {recipe.loss.name!r}.")
     if recipe.data.source == "distillation" and recipe.data.columns is not None:
         raise RecipeError("data.columns does not apply to data.source distillation, whose columns have fixed names.")
-    if recipe.data.negatives_per_query is not None and recipe.loss.name not in ("contrastive", "cached_contrastive"):
-        raise RecipeError(f"data.negatives_per_query does not apply to the {recipe.loss.name} loss.")
+    for name in ("negatives_per_query", "negatives", "text_key"):
+        # Distillation has passages in a collection only.
+        applies = recipe.loss.name in ("contrastive", "cached_contrastive") or (
+            name == "text_key" and recipe.data.collection
+        )
+        if getattr(recipe.data, name) is not None and not applies:
+            raise RecipeError(f"data.{name} does not apply to the {recipe.loss.name} loss.")
     if recipe.data.streaming:
         _check_streaming(recipe)
     if recipe.data.n_ways is not None and recipe.loss.name != "distillation":
@@ -367,8 +372,8 @@ def _check_data(data: DataSection, section: str) -> None:
         raise RecipeError(f"{section}.{required} is missing; {section}.source {data.source} needs it.")
     if section != "data" and data.streaming:
         raise RecipeError(f"{section}.streaming does not apply to mining, which needs all texts.")
-    for name in ("negatives_per_query", "n_ways", "collection"):
-        if section != "data" and getattr(data, name) is not None:
+    for name in ("negatives", "negatives_per_query", "n_ways", "collection", "text_key"):
+        if section not in ("data", "mining.pairs" if name == "text_key" else "") and getattr(data, name) is not None:
             raise RecipeError(f"{section}.{name} does not apply to mining.")
     _require_no_file(f"{section}.name", "data", data.name)
     for name in ("files", "queries", "collection"):

@@ -101,11 +101,13 @@ class ModelSection:
         return self.kind in ("colpali", "colqwen2")
 
 
+_OF_ROWS = ("queries", "collection", "text_key", "negatives", "negatives_per_query", "n_ways")
+
 # The keys of each source; the first one is required.
 SOURCE_KEYS = {
     "docstrings": ("packages",),
-    "hub": ("name", "config", "split", "queries", "collection", "negatives_per_query", "n_ways"),
-    "files": ("files", "queries", "collection", "negatives_per_query", "n_ways"),
+    "hub": ("name", "config", "split", *_OF_ROWS),
+    "files": ("files", *_OF_ROWS),
     "distillation": ("name", "split", "n_ways"),
 }
 
@@ -121,16 +123,21 @@ class DataSection:
 
     ``columns`` lists the columns to use in order: the query, its positive and any negatives. Without it all are used, in
     the order of the data, except ``dataset_name`` and those with ``_id`` in their name, which PyLate's collator leaves
-    out. Behind the first column none may have query or anchor in its name, by which the collator recognises queries. For
-    ``model.kind: splade`` names are free, but label, score and others that Sentence Transformers reads as scores.
+    out; those behind the positive must then be named as negatives (negative, neg_1, hard_negative, ...). Behind the first
+    column none may have query or anchor in its name, by which the collator recognises queries. For
+    ``model.kind: splade`` such names are free, but not label, score and others that Sentence Transformers reads as scores.
 
     The positive may be a list, each of which becomes a row, and negatives may be lists or columns of one each.
     ``negatives_per_query`` is how many negatives of each row are used: more are drawn with ``seed``, fewer are repeated.
-    Null uses all, and every row must have as many.
+    Null uses all, and every row must have as many. Where negatives are lists by the systems that found them, ``negatives``
+    names the systems to use; null uses all. A text may be a passage, with ``title`` and a key for the text: text, body,
+    content, contents, passage, passage_text or ``text_key``, which is also that of a collection.
 
     With a ``collection`` documents are ids, of the documents in this file, and with ``queries`` queries are ids too. Both
     are .tsv files of id, text and perhaps title, or files of another type with these columns (_id, text, title). Files of
     ids may then be ColBERT's JSON lines as well: [qid, pid+, pid-, ...], or [qid, [pid, score], ...] for distillation.
+    They may also be judgements, with BEIR's columns (query-id, corpus-id, score) or .tsv in TREC's layout (qid 0 docid
+    grade): each document with a grade above 0 is a positive.
 
     For distillation the columns are the query, a list of documents and
     a list of teacher scores. For retrieval of pages they are the query, the image of its page and, for losses with
@@ -159,6 +166,8 @@ class DataSection:
     columns: list[str] | None = None
     queries: str | None = key(None, path=True)
     collection: str | None = key(None, path=True)
+    text_key: str | None = None
+    negatives: list[str] | None = None
     negatives_per_query: int | None = key(None, minimum=1)
     n_ways: int | None = key(None, minimum=2)
     max_rows: int | None = key(None, minimum=2)
@@ -404,7 +413,7 @@ class EvaluationSection:
 
     ``beir`` names a collection in BEIR's layout: nDCG@10, MRR@10 and Recall@100 by exact search over its whole corpus.
     It is on the Hub (``BeIR/scifact``, ``mteb/scifact``), or a folder with corpus and queries as .jsonl or .parquet
-    files and ``qrels/SPLIT.tsv`` or ``qrels.tsv``; ``split`` is that of the judgements.
+    files and ``qrels/SPLIT.tsv`` or ``qrels.tsv`` in its layout or TREC's; ``split`` is that of the judgements.
 
     ``nano_beir`` lists sets of NanoBEIR by the names that PyLate's evaluator has for them, such as msmarco and nq: the
     same three metrics by that evaluator, each the mean over the sets.

@@ -15,7 +15,8 @@ from datasets import Dataset, Features, Value
 from datasets import Sequence as List
 from datasets.fingerprint import Hasher
 
-from pylate_fastmaxsim.recipes.data.lists import is_list, titled
+from pylate_fastmaxsim.recipes.data.lists import is_list
+from pylate_fastmaxsim.recipes.data.passages import titled
 from pylate_fastmaxsim.recipes.data.tables import progress_shown, require_texts, require_utf8
 from pylate_fastmaxsim.recipes.errors import RecipeError
 

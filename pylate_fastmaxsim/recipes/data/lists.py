@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, Value
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection
+from pylate_fastmaxsim.recipes.data.passages import passage_text
 from pylate_fastmaxsim.recipes.data.tables import progress_shown
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
@@ -21,9 +22,10 @@ def one_text_a_column(data: DataSection, dataset: Dataset, section: str = "data"
 
     A list of positives becomes a row for each. All columns behind the positive hold negatives, texts or lists of texts;
     missing texts are none. ``data.negatives_per_query`` of them become a column each. Of more they are drawn,
-    always the same with the same ``data.seed``; fewer are repeated. A text may also be a passage with ``text`` and perhaps
-    ``title``, as Tevatron has them. Without that key every row must have as many as the
-    first. Rows without lists are returned as they are, unless that key asks for fewer negatives.
+    always the same with the same ``data.seed``; fewer are repeated. Without that key every row must have as many as the
+    first. A text may also be a passage (:func:`~pylate_fastmaxsim.recipes.data.passages.passage_text`), and negatives may
+    be lists by the systems that found them, of which ``data.negatives`` are used, or all. Rows of plain texts are
+    returned as they are, unless a key asks for some negatives.
 
     Raises
     ------
@@ -32,21 +34,13 @@ def one_text_a_column(data: DataSection, dataset: Dataset, section: str = "data"
     """
     query, *documents = dataset.column_names
     types = dataset.features.arrow_schema
-    lists = [name for name in dataset.column_names if is_list(types.field(name).type)]
-    if query in lists:
+    if is_list(types.field(query).type):
         raise RecipeError(f"{section}.columns: {query!r} is the query and must hold texts, but it holds lists.")
     gaps = any(dataset.data.column(name).null_count for name in documents[1:])
-    if not lists and not gaps and data.negatives_per_query is None:
+    plain = all(isinstance(dataset.features[name], Value) for name in documents)
+    if plain and not gaps and not asks_for_negatives(data):
         return dataset
-    if len(documents) == 1 and data.negatives_per_query is not None:
-        raise RecipeError(
-            f"{section}.negatives_per_query needs a column of negatives behind the positive, but the columns are {query} "
-            f"and {documents[0]}."
-        )
-    ids = data.collection is not None
-    spread = Spread(section, dataset.column_names, data.negatives_per_query, data.seed, ids)
-    if spread.count is None:
-        spread.count = len(spread.negatives(0, dataset[0]))
+    spread = Spread(section, data, dataset[0])
     query_name, *names = spread.names()
     features = Features({query_name: dataset.features[query], **dict.fromkeys(names, Value("string"))})
     with progress_shown():
@@ -81,16 +75,9 @@ def first_of_lists(batch: dict[str, list], n_ways: int) -> dict[str, list]:
     }
 
 
-def titled(title: str | None, text: str | None) -> str:
-    """A text with its title before it.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.data.lists import titled
-    >>> titled("Bees", "They fly."), titled(None, "They fly.")
-    ('Bees They fly.', 'They fly.')
-    """
-    return f"{title or ''} {text or ''}".strip()
+def asks_for_negatives(data: DataSection) -> bool:
+    """Whether a key says how many or which negatives are used."""
+    return data.negatives_per_query is not None or data.negatives is not None
 
 
 def list_lengths(table: pa.Table, name: str, where: str) -> pa.ChunkedArray:
@@ -102,23 +89,30 @@ def list_lengths(table: pa.Table, name: str, where: str) -> pa.ChunkedArray:
 
 
 class Spread:
-    """Turns a batch of rows with lists into columns of one text each.
+    """Turns a batch of rows with lists or passages into columns of one text each; ``first`` is the first row.
 
     Examples
     --------
+    >>> from pylate_fastmaxsim.recipes.config.schema import DataSection
     >>> from pylate_fastmaxsim.recipes.data.lists import Spread
-    >>> rows = {"query": ["q"], "positives": [["a", "b"]], "negatives": [["c"]]}
-    >>> Spread("data", list(rows), count=2, seed=0)(rows, [0])
+    >>> row = {"query": "q", "positives": ["a", "b"], "negatives": ["c"]}
+    >>> spread = Spread("data", DataSection("files", negatives_per_query=2), row)
+    >>> spread({name: [value] for name, value in row.items()}, [0])
     {'query': ['q', 'q'], 'positive': ['a', 'b'], 'negative_1': ['c', 'c'], 'negative_2': ['c', 'c']}
     """
 
-    def __init__(self, section: str, columns: list[str], count: int | None, seed: int, ids: bool = False) -> None:
-        self.section = section
-        self.ids = ids
-        self.query, self.positive, *self.others = columns
-        self.count = count
-        self.given = count is not None
-        self.seed = seed
+    def __init__(self, section: str, data: DataSection, first: dict[str, Any]) -> None:
+        self.section, self.data = section, data
+        self.query, self.positive, *self.others = first
+        if not self.others and asks_for_negatives(data):
+            key = "negatives_per_query" if data.negatives is None else "negatives"
+            raise RecipeError(
+                f"{section}.{key} needs a column of negatives behind the positive, but the columns are {self.query} and "
+                f"{self.positive}."
+            )
+        self._require_systems(first)
+        self.given = data.negatives_per_query is not None
+        self.count = data.negatives_per_query if self.given else len(self.negatives(0, first))
 
     def names(self) -> list[str]:
         """The columns of the result."""
@@ -127,14 +121,32 @@ class Spread:
         return ["query" if self.query in documents else self.query, *documents]
 
     def negatives(self, number: int, row: dict[str, Any]) -> list[str]:
-        """All negatives of the row of this number."""
-        return [text for name in self.others for text in self._texts(number, row, name)]
+        """All negatives of the row of this number, those that several systems found once."""
+        found = []
+        for name in self.others:
+            if not _by_system(row[name]):
+                found += self._texts(number, name, row[name])
+                continue
+            lists = [row[name].get(system) for system in self.data.negatives or row[name]]
+            found += dict.fromkeys(text for each in lists for text in self._texts(number, name, each))
+        return found
+
+    def _require_systems(self, first: dict[str, Any]) -> None:
+        """Refuse ``data.negatives`` that the first row does not have."""
+        for system in self.data.negatives or ():
+            for name in self.others:
+                there = list(first[name]) if _by_system(first[name]) else []
+                if system not in there:
+                    raise RecipeError(
+                        f"{self.section}.negatives must name systems that {name!r} has in the first row "
+                        f"({', '.join(there) or 'it has none'}), got {system}."
+                    )
 
     def __call__(self, batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
         rows = []
         for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
             row = dict(zip(batch, values, strict=True))
-            positives, negatives = self._texts(number, row, self.positive), self.negatives(number, row)
+            positives, negatives = self._texts(number, self.positive, row[self.positive]), self.negatives(number, row)
             if not positives:
                 raise RecipeError(f"{self.section}.columns: row {number} has no text in {self.positive!r}.")
             self._check(number, len(negatives))
@@ -156,17 +168,26 @@ class Spread:
 
     def _drawn(self, query: Any, positive: Any, negatives: list) -> list:
         if len(negatives) > self.count:
-            return random.Random(f"{self.seed} {query} {positive}").sample(negatives, self.count)
+            return random.Random(f"{self.data.seed} {query} {positive}").sample(negatives, self.count)
         return [negatives[place % len(negatives)] for place in range(self.count)]
 
-    def _texts(self, number: int, row: dict[str, Any], name: str) -> list[str]:
-        """The texts, or ids as text, of a list or of one; missing and empty ones are left out. Passages may have a title."""
-        values = row[name] if isinstance(row[name], list) else [row[name]]
-        values = [titled(each.get("title"), each.get("text")) if isinstance(each, dict) else each for each in values]
+    def _texts(self, number: int, name: str, value: Any) -> list[str]:
+        """The texts, or ids as text, of a list or of one; missing and empty ones are left out."""
+        ids, where = self.data.collection is not None, f"{name!r} of row {number}"
+        values = [
+            passage_text(self.section, where, each, self.data.text_key) if isinstance(each, dict) else each
+            for each in (value if isinstance(value, list) else [value])
+        ]
         values = [each for each in values if each is not None and each != ""]
         for each in values:
-            if not isinstance(each, (str, int) if self.ids else str):
+            if not isinstance(each, (str, int) if ids else str):
                 raise RecipeError(
-                    f"{self.section}.columns: {name!r} must hold {'ids' if self.ids else 'texts'}, but row {number} has {each!r}."
+                    f"{self.section}.columns: {name!r} must hold {'ids' if ids else 'texts'}, but row {number} has {each!r}."
                 )
         return list(map(str, values))
+
+
+def _by_system(value: Any) -> bool:
+    """Whether negatives are lists by the names of the systems that found them, as in ``{"bm25": [...], "dense": [...]}``."""
+    lists = [each for each in value.values() if each is not None] if isinstance(value, dict) else []
+    return bool(lists) and all(isinstance(each, list) for each in lists)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from datasets import Dataset, IterableDataset, Sequence, Value
+from datasets import Dataset, IterableDataset, Sequence, Value, concatenate_datasets
 
 from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
 from pylate_fastmaxsim.recipes.data.delimited import names_of_rows, names_of_texts
 from pylate_fastmaxsim.recipes.data.distillation import load_distillation, number_of_ways
 from pylate_fastmaxsim.recipes.data.ids import TextTable, look_up
+from pylate_fastmaxsim.recipes.data.judgements import JUDGEMENT_COLUMNS, is_trec, read_judgements, relevant_pairs
 from pylate_fastmaxsim.recipes.data.lists import first_of_lists, one_text_a_column
+from pylate_fastmaxsim.recipes.data.passages import ID_KEYS, TEXT_KEYS, text_key_of
 from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, progress_shown
 from pylate_fastmaxsim.recipes.data.text import check_first, is_id, query_named, require_text
 from pylate_fastmaxsim.recipes.data.triples import has_lists, read_triples
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.types import FILE_TYPES, file_type
-
-# Names of the columns of ids in a collection and in queries.
-IDS = ("_id", "id", "qid", "pid", "docid", "query_id", "document_id", "doc_id")
 
 
 def load_rows(recipe: Recipe) -> Dataset:
@@ -85,23 +84,28 @@ def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:
         rows = one_text_a_column(data, rows)
         names = names_of_rows(len(rows.column_names))
     queries, documents = (
-        file and _load_texts(name, file) for name, file in (("queries", data.queries), ("collection", data.collection))
+        file and _load_texts(data, name, file)
+        for name, file in (("queries", data.queries), ("collection", data.collection))
     )
     if queries is None:
         require_text(rows, rows.column_names[:1], "data")
     return look_up(rows, key, place, names, queries, documents, n_ways)
 
 
-def _load_texts(name: str, file: str) -> TextTable:
+def _load_texts(data: DataSection, name: str, file: str) -> TextTable:
     table = load_files(f"data.{name}", FILE_TYPES[file_type(file)], {"train": [file]}, names=names_of_texts)
-    ids = next((column for column in table.column_names if column in IDS), None)
-    if ids is None or "text" not in table.column_names:
+    there = table.column_names
+    ids = next((column for column in there if column in ID_KEYS), None)
+    text = text_key_of(there, data.text_key) or text_key_of(there)
+    if ids is None or text is None:
         raise RecipeError(
-            f"data.{name}: {file} must have a column of ids ({', '.join(IDS)}) and one named text, it has "
-            f"{', '.join(table.column_names)}."
+            f"data.{name}: {file} must have a column of ids ({', '.join(ID_KEYS)}) and one of texts ({', '.join(TEXT_KEYS)}, or "
+            f"data.text_key), it has {', '.join(there)}."
         )
-    columns = [ids, *(column for column in ("text", "title") if column in table.column_names)]
-    return TextTable(f"data.{name}", Path(file).name, ids, table.select_columns(columns))
+    table = table.select_columns([ids, text, *({"title"} & {*there} - {text})])
+    return TextTable(
+        f"data.{name}", Path(file).name, ids, table if text == "text" else table.rename_column(text, "text")
+    )
 
 
 def _scores_as_floats(dataset: Dataset) -> Dataset:
@@ -115,6 +119,8 @@ def _scores_as_floats(dataset: Dataset) -> Dataset:
 def load_columns(data: DataSection, section: str) -> Dataset:
     """Load the rows of a section, with its ``columns``, or with all columns but ids if it names none."""
     dataset = open_rows(data, section)
+    if data.collection is not None and {*dataset.column_names} == {*JUDGEMENT_COLUMNS}:
+        dataset = relevant_pairs(f"{section}.{'files' if data.files else 'name'}", dataset)
     return dataset.select_columns(used_columns(data, section, dataset.column_names))
 
 
@@ -137,6 +143,8 @@ def open_rows(data: DataSection, section: str, streaming: bool = False) -> Datas
             if streaming:
                 raise RecipeError(f"{section}.streaming does not read lists in JSON lines; set it to false.")
             return read_triples(key, data.files)
+        if kind == "csv" and data.collection is not None and is_trec(data.files[0]):
+            return concatenate_datasets([read_judgements(key, file) for file in data.files])
         names = names_of_texts if section == "mining.corpus" else names_of_rows
         return load_files(key, kind, {"train": data.files}, names=names, columns=data.columns, streaming=streaming)
     return load_table(f"{section}.name", data.name, data.config, split=data.split or "train", streaming=streaming)

@@ -8,7 +8,7 @@ import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data.lists import Spread, first_of_lists
+from pylate_fastmaxsim.recipes.data.lists import Spread, asks_for_negatives, first_of_lists
 from pylate_fastmaxsim.recipes.data.rows import fitted, open_rows, used_columns
 from pylate_fastmaxsim.recipes.data.tables import table_failure
 from pylate_fastmaxsim.recipes.data.text import check_first
@@ -33,15 +33,16 @@ def stream_rows(recipe: Recipe) -> IterableDataset:
     if first is None:
         raise RecipeError("data: there are no rows to stream.")
     used = rows.select_columns(used_columns(recipe.data, "data", list(first)))
-    read = _Read(recipe, *_taken(used, 1))
-    check_first(recipe, read.first)
-    features = read.checked({name: [value] for name, value in read.first.items()}, [0]).features
+    (first,) = _taken(used, 1)
+    check_first(recipe, first)
+    read = _Read(recipe, first)
+    features = read.checked({name: [value] for name, value in first.items()}, [0]).features
     rows = used.map(
         read,
         batched=True,
         batch_size=ROWS_AT_ONCE,
         with_indices=True,
-        remove_columns=list(read.first),
+        remove_columns=list(first),
         features=Features(features),
     )
     size = recipe.training.per_device_train_batch_size
@@ -68,13 +69,10 @@ class _Read:
 
     def __init__(self, recipe: Recipe, first: dict[str, Any]) -> None:
         self.recipe = recipe
-        self.first = first
         data, self.spread = recipe.data, None
-        lists = any(isinstance(value, list) for value in first.values())
-        if recipe.loss.name != "distillation" and (lists or data.negatives_per_query is not None):
-            self.spread = Spread("data", list(first), data.negatives_per_query, data.seed)
-            if self.spread.count is None:
-                self.spread.count = len(self.spread.negatives(0, first))
+        plain = not any(isinstance(value, (list, dict)) for value in first.values())
+        if recipe.loss.name != "distillation" and (not plain or asks_for_negatives(data)):
+            self.spread = Spread("data", data, first)
 
     def __call__(self, batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
         return self.checked(batch, numbers)[:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,14 @@ ROWS_AT_ONCE = 100_000
 LABEL_COLUMNS = ("label", "labels", "score", "scores")
 COLLATED_LABELS = ("label", "scores")  # by PyLate's
 
+# Words in the names of columns of negatives, and words that may stand beside them, in the singular.
+NEGATIVES = {"neg", "negative"}
+BESIDE_NEGATIVES = {
+    *("hard", "easy", "random", "mined", "sampled", "bm", "dense", "sparse", "lexical", "id", "pid", "docid", "code"),
+    *("passage", "document", "doc", "text", "body", "content", "context", "ctx", "answer", "response", "sentence"),
+    *("sample", "example", "candidate"),
+}
+
 
 def is_id(column: str) -> bool:
     """Whether PyLate's collator leaves a column out of the texts."""
@@ -34,18 +43,22 @@ def is_query(column: str) -> bool:
 def check_first(recipe: Recipe, row: dict[str, Any]) -> None:
     """Refuse rows, by the first as it is in the data, of which other texts or numbers would be trained on than are meant.
 
-    These are columns in another order, labels in place of texts, and ids without a collection.
+    These are columns in another order, columns behind the positive that are no negatives by their names, labels in place
+    of texts, and ids without a collection.
     """
     query, *others = row
     if recipe.data.columns is None:
         require_query_first(others, query)
-        require_positive_first(others, query)
+        if others:
+            require_positive_first("data", others, query)
     labels = [column for column in row if column in LABEL_COLUMNS]
     if labels and recipe.loss.name != "distillation":
         raise RecipeError(
             f"data.columns: {labels[0]!r} is a column of labels or scores, which the {recipe.loss.name} loss does not "
             "take; name only the query, its positive and any negatives, and rename the column if it holds texts."
         )
+    if recipe.data.columns is None and others and recipe.loss.name in ("contrastive", "cached_contrastive"):
+        require_negatives(others, query)
     if recipe.data.collection is None and all(isinstance(text, str) and text.isdigit() for text in row.values()):
         raise RecipeError(f"data.collection is missing: {query!r} and the other columns hold ids, not texts.")
 
@@ -101,14 +114,48 @@ def names_queries(column: str) -> bool:
     return is_query(column.lower()) or "question" in column.lower() or column.lower() == "qid"
 
 
-def require_positive_first(documents: list[str], query: str) -> None:
+def names_negatives(column: str) -> bool:
+    """Whether a column is called as one of negatives: negative, neg_1, hard_negatives, bm25_negative, negative_passages, ...
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.recipes.data.text import names_negatives
+    >>> [names_negatives(column) for column in ("hardNeg1", "negative-2", "negative_scores", "negation", "title")]
+    [True, True, False, False, False]
+    """
+    words = {word.lower().removesuffix("s") for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", column)}
+    return bool(words & NEGATIVES) and words <= NEGATIVES | BESIDE_NEGATIVES
+
+
+def require_positive_first(section: str, documents: list[str], query: str) -> None:
     """Refuse an order of columns in which a negative would be trained as the positive."""
-    positives = [column for column in documents if "pos" in column.lower()]
-    if positives and "neg" in documents[0].lower():
-        ordered = [query, positives[0], *(column for column in documents if column != positives[0])]
+    if not names_negatives(documents[0]):
+        return
+    positive = next((column for column in documents if "pos" in column.lower()), None)
+    if positive is None:
         raise RecipeError(
-            f"data.columns must be given where the data has {documents[0]!r} before {positives[0]!r}, because the first "
-            f"column after the query is its positive; for example [{', '.join(ordered)}]."
+            f"{section}.columns must be given where the data has {documents[0]!r} in the place of the positive, behind "
+            f"{query!r}; the data has the columns {', '.join([query, *documents])}."
+        )
+    ordered = [query, positive, *(column for column in documents if column != positive)]
+    raise RecipeError(
+        f"{section}.columns must be given where the data has {documents[0]!r} before {positive!r}, because the first "
+        f"column after the query is its positive; for example [{', '.join(ordered)}]."
+    )
+
+
+def require_negatives(documents: list[str], query: str) -> None:
+    """Refuse columns behind the positive that are not called as negatives, since they would be trained as such."""
+    positive, *behind = documents
+    negatives = list(filter(names_negatives, behind))
+    others = [column for column in behind if column not in negatives]
+    if others:
+        likely = next((column for column in (positive, *others) if "pos" in column.lower()), positive)
+        raise RecipeError(
+            f"data.columns must be given where columns behind the positive are not named as negatives (negative, negative_1, "
+            f"neg, hard_negative, ...): found the query {query!r}, the positive {positive!r}, the negatives "
+            f"{', '.join(map(repr, negatives)) or 'none'}, and {', '.join(map(repr, others))}; for example "
+            f"[{', '.join([query, likely, *negatives])}]."
         )
 
 

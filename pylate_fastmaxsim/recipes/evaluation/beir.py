@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Value, get_dataset_config_names
 
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
-from pylate_fastmaxsim.recipes.data.lists import titled
+from pylate_fastmaxsim.recipes.data.judgements import JUDGEMENT_COLUMNS, grades_by_query, read_judgements, require_ids
+from pylate_fastmaxsim.recipes.data.passages import titled
 from pylate_fastmaxsim.recipes.data.tables import (
     has_plain_files,
     is_text,
@@ -30,8 +28,6 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.types import ENDINGS, FILE_TYPES, file_type
 
 KEY = "evaluation.beir"
-JUDGEMENT_COLUMNS = ("query-id", "corpus-id", "score")
-
 IDS_AT_ONCE = 10_000
 PAGES = "image"  # the column of a corpus of pages, in place of text
 
@@ -47,7 +43,7 @@ class Collection:
     queries
         Text of each query by its id.
     judgements
-        For each judged query, the grade of each judged document: 0 is not relevant.
+        For each judged query, the grade of each judged document: 0 and less is not relevant.
     """
 
     corpus: Dataset
@@ -59,7 +55,8 @@ def load_collection(section: EvaluationSection, key: str = KEY) -> Collection:
     """Load the collection that ``section.beir`` names, which an error calls ``key``; its queries are the judged ones.
 
     On the Hub, judgements are the subset ``qrels`` or ``default`` of the data set, or the data set of that name
-    with ``-qrels`` behind it. In a folder of files they are ``qrels/SPLIT.tsv`` or ``qrels.tsv``.
+    with ``-qrels`` behind it. In a folder of files they are ``qrels/SPLIT.tsv`` or ``qrels.tsv``, in BEIR's
+    layout or in TREC's.
 
     Raises
     ------
@@ -71,16 +68,16 @@ def load_collection(section: EvaluationSection, key: str = KEY) -> Collection:
     corpus, texts = (load_subset(key, section.beir, subset, ("_id", "text")) for subset in ("corpus", "queries"))
     _require_texts_with_ids(key, "corpus", corpus)
     _require_texts_with_ids(key, "queries", texts)
-    judgements = _by_query(key, _load_judgements(key, section))
+    judgements = grades_by_query(key, _load_judgements(key, section))
     queries = _queries(key, section.beir, texts, judgements)
     _require_judged_documents(key, section.beir, corpus, judgements)
     return Collection(corpus, {query: text for query, text in queries.items() if query in judgements}, judgements)
 
 
 def load_files_of_collection(corpus: Path, queries: Path, judgements: Path | None = None) -> Collection:
-    """Load a collection from a file of documents and one of queries (.jsonl or .parquet), and perhaps judgements (.tsv).
+    """Load a collection from a file of documents and one of queries (.jsonl or .parquet), and perhaps judgements.
 
-    Columns are those of BEIR's files. All queries are kept, and without judgements those of none are known.
+    Columns are those of BEIR's files; judgements may also be in TREC's layout. All queries are kept, and without judgements those of none are known.
 
     Raises
     ------
@@ -95,7 +92,7 @@ def load_files_of_collection(corpus: Path, queries: Path, judgements: Path | Non
         table = load_files(key, FILE_TYPES[file_type(file)], {"train": [str(file)]})
         tables.append(require_columns(key, subset, table, ("_id", "text")))
         _require_texts_with_ids(key, subset, tables[-1])
-    grades = {} if judgements is None else _by_query("--qrels", _read_judgements("--qrels", judgements))
+    grades = {} if judgements is None else grades_by_query("--qrels", read_judgements("--qrels", judgements))
     texts = _queries("--qrels", str(judgements), tables[1], grades)
     if grades:
         _require_judged_documents("--qrels", str(judgements), tables[0], grades)
@@ -103,7 +100,7 @@ def load_files_of_collection(corpus: Path, queries: Path, judgements: Path | Non
 
 
 def _require_texts_with_ids(key: str, subset: str, table: Dataset) -> None:
-    _require_ids(key, f"the subset {subset}", table, "_id")
+    require_ids(key, f"the subset {subset}", table, "_id")
     _require_distinct_ids(key, subset, table)
     # Lists and numbers would be encoded as Python prints them.
     require_texts(f"{key}: 'text' of the subset {subset}", table, "text", gaps=subset == "corpus")
@@ -126,34 +123,6 @@ def _queries(key: str, name: str, texts: Dataset, judgements: dict[str, dict[str
     return queries
 
 
-def _by_query(key: str, rows: Dataset) -> dict[str, dict[str, int]]:
-    """The grade of each judged document, for each query."""
-    for column in JUDGEMENT_COLUMNS[:2]:
-        _require_ids(key, "the judgements", rows, column)
-    judgements: dict[str, dict[str, int]] = {}
-    for query, document, grade in zip(*(rows[:][column] for column in JUDGEMENT_COLUMNS), strict=True):
-        try:
-            whole = _integer(grade)
-        except (TypeError, ValueError, OverflowError):  # not a number, not a whole one, nan or infinite
-            raise RecipeError(
-                f"{key}: the grade of query {query} and document {document} must be an integer, got {grade!r}."
-            ) from None
-        first = judgements.setdefault(str(query), {}).setdefault(str(document), whole)
-        if whole != first:
-            raise RecipeError(
-                f"{key}: the query {query} and the document {document} must have one grade, but are judged {first} and "
-                f"{whole}."
-            )
-    return judgements
-
-
-def _integer(grade: Any) -> int:
-    """A grade as an integer. pandas stores integers as floats in columns that had missing values."""
-    if float(grade) != int(float(grade)):
-        raise ValueError
-    return int(float(grade))
-
-
 def _require_judged_documents(key: str, name: str, corpus: Dataset, judgements: dict[str, dict[str, int]]) -> None:
     """Refuse a corpus without any judged document; log how many judged documents it lacks."""
     judged = {document for grades in judgements.values() for document in grades}
@@ -174,16 +143,6 @@ def _require_judged_documents(key: str, name: str, corpus: Dataset, judgements: 
         )
 
 
-def _require_ids(key: str, where: str, table: Dataset, column: str) -> None:
-    """Refuse rows without an id, and ids of several types."""
-    row = pc.index(pc.is_null(table.data.column(column)), True).as_py()
-    if row >= 0:
-        raise RecipeError(f"{key}: {column!r} of {where} must hold an id in every row, but row {row} has none.")
-    # datasets keeps rows of several types as JSON.
-    if not (is_text(table, column) or pa.types.is_primitive(table.data.column(column).type)):
-        raise RecipeError(f"{key}: {column!r} of {where} must be text in all rows or a number in all rows.")
-
-
 def _require_distinct_ids(key: str, subset: str, table: Dataset) -> None:
     """Refuse repeated ids, as of passages with the id of their document: only one of them would count."""
     counted = pc.value_counts(table.data.column("_id"))
@@ -201,29 +160,13 @@ def _load_judgements(key: str, section: EvaluationSection) -> Dataset:
         files = [file for file in (Path(name, "qrels", f"{split}.tsv"), Path(name, "qrels.tsv")) if file.is_file()]
         if not files:
             raise RecipeError(f"{key}: the folder {name} must hold qrels/{split}.tsv or qrels.tsv.")
-        return _read_judgements(key, files[0])
+        return read_judgements(key, files[0])
     subset = next((subset for subset in ("qrels", "default") if subset in _subsets(key, name)), None)
     if subset is None:
         table = load_table(key, f"{name}-qrels", split=split)
     else:
         table = load_table(key, name, subset, split=split)
     return require_columns(key, "qrels", table, JUDGEMENT_COLUMNS)
-
-
-def _read_judgements(key: str, file: Path) -> Dataset:
-    """Judgements from a .tsv file, with ids as text; ``datasets`` would read 007 as 7."""
-    try:
-        with open(file, encoding="utf-8-sig", newline="") as lines:
-            rows = list(csv.DictReader(lines, delimiter="\t"))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise table_failure(key, error) from error
-    if not rows:
-        raise RecipeError(f"{key}: there are no rows in {file}.")
-    if not rows[0].keys() >= set(JUDGEMENT_COLUMNS):
-        raise RecipeError(
-            f"{key}: the first line of {file} must name the columns {', '.join(JUDGEMENT_COLUMNS)}, with tabs between them."
-        )
-    return Dataset.from_dict({column: [row[column] for row in rows] for column in JUDGEMENT_COLUMNS})
 
 
 def _subsets(key: str, name: str) -> list[str]:

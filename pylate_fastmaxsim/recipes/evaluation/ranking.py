@@ -19,6 +19,7 @@ from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
 
 METRICS = ("ndcg@10", "mrr@10", "recall@100")
 DEPTH = 100  # ranks that the metrics look at
+UNJUDGED = -1  # the number of a document without a grade
 
 # The scores of the best documents of each query, best first, by their ids.
 Ranking = dict[str, dict[str, float]]
@@ -121,16 +122,27 @@ def metrics_by_query(
 ) -> dict[str, dict[str, float]]:
     """The same of each judged query: by the name of the metric, then by the id of the query, in the order of ids."""
     # ranx compiles for seconds when it is imported.
-    from ranx import Qrels, Run, evaluate
+    from ranx import evaluate
 
-    # ranx sorts by score, and equal ones at random. What finds nothing it cannot hold: make_comparable puts it back.
-    ranked = {
-        query: {document: float(-rank) for rank, document in enumerate(documents)}
-        for query, documents in found.items()
-        if documents and query in collection.judgements
-    }
-    if not ranked:
-        return {name: dict.fromkeys(sorted(collection.judgements), 0.0) for name in names}
-    run = Run(ranked)
-    evaluate(Qrels(collection.judgements), run, list(names), make_comparable=True)
-    return {name: {query: float(value) for query, value in run.scores[name].items()} for name in names}
+    queries = sorted(collection.judgements)
+    relevant, ranked = [], []
+    for query in queries:
+        # The ideal ranking is read off the judgements, so the highest grade comes first.
+        grades = sorted(collection.judgements[query].items(), key=lambda judged: -judged[1])
+        numbers = {document: number for number, (document, _) in enumerate(grades)}
+        relevant.append([(number, grade) for number, (_, grade) in enumerate(grades)])
+        ranked.append([(numbers.get(document, UNJUDGED), -rank) for rank, document in enumerate(found.get(query, {}))])
+    # Arrays are paired by their rows and taken in the order that they have; ranx sorts its own tables, equal scores at
+    # random, and cannot hold a query that finds nothing.
+    # Of a single metric ranx cannot return the values of the queries.
+    scores = evaluate(_padded(relevant), _padded(ranked), [*names, names[0]], return_mean=False)
+    return {name: dict(zip(queries, scores[name].tolist(), strict=True)) for name in names}
+
+
+def _padded(rows: list[list[tuple[int, int]]]) -> np.ndarray:
+    """Rows of (document, score) as one array ``[N, K, 2]`` (float64), filled up with documents that are not judged."""
+    padded = np.zeros((len(rows), max(1, *map(len, rows)), 2))
+    padded[..., 0] = UNJUDGED
+    for place, row in enumerate(rows):
+        padded[place, : len(row)] = np.array(row).reshape(-1, 2)
+    return padded

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.evaluation.beir import PAGES, Collection
 from pylate_fastmaxsim.recipes.evaluation.finite import require_finite
+from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_of
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.models.retriever import VisualRetriever
 
@@ -34,9 +35,6 @@ def names_of_metrics(recipe: Recipe, data: RecipeData) -> list[str]:
 
 def evaluate_pages(retriever: VisualRetriever, held_out: Dataset, batch_size: int) -> dict[str, float]:
     """nDCG@10 of the held-out queries over all held-out pages, scored by the processor of the model."""
-    # ranx compiles for seconds when it is imported.
-    import ranx
-
     collection = collection_of_pages(held_out)
     queries = _encode(retriever, list(collection.queries.values()), True, batch_size, "Encoding queries")
     documents = _encode(retriever, collection.corpus[PAGES], False, batch_size, "Encoding pages")
@@ -47,7 +45,7 @@ def evaluate_pages(retriever: VisualRetriever, held_out: Dataset, batch_size: in
         query: {names[place]: score for place, score in zip(places, values, strict=True)}
         for query, places, values in zip(relevant, best.indices.tolist(), best.values.tolist(), strict=True)
     }
-    return {METRIC: float(ranx.evaluate(ranx.Qrels(relevant), ranx.Run(run), METRIC, make_comparable=True))}
+    return metrics_of(run, collection, [METRIC])
 
 
 def collection_of_pages(held_out: Dataset) -> Collection:

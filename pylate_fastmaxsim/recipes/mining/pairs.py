@@ -11,7 +11,7 @@ from datasets import Dataset, Value, concatenate_datasets
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
 from pylate_fastmaxsim.recipes.data.lists import one_text_a_column
 from pylate_fastmaxsim.recipes.data.rows import load_columns
-from pylate_fastmaxsim.recipes.data.text import names_queries, require_text
+from pylate_fastmaxsim.recipes.data.text import names_queries, require_positive_first, require_text
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 TEXTS_AT_ONCE = 1000
@@ -75,6 +75,8 @@ def _load_texts(data: DataSection, section: str, wanted: str) -> list[Dataset]:
     if names_queries(names[-1]) and not names_queries(names[0]):
         raise RecipeError(f"{section}.columns must be {wanted}, in this order, got {', '.join(names)}.")
     if section == "mining.pairs":
+        if data.columns is None:
+            require_positive_first(section, names[1:], names[0])
         table = one_text_a_column(data, table, section)
         names = table.column_names
     require_text(table, names, section)

@@ -11,6 +11,7 @@ from tiny_recipe import text, tiny, write
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
 from pylate_fastmaxsim.recipes.data.rows import load_columns
+from pylate_fastmaxsim.recipes.data.text import check_first
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.inputs import load_data
@@ -69,7 +70,12 @@ def test_ids_are_what_the_collator_takes_for_ids(tmp_path):
             "distillation",
             "must be [query, documents, scores]",
         ),
-        ({"hard_query": "p"}, None, "contrastive", "PyLate's collator encodes 'hard_query' as queries"),
+        (
+            {"hard_query": "p"},
+            "[query, positive, hard_query]",
+            "contrastive",
+            "PyLate's collator encodes 'hard_query' as queries",
+        ),
         (
             {"anchored": ["p"]},
             "[query, anchored, scores]",
@@ -100,6 +106,26 @@ def test_a_negative_that_stands_where_the_positive_is_read_is_refused_unless_it_
     for columns in (["query", "positive", "negative"], ["query", "negative", "positive"], ["query", "negative"]):
         recipe = recipe_of(tmp_path, rows, f"data.columns=[{', '.join(columns)}]")
         assert load_data(recipe).train.column_names == columns
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        "anchor positive negative",
+        "question answer negative_1 negative_2 negative_10",
+        "query pos neg",
+        "sent0 sent1 hard_neg",
+        "query document negatives",
+        "query positive_passages negative_passages",
+        "query_id query positive_id positive bm25_negatives hardNeg2",
+        "anchor positive",
+        "title text",
+    ],
+)
+def test_names_that_data_sets_have_for_negatives_need_no_columns(columns, tmp_path):
+    rows = [{name: text(n, 5) for n, name in enumerate(columns.split())}]
+    recipe = recipe_of(tmp_path, rows)
+    check_first(recipe, dict.fromkeys(load_columns(recipe.data, "data").column_names, "a"))
 
 
 @pytest.mark.parametrize(("rows", "column"), [(PAIRS, "positive"), (TAUGHT, "documents")])

@@ -162,6 +162,42 @@ def test_triples_of_ids_have_the_texts_of_a_collection(name, others, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("name", ["train.tsv", "trec.tsv", "spaces.tsv.gz", "qrels.jsonl"])
+@pytest.mark.parametrize("overrides", [[], ["data.columns=[query-id, corpus-id]"]])
+def test_judgements_are_rows_of_a_query_and_a_relevant_document(name, overrides, tmp_path):
+    judged = [(100 - n, 500 - n - step, step - 1) for n in range(6) for step in range(4)]
+    if name == "qrels.jsonl":
+        lines = [json.dumps({"query-id": str(q), "corpus-id": str(d), "score": grade}) for q, d, grade in judged]
+    elif name == "train.tsv":
+        lines = ["query-id\tcorpus-id\tscore", *("\t".join(map(str, row)) for row in judged)]
+    else:
+        separator = "\t" if name == "trec.tsv" else " "
+        lines = [separator.join(map(str, (q, 0, d, grade))) for q, d, grade in judged]
+        overrides = overrides and ["data.columns=[query-id, corpus-id]"]
+    # The collection as BEIR has it; MS MARCO has documents of the ids 0 and 1, as TREC's other columns.
+    folder = tables(tmp_path, queries="queries.parquet", collection="corpus.jsonl")
+    with open(folder["collection"], "a") as collection:
+        collection.writelines(json.dumps({"_id": str(n), "title": "", "text": "another"}) + "\n" for n in (0, 1, 2))
+    rows = of_ids(tmp_path, name, lines, *overrides, **folder)
+    assert [rows[n] for n in range(len(rows))] == [
+        {"query": f"query {n}", "positive": document(n + step)} for n in range(6) for step in (2, 3)
+    ]
+
+
+def test_the_text_of_a_collection_is_found_by_its_column(tmp_path):
+    lines = [f"{100 - n}\t{500 - n}\t{499 - n}" for n in range(12)]
+    folder = tables(tmp_path)
+    for column, overrides in {"contents": [], "abstract": ["data.text_key=abstract"]}.items():
+        rows = [{"id": str(500 - n), column: f"text {n}", "title": f"title {n}", "url": "u"} for n in range(13)]
+        folder["collection"] = write_lines(tmp_path / f"{column}.jsonl", list(map(json.dumps, rows)))
+        loaded = of_ids(tmp_path, "triples.tsv", lines, *overrides, **folder)
+        assert loaded[3] == {"query": "query 3", "positive": "title 3 text 3", "negative": "title 4 text 4"}
+    with pytest.raises(
+        RecipeError, match="^data.collection: .* one of texts .text, body, .* it has id, abstract, title, "
+    ):
+        of_ids(tmp_path, "triples.tsv", lines, **folder)
+
+
 def test_several_negatives_and_queries_as_texts(tmp_path):
     lines = [json.dumps([f"what is {n}", 500 - n, 499 - n, "498"]) for n in range(12)]
     rows = of_ids(tmp_path, "triples.jsonl", lines, queries=None)
@@ -209,7 +245,16 @@ def test_triples_of_texts_are_read_without_a_collection(tmp_path):
             [],
             "data.columns must be given where the data has 'negative_id'",
         ),
-        (["query-id\tcorpus-id\tscore", "100\t500\t499"], [], "data.columns: 'score' is a column of labels or scores"),
+        (
+            ["query-id\tcorpus-id\tscore", "100\t500\t0"],
+            [],
+            "data.files: no document is judged relevant, with a grade above",
+        ),
+        (
+            ["query-id\tcorpus-id\tscore", "100\t500\tx"],
+            [],
+            "data.files: the grade of query 100 and document 500 must be ",
+        ),
         (["query\tquery\tb"], [], "data.files: the first line of .*triples.tsv must name each of its columns once"),
         (["100"], [], "data.columns must be the query, its positive and any negatives"),
         ([], [], "data.files: there are no rows in .*triples.tsv."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,87 @@ def test_passages_with_titles_are_texts(tmp_path):
     assert set(loaded[0].values()) == {"q", "Bees They fly.", "They hum."}
 
 
+READS = ["table", "stream", "pairs"]
+
+
+def read_by(how: str, folder: Path, rows: list[dict], **data) -> list[list]:
+    """The values of each row, without the query, as a table, as a stream, or the positives of pairs to mine with."""
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if how == "pairs":
+        rows = [{name: value for name, value in row.items() if name != "neg"} for row in rows]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        pairs = load_pairs(MiningSection(pairs=DataSection("files", files=[str(file)], **data), teacher="t"))
+        return [[text] for text in pairs.documents["text"][:]]
+    values = tiny(folder, data={"files": [str(file)], "streaming": how == "stream", **data})
+    values["evaluation"] = {"rows": 0}
+    values["model"] = {"name_or_path": "none"}
+    values["training"]["per_device_train_batch_size"] = 1
+    loaded = (stream_rows if how == "stream" else load_rows)(load_recipe(write(folder, values)))
+    return [list(row.values())[1:] for row in islice(loaded, 1)]
+
+
+@pytest.mark.parametrize("how", READS)
+@pytest.mark.parametrize("key", ["text", "body", "content", "contents", "passage", "passage_text", "abstract"])
+def test_the_text_of_a_passage_is_found_by_its_key(key, how, tmp_path):
+    rows = [
+        {
+            "query": "why do bees dance",
+            "pos": {"title": "Bees", key: "Bees dance.", "docid": "7"},
+            "neg": [{"title": "Bread", key: "It rises."}, {"title": None, key: "It sours.", "url": "u"}],
+        }
+    ]
+    own = {"text_key": key} if key == "abstract" else {}
+    (found,) = read_by(how, tmp_path, rows, **own)
+    assert found == ["Bees Bees dance.", "Bread It rises.", "It sours."][: len(found)]
+    assert len(found) == (1 if how == "pairs" else 3)
+    if own:
+        section = "mining.pairs" if how == "pairs" else "data"
+        sentence = f"^{section}.text_key must name the key .*: '(pos|neg)' of row 0 has the keys title, abstract, "
+        with pytest.raises(RecipeError, match=sentence):
+            read_by(how, tmp_path, rows)
+
+
+@pytest.mark.parametrize("how", READS[:2])
+@pytest.mark.parametrize(
+    ("passages", "sentence"),
+    [
+        (
+            [{"text": "a"}, {"title": "B", "summary": "b"}],
+            "data.text_key .* 'neg' of row 0 has the keys title, summary, ",
+        ),
+        ([{"text": "a"}, {"title": "B"}], "data.text_key .* has the keys title, of which none is among text, "),
+        ([{"body": "a", "content": "b"}], "data.text_key .* has the keys body, content, of which several are"),
+        ([{"text": ["a", "b"]}], r"data.columns: text and title must be texts, but 'neg' of row 0 has \['a', 'b'\]"),
+    ],
+)
+def test_a_passage_whose_text_is_not_known_is_refused_beside_others(passages, sentence, how, tmp_path):
+    with pytest.raises(RecipeError, match=f"^{sentence}"):
+        read_by(how, tmp_path, [{"query": "q", "pos": ["p"], "neg": passages}])
+
+
+@pytest.mark.parametrize("how", READS[:2])
+def test_passages_and_texts_may_stand_in_one_list_and_a_text_may_be_empty(how, tmp_path):
+    negatives = ["a", {"title": "B", "text": "b"}, {"text": "c", "body": "x"}, {"title": "D", "text": ""}, {"text": ""}]
+    assert read_by(how, tmp_path, [{"query": "q", "pos": "p", "neg": negatives}]) == [["p", "a", "B b", "c", "D"]]
+
+
+@pytest.mark.parametrize("how", READS[:2])
+def test_negatives_of_several_systems_are_chosen(how, tmp_path):
+    found = {"bm25": ["a", "b"], "dense": ["b", {"title": "C", "body": "c"}]}
+    rows = [{"query": "q", "pos": ["p"], "neg": found}]
+    assert read_by(how, tmp_path, rows) == [["p", "a", "b", "C c"]]
+    assert read_by(how, tmp_path, rows, negatives=["dense"]) == [["p", "b", "C c"]]
+    assert read_by(how, tmp_path, rows, negatives=["dense", "bm25"], negatives_per_query=4) == [
+        ["p", "b", "C c", "a", "b"]
+    ]
+    sentence = "^data.negatives must name systems that 'neg' has in the first row .bm25, dense., got splade."
+    with pytest.raises(RecipeError, match=sentence):
+        read_by(how, tmp_path, rows, negatives=["bm25", "splade"])
+    with pytest.raises(RecipeError, match="^data.negatives must name systems .*it has none"):
+        read_by(how, tmp_path, [{"query": "q", "pos": "p", "negative": "a"}], negatives=["bm25"])
+
+
 def test_columns_with_gaps_are_negatives_of_rows_that_have_fewer(tmp_path):
     rows = [{"query": "q", "positive": "p", "negative_1": "a", "negative_2": two} for two in ("b", None)]
     loaded = rows_of(tmp_path, rows, "data.negatives_per_query=2")
@@ -105,14 +187,13 @@ def test_the_order_of_columns_counts_where_none_is_named_query(kind, tmp_path):
     rows = [{"question": text(row, 4), "answer": [text(row, 9)], "wrong": [text(row + 1, 8)] * 3} for row in range(12)]
     section = {"kind": "splade", "embedding_size": None, "query_length": None, "document_length": None}
     sections = {"model": section, "loss": {"regularizers": {"document_weight": 1e-3}}} if kind == "splade" else {}
-    loaded = rows_of(tmp_path, rows, "data.negatives_per_query=2", **sections)
+    overrides = ["data.negatives_per_query=2", "data.columns=[question, answer, wrong]"]
+    loaded = rows_of(tmp_path, rows, *overrides, **sections)
     assert loaded.column_names == [
         "query" if kind == "colbert" else "question",
         *("positive", "negative_1", "negative_2"),
     ]
-    recipe = load_recipe(
-        tmp_path / "tiny.yaml", ["data.negatives_per_query=2", "training.max_steps=2", "evaluation.rows=0"]
-    )
+    recipe = load_recipe(tmp_path / "tiny.yaml", [*overrides, "training.max_steps=2", "evaluation.rows=0"])
     assert train(recipe)["steps"] == 2
     swapped = [{"answer": "a", "question": "q"}] * 2
     with pytest.raises(RecipeError, match="^data.columns must be given where the data has 'answer' before 'question'"):
@@ -150,7 +231,20 @@ def test_the_order_of_columns_counts_where_none_is_named_query(kind, tmp_path):
         ),
         (
             {"query": "q", "pos": "p", "neg": ["n"], "neg_scores": [0.5]},
-            "data.columns: 'neg_scores' must hold texts, but ",
+            "data.columns must be given where columns .* found the query 'query', the positive 'pos', the negatives 'neg', "
+            r"and 'neg_scores'; for example .query, pos, neg.\.$",
+        ),
+        (
+            {"query": "q", "positive_1": "p", "positive_2": "p", "negative": "n"},
+            "data.columns must be given where columns .* and 'positive_2'; for example .query, positive_1, negative.",
+        ),
+        (
+            {"question": "q", "title": "t", "positive": "p", "hardNeg1": "n", "language": "en"},
+            "data.columns must .* the negatives 'hardNeg1', and 'positive', 'language'; .* .question, positive, hardNeg1.",
+        ),
+        (
+            {"query": "q", "negative": "n"},
+            "data.columns must be given where the data has 'negative' in the place of the positive, behind 'query'",
         ),
         (
             {"query": "12", "pos": "34", "neg": "56"},

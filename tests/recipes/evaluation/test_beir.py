@@ -195,6 +195,23 @@ def test_a_collection_that_does_not_fit_gets_one_sentence(changes, sentence, tmp
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("separator", [" ", "\t", "   "])
+def test_judgements_of_trec_are_those_of_beir_and_grades_below_0_are_not_relevant(separator, tmp_path):
+    qrels = [row | {"score": row["score"] - 1} for row in tables()["qrels"]]
+    folder = write_folder(tmp_path / "data", qrels=qrels)
+    (tmp_path / "qrels.txt").write_text(
+        "".join(separator.join((row["query-id"], "0", row["corpus-id"], f"{row['score']}\r\n")) for row in qrels)
+    )
+    expected = beir.load_collection(EvaluationSection(beir=str(folder)))
+    files = folder / "corpus.jsonl", folder / "queries.jsonl", tmp_path / "qrels.txt"
+    assert beir.load_files_of_collection(*files).judgements == expected.judgements
+    assert {grade for own in expected.judgements.values() for grade in own.values()} == {0, 1}
+    with open(tmp_path / "qrels.txt", "a") as lines:
+        lines.write("q1 0001 1\n")
+    with pytest.raises(RecipeError, match="^--qrels: a line of .* must be qid 0 docid grade, got 'q1 0001 1'."):
+        beir.load_files_of_collection(*files)
+
+
 def test_grades_may_be_floats_that_are_whole(tmp_path):
     qrels = judged(("q1", "0001", 1.0), ("q2", "0002", 2.0), ("q1", "0001", 1.0))
     files, hub = write_folder(tmp_path / "files", qrels=qrels), tmp_path / "hub"
