@@ -77,7 +77,8 @@ def load_collection(section: EvaluationSection, key: str = KEY) -> Collection:
 def load_files_of_collection(corpus: Path, queries: Path, judgements: Path | None = None) -> Collection:
     """Load a collection from a file of documents and one of queries (.jsonl or .parquet), and perhaps judgements.
 
-    Columns are those of BEIR's files; judgements may also be in TREC's layout. All queries are kept, and without judgements those of none are known.
+    Columns are those of BEIR's files; judgements may also be in TREC's layout. All queries are kept, and without
+    judgements those of none are known.
 
     Raises
     ------
