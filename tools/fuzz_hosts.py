@@ -712,7 +712,6 @@ class ColPali(Host):
         *("ColbertLoss", "ColbertPairwiseCELoss", "ColbertSigmoidLoss"),
         *("ColbertNegativeCELoss", "ColbertPairwiseNegativeCELoss"),
     )
-    poolings = PyLate.poolings
 
     def options(self, draw: Draw) -> dict[str, object]:
         return {}
