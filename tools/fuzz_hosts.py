@@ -144,6 +144,7 @@ MODULES: dict[str, Callable[[int, list[str]], nn.Module]] = {
     "LSTM": lambda width, _: WithLengths(of_library("LSTM")(width, width // 2)),
     "own tanh": lambda width, _: Own(lambda _, tokens, __: tokens.tanh()),
     "own Conv1d": lambda width, _: Own(over_tokens, nn.Conv1d(width, width, 3, padding=1)),
+    "own mean with padding": lambda width, _: Own(lambda _, tokens, __: centred(tokens)),
     "own mean of the text": lambda width, _: Own(less_its_text),
 }
 MIXING_TEXTS = {
@@ -296,7 +297,8 @@ class Host:
         encoder = self.encoder(model)
         layers = next(module for module in encoder.modules() if isinstance(module, nn.ModuleList))
         places = {"model": model, "Transformer": model[0], "encoder": encoder, "layer": layers[0]}
-        return places | {type(module).__name__: module for module in list(model)[1:]}
+        places |= {type(module).__name__: module for module in list(model)[1:]}
+        return places | {f"{name}.linear": part.linear for name, part in places.items() if hasattr(part, "linear")}
 
     def encoder(self, model: nn.Module) -> nn.Module:
         return model[0].auto_model
@@ -442,7 +444,7 @@ class PyLate(LateInteraction):
     def model(self, draw: Draw) -> nn.Module:
         original = self.template(draw("family", *self.families, often=0.3))
         model = copied(original, draw.seed)
-        model.document_length, model.query_length = draw("lengths", (32, 12), (61, 12), (20, 24), (48, 4))
+        model.document_length, model.query_length = draw("lengths", (32, 12), (61, 12), (20, 24), (48, 4), (61, 40))
         if not draw("query expansion", True, False, often=0.6):
             model.do_query_expansion = False
         elif draw("attends to expansion", False, True, often=0.7):
@@ -710,7 +712,6 @@ class ColPali(Host):
         *("ColbertLoss", "ColbertPairwiseCELoss", "ColbertSigmoidLoss"),
         *("ColbertNegativeCELoss", "ColbertPairwiseNegativeCELoss"),
     )
-    poolings = PyLate.poolings
 
     def options(self, draw: Draw) -> dict[str, object]:
         return {}
