@@ -607,6 +607,14 @@ class Sparse(Host):
             return _sparse_encoder(Router.for_query_document([transformer], [transformer]), SpladePooling())
         return getattr(sparse_encoders, kind)(path)
 
+    def explanations(self, draw: Draw) -> Iterator[tuple[str, dict[str, object]]]:
+        if draw.words.get("base loss") == "triplets":
+            # sqrt(0) in Sentence Transformers' distance; its padding makes equal texts differ by rounding.
+            yield (
+                "triplets of equal texts have NaN gradients, unless rounding hides that they are equal",
+                {"distinct": True},
+            )
+
     def encoder(self, model: nn.Module) -> nn.Module:
         from sparse_encoders import transformer_of
 
