@@ -71,7 +71,7 @@ def in_float64() -> Iterator[None]:
 
 
 def run(host: Host, seed: int, accelerated: bool, fixed: dict | None = None, noise: float = 0.0) -> Outcome:
-    """Two steps of a configuration. ``noise``: relative change of all weights beforehand."""
+    """Two steps of a configuration. ``noise``: change of all weights beforehand, relative to them."""
     draw = Draw(seed, fixed)
     outcome = Outcome(draw)
     flag = pylate_fastmaxsim.enabled(**host.options(draw)) if accelerated else nullcontext()
@@ -106,7 +106,9 @@ def _train(draw: Draw, training: Training, outcome: Outcome, noise: float) -> No
         generator = torch.Generator().manual_seed(draw.seed)
         with torch.no_grad():
             for weight in weights.values():
-                weight *= 1 + noise * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+                # Weights of 0, as WordWeights has them, make similarities of 0, which are equal as well.
+                scale = weight if noise == LAST_DIGITS else weight.masked_fill(weight == 0, 1)
+                weight += noise * scale * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
     for batch in range(BATCHES):
         model.zero_grad(set_to_none=True)
         total = 0.0

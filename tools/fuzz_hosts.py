@@ -331,6 +331,12 @@ XTR = (
 )
 
 
+def of_xtr(draw: Draw) -> Iterator[tuple[str, dict[str, object]]]:
+    """These differences with what a configuration has besides: similarities to a row of zeros are equal as well."""
+    zeros = {"module": "WordWeights without zeros"} if draw.words.get("module") == "WordWeights" else {}
+    return ((reason, {**fixed, **zeros}) for reason, fixed in XTR)
+
+
 class LateInteraction(Host):
     """Modules behind the encoder, which PyLate and a MultiVectorEncoder share."""
 
@@ -382,7 +388,7 @@ class PyLate(LateInteraction):
 
     def explanations(self, draw: Draw) -> Iterator[tuple[str, dict[str, object]]]:
         if draw.words.get("metric") == "XTR":
-            yield from XTR
+            yield from of_xtr(draw)
         if draw.words.get("module") == "WordWeights":
             yield "a masked token wins over a live one that is exactly 0", {"module": "WordWeights without zeros"}
         if "stock_masking" in draw.words:
@@ -485,7 +491,7 @@ class MultiVector(LateInteraction):
     losses = ("ranking", "cached ranking", "KL divergence", "margins", "ContrastiveDistillation", "Matryoshka")
 
     def explanations(self, draw: Draw) -> Iterator[tuple[str, dict[str, object]]]:
-        return iter(XTR if draw.words.get("similarity") == "XTR" else ())
+        return of_xtr(draw) if draw.words.get("similarity") == "XTR" else iter(())
 
     def loss(self, draw: Draw, model: nn.Module, name: str) -> nn.Module:
         from sentence_transformers.multi_vector_encoder import losses, scoring

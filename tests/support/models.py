@@ -179,13 +179,9 @@ _T5 = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "
 _CONVOLVED = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
 _GEMMA = {"laurel_rank": 4, "hidden_size_per_layer_input": 8, "sliding_window": 8}
 
-# Texts of up to 28 tokens cannot have it.
-_BLOCK_SPARSE = {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1}
-
 _CONFIGS = {
     "modernbert": (ModernBertConfig, _LOCAL),
     "bert": (BertConfig, _UNDROPPED),
-    "bigbird": (BigBirdConfig, _UNDROPPED | _BLOCK_SPARSE | {"max_position_embeddings": 128}),
     "minilm": (BertConfig, _UNDROPPED | {"num_hidden_layers": 3}),
     "xlm-roberta": (XLMRobertaConfig, _UNDROPPED | {"type_vocab_size": 1}),
     "mpnet": (MPNetConfig, _UNDROPPED),

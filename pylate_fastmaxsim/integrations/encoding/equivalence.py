@@ -166,7 +166,7 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
     """
     padded = documents.column
     before = masks_of(padded)
-    with untouched(core), evaluating(core), _recorded_dtypes(core) as dtypes:
+    with untouched(core) as core_before, evaluating(core), _recorded_dtypes(core) as dtypes:
         expected = core(padded)["token_embeddings"].flatten(0, 1)[documents.token_index]
         values = [[token_embeddings(core, call) for call in plan.calls] for plan in plans]
         other_masks = changed(padded, before)
@@ -174,8 +174,12 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
         if is_packed_mask(plans[0].calls[0]["attention_mask"]):
             leaks = _leaks(core, documents, *plans[0].calls, *values[0])
             counts_places = _counts_places(core, *plans[0].calls, *values[0])
+        replaces_modules = core_before.modules_replaced()
     updates_buffers = _updates_buffers(core, plans[0].calls)
     # Only now, so that every rank makes all calls whatever it finds.
+    if replaces_modules:
+        # BigBird's attention, for good once a call has short texts only.
+        raise PackingUnsupported(f"{_name(core)} replaces its modules by the lengths of the texts in a call")
     if updates_buffers:
         raise PackingUnsupported(f"{_name(core)} updates its buffers in each call")
     if other_masks:

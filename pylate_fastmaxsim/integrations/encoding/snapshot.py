@@ -40,6 +40,10 @@ class Snapshot:
             for module, buffers in self.modules
         )
 
+    def modules_replaced(self) -> bool:
+        """Whether a module of transformers has other submodules now."""
+        return any(module._modules != submodules for module, _, submodules in self.of_transformers)
+
     def _holds_else(self, now: Tensor | None, buffer: Tensor | None) -> bool:
         if now is None or buffer is None:
             return now is not buffer
