@@ -136,6 +136,8 @@ def plan_documents(
     if options is not None and options.compile:
         compilation_layers.compile_layers(model)
         graphs.install(model)
+    if mode != "padded" and (documents := Documents.from_columns(document_features)).gaps:
+        mode = modes.mode_with_gaps(model, mode, group)
     if mode == "padded":
         if mini_batch_tokens is not None:
             mini_batch_size = _texts_within(mini_batch_tokens, document_features, group)
@@ -145,9 +147,6 @@ def plan_documents(
             f"The documents of this batch need padding, and those of earlier batches did not: {reason}. All processes "
             "must encode alike. Give every batch the same features, or train with enable(padding_free=False)."
         )
-    documents = Documents.from_columns(document_features)
-    if mode == "packed" and documents.gaps:
-        mode = modes.mode_with_gaps(group)
     budget = mini_batch_tokens if mini_batch_size is None else mini_batch_size * documents.max_length
     agree = int
     if group:

@@ -23,6 +23,7 @@ from pylate_fastmaxsim.integrations.encoding.equivalence import (
 from pylate_fastmaxsim.integrations.encoding.mode_cache import Agree, Decisions, decided, state_of
 from pylate_fastmaxsim.integrations.encoding.plans import EncodingPlan
 from pylate_fastmaxsim.integrations.encoding.reasons import (
+    GAP,
     carried,
     not_carried,
     reason_in_user_code,
@@ -111,14 +112,18 @@ def can_be_divided(model: nn.Module, queries: dict[str, Tensor]) -> bool:
     return decided(divisible, model, [queries], decide, group, more)
 
 
-def mode_with_gaps(group: dist.ProcessGroup | None) -> str:
-    """The mode for documents with gaps in their attention masks, for a model that packs others."""
+def mode_with_gaps(model: nn.Module, mode: str, group: dist.ProcessGroup | None) -> str:
+    """The mode for documents with gaps in their attention masks, for a model that has this ``mode`` for others."""
     if group:
         raise ValueError(
-            "A document of this batch has a gap in its attention_mask and cannot be packed, as earlier batches were. "
+            f"A document of this batch has a gap in its attention_mask and cannot be {mode}, as earlier batches were. "
             "All processes must encode alike. Leave out such documents, or train with enable(padding_free=False)."
         )
-    return "grouped"
+    if mode == "packed":
+        return "grouped"
+    # transformers lets convolutions and recurrences read a masked token where a text is alone in its call.
+    log_once(_PADDED.format("PyLate"), GAP, about=unwrap(model))
+    return "padded"
 
 
 def forget() -> None:

@@ -19,6 +19,8 @@ from pylate_fastmaxsim.integrations.options import current_options
 # Features that are encoded without padding. An encoder that takes more is given padded texts.
 UNDERSTOOD = {"input_ids", "attention_mask", "token_type_ids"}
 
+GAP = "one has a gap in its attention_mask"
+
 # Features that no encoder takes: token counts, and the keys of texts that are dictionaries, from PyLate's tokenizer.
 _LEFT_OUT = {TOKEN_TOTAL, "text_keys"}
 
@@ -74,7 +76,7 @@ def reason_not_to_join(core: nn.Module, queries: dict[str, Tensor]) -> str | Non
     if length > core.query_length:
         return f"they have {length} tokens, more than the model's query_length of {core.query_length}"
     if column_has_gaps(queries):
-        return "one has a gap in its attention_mask"
+        return GAP
     return reason_in_features(core, [queries])
 
 

@@ -35,7 +35,7 @@ from pylate_fastmaxsim.integrations.encoding.columns import (
     understood,
 )
 from pylate_fastmaxsim.integrations.encoding.modes import APART, mode_for
-from pylate_fastmaxsim.integrations.encoding.reasons import UNDERSTOOD
+from pylate_fastmaxsim.integrations.encoding.reasons import GAP, UNDERSTOOD
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import inputs_of
@@ -151,8 +151,8 @@ def _without_padding(
     documents = encoding_gradcache.replay(lambda: Documents.from_columns(columns[:1]), of_texts=True)
     if len(documents.token_index) == 0:
         return None
-    if mode == "packed" and documents.gaps:
-        reason = "one has a gap in its attention_mask"
+    if documents.gaps:
+        reason = GAP
     elif mode == "grouped" and counts_calls(transformer):
         reason = COUNTED
     if reason is not None:

@@ -35,7 +35,7 @@ from pylate_fastmaxsim.integrations.encoding.columns import (
     understood,
 )
 from pylate_fastmaxsim.integrations.encoding.modes import APART, mode_for
-from pylate_fastmaxsim.integrations.encoding.reasons import UNDERSTOOD
+from pylate_fastmaxsim.integrations.encoding.reasons import GAP, UNDERSTOOD
 from pylate_fastmaxsim.integrations.encoding.token_counts import take_total
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
@@ -204,8 +204,8 @@ def _states(transformer: nn.Module, hidden: HiddenStates, documents: Documents, 
         return hidden(features)["token_embeddings"]
 
     reason = None
-    if mode == "packed" and documents.gaps:
-        reason = "one has a gap in its attention_mask"
+    if mode != "padded" and documents.gaps:
+        reason = GAP
     elif mode == "grouped" and counts_calls(transformer):
         reason = COUNTED
     if reason is not None:
