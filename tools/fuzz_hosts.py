@@ -333,7 +333,8 @@ XTR = (
 
 def of_xtr(draw: Draw) -> Iterator[tuple[str, dict[str, object]]]:
     """These differences with what a configuration has besides: similarities to a row of zeros are equal as well."""
-    zeros = {"module": "WordWeights without zeros"} if draw.words.get("module") == "WordWeights" else {}
+    weighted = str(draw.words.get("module")).startswith("WordWeights")
+    zeros = {"module": None} if weighted else {}
     return ((reason, {**fixed, **zeros}) for reason, fixed in XTR)
 
 
