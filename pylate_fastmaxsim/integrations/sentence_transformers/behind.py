@@ -28,7 +28,7 @@ _LARGE = 10
 def reader_of_padding(
     model: MultiVectorEncoder, transformer: Transformer, features: dict[str, Tensor], kwargs: dict
 ) -> str | None:
-    """Which part of a model reads the states of padding, as a part of a sentence; None if none does.
+    """Name the part of a model that reads the states of padding, as a part of a sentence; None if none does.
 
     The model runs as it is, in training, on the same random numbers each time: with the encoder's states and with
     others in the place of padding; then again with noise as the weights behind the encoder, since a convolution whose
@@ -46,11 +46,13 @@ def reader_of_padding(
         Keywords that the model is called with.
     """
     found: list[str] = []
+    padding = features["attention_mask"][..., None] == 0
 
     def trial() -> None:
         for weights in ({}, _noise_behind(model, transformer)):
             states, expected = _run(model, transformer, features, kwargs, weights)
-            _, made = _run(model, transformer, features, kwargs, weights, _LARGE * states.flip(0, 1))
+            others = torch.where(padding, _LARGE * states.flip(0, 1), states)
+            _, made = _run(model, transformer, features, kwargs, weights, others)
             found.extend(
                 f"{type(module).__name__} reads the states of padding"
                 for module, output in expected.items()
@@ -76,21 +78,16 @@ def _run(
     features: dict[str, Tensor],
     kwargs: dict,
     weights: dict[str, Tensor],
-    of_padding: Tensor | None = None,
+    states: Tensor | None = None,
 ) -> tuple[Tensor, dict[nn.Module, dict[str, Tensor]]]:
-    """Hidden states of the encoder, and what the model and each of its modules make of attended tokens.
-
-    ``of_padding``, ``[N, L, d]``, takes the place of the states of padding.
-    """
+    """Hidden states ``[N, L, d]`` of the encoder, or others in their place, and what each module makes of attended tokens."""
     made: dict[nn.Module, dict[str, Tensor]] = {}
     encoded: list[Tensor] = []
 
     def replace(_module: nn.Module, _args: tuple, output: dict[str, Tensor]) -> None:
-        states = output[transformer.module_output_name]
-        encoded.append(states)
-        if of_padding is not None:
-            padding = features["attention_mask"][..., None] == 0
-            output[transformer.module_output_name] = torch.where(padding, of_padding, states)
+        name = transformer.module_output_name
+        output[name] = output[name] if states is None else states
+        encoded.append(output[name].clone())
 
     def record(module: nn.Module, _args: tuple, output: dict[str, Tensor]) -> None:
         made[module] = _of_attended_tokens(output)
