@@ -9,7 +9,7 @@ import pytest
 from fuzz_hosts import HOSTS
 
 # The first seed of each host, and how many: each takes a third of a second.
-SEEDS = {"pylate": (0, 30), "multi_vector": (0, 40), "sparse": (0, 30), "colpali": (0, 60)}
+SEEDS = {"pylate": (0, 20), "multi_vector": (0, 25), "sparse": (0, 20), "colpali": (0, 40)}
 
 
 def host(name: str) -> fuzz.Host:
