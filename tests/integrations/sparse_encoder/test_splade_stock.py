@@ -155,7 +155,10 @@ CASES = {
         lambda m: replace_forward(mlm(m).cls.predictions.decoder),
         "a hook or another forward is on Linear",
     ),
-    "adapter on the decoder": (adapter_on_the_decoder, "the decoder of BertForMaskedLM is a Linear"),
+    "adapter on the decoder": (
+        adapter_on_the_decoder,
+        "the decoder of BertForMaskedLM is a peft.tuners.lora.layer.Linear",
+    ),
     "a bias behind the decoder": (
         other_architecture(EsmForMaskedLM, EsmConfig, hidden_size=32, intermediate_size=32, pad_token_id=0),
         "EsmForMaskedLM gives other logits than its parts",
