@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -66,6 +67,62 @@ def record() -> None:
         entry["uses"] = {**entry["uses"], **dict(uses(function))}
     known_sources.TABLE.write_text(text_of(table), encoding="utf-8")
     print(", ".join(f"{package} {version}" for package, version in versions.items()), "are in the table.")
+
+
+def unknown_sources(files: Path | zipfile.Path, package: str) -> list[str]:
+    """Functions in the files of a release that are not the code of a known one, by their source alone.
+
+    Those that something known calls, and those that nothing known calls, which are replaced or relied on: also where a
+    module that the table does not have defines them.
+    """
+    known = {name: rows for name, rows in known_sources.known().items() if name.partition(".")[0] == package}
+    called = {name for rows in known.values() for row in rows.values() for name in row["uses"].values()}
+    defined = dict(_definitions(files / package, package))
+    short = {_short(name) for name in known.keys() - called}
+    unread = [name for name in defined if name in known.keys() - called or _short(name) in short]
+    unknown, seen = set(), set()
+    while unread:
+        name = unread.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        rows = known.get(name, {})
+        digests = rows.keys() & map(known_sources.digest_of, defined.get(name, ()))
+        if not digests:
+            unknown.add(name)
+        for used in (used for key in digests for used in rows[key]["uses"].values() if isinstance(used, str)):
+            unread += [used] * (used.partition(".")[0] == package)
+    return sorted(unknown)
+
+
+def _short(name: str) -> str:
+    """A method with its class, without the module; of a function nothing is shorter."""
+    owner, _, last = name.rpartition(".")
+    kind = owner.rpartition(".")[2]
+    return f"{kind}.{last}" if kind[:1].isupper() else name
+
+
+def _definitions(folder: Path | zipfile.Path, module: str) -> Iterator[tuple[str, list[ast.FunctionDef]]]:
+    """Functions of a package by their dotted names; of a property getter and setter."""
+    for file in folder.iterdir():
+        name = file.name.removesuffix(".py")
+        if file.is_dir():
+            yield from _definitions(file, f"{module}.{name}")
+        elif file.name.endswith(".py"):
+            inner = module if name == "__init__" else f"{module}.{name}"
+            found: dict[str, list[ast.FunctionDef]] = {}
+            _collect(ast.parse(file.read_text(encoding="utf-8")), inner, found)
+            yield from found.items()
+
+
+def _collect(node: ast.AST, name: str, found: dict[str, list[ast.FunctionDef]]) -> None:
+    for each in ast.iter_child_nodes(node):
+        if isinstance(each, ast.FunctionDef):
+            found.setdefault(f"{name}.{each.name}", []).append(each)
+        elif isinstance(each, ast.ClassDef):
+            _collect(each, f"{name}.{each.name}", found)
+        elif isinstance(each, (ast.If, ast.Try)):
+            _collect(each, name, found)
 
 
 def text_of(table: dict[str, dict[str, dict]]) -> str:

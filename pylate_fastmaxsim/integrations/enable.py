@@ -6,7 +6,7 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -32,8 +32,28 @@ _logger = logging.getLogger("pylate_fastmaxsim")
 _lock = threading.RLock()
 _patches = PatchSet()
 _blocks: list[_Block] = []
-# The libraries that are patched now, or were last.
-_patched: list[Host] = []
+# What was found in the libraries that are patched now, or were last.
+_found: list[_Found] = []
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Something to replace in a host.
+
+    Parameters
+    ----------
+    host, provider
+        The host, and who replaces it.
+    patch
+        None: the provider has none for this release.
+    left
+        A sentence that says why it is left as it is; None: it is replaced.
+    """
+
+    host: Host
+    provider: str
+    patch: Patch | None
+    left: str | None
 
 
 @dataclass(eq=False)
@@ -153,10 +173,10 @@ def enable(
     if not isinstance(pooling, Max):
         _refuse_unpooled(pooling)
     _switch_to(new)
-    has_pylate = any(host.name == "PyLate" for host in _patched)
+    has_pylate = any(each.host.name == "PyLate" for each in _found)
     _logger.info(
         "%s; %s.%s",
-        "; ".join(_sentences(_patched)),
+        "; ".join(_sentences(_found)) or "Nothing is accelerated",
         ", ".join(f"{name} {on_or_off(value)}" for name, value in vars(new).items()),
         " With PyLate, a loss of your own gets fused scores; call pylate_fastmaxsim.encode in it to leave out padding too."
         * has_pylate,
@@ -170,11 +190,18 @@ def enable(
         )
 
 
-def _sentences(hosts: Iterable[Host]) -> Iterator[str]:
-    """What is accelerated in which of the hosts."""
+def _sentences(found: Sequence[_Found]) -> Iterator[str]:
+    """What is accelerated in which of the hosts, and which functions there are left as they are."""
     of_gain: dict[str, list[str]] = {}
-    for host in hosts:
-        of_gain.setdefault(host.gain, []).append(f"{host.name} {host.version}")
+    for host in dict.fromkeys(each.host for each in found):
+        own = [each for each in found if each.host is host]
+        left = {each.provider: each for each in own if each.left}
+        names = [each.patch.short_name if each.patch else each.provider for each in own if each.left]
+        if len(names) == len(own):
+            continue
+        gain = ", ".join(gain for provider, gain in host.gains if provider not in left) or "in part"
+        gain += f" (but not {', '.join(names)})" * bool(names)
+        of_gain.setdefault(gain, []).append(f"{host.name} {host.version}")
     for gain, names in of_gain.items():
         yield f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} accelerated: {gain}"
 
@@ -252,13 +279,13 @@ def available_patches() -> list[Patch]:
     ImportError
         As :func:`enable`.
     """
-    return _available()[1]
+    return _to_apply(_available())
 
 
 def not_accelerated() -> list[str]:
     """A sentence for each host and each function of a host that is left as it is, and why."""
     hosts, reasons = usable_hosts()
-    return [*left_alone(reasons), *_patches_of(hosts)[1].values()]
+    return [*left_alone(reasons), *_lines(_find(hosts))]
 
 
 def all_patches() -> list[Patch]:
@@ -266,41 +293,49 @@ def all_patches() -> list[Patch]:
     return [patch for _, name in _providers(usable_hosts()[0]) for patch in _provider(name).patches()]
 
 
-def _available() -> tuple[list[Host], list[Patch]]:
-    """The host libraries that can be patched, and what :func:`available_patches` returns."""
+def _available() -> list[_Found]:
+    """What there is to replace in the host libraries that can be patched."""
     hosts, reasons = usable_hosts()
     if not hosts:
         raise ImportError(" ".join(dict.fromkeys(reasons.values())))
-    patches, lines = _patches_of(hosts)
-    for line in (*left_alone(reasons), *lines.values()):
+    found = _find(hosts)
+    for line in (*left_alone(reasons), *_lines(found)):
         log_once("%s", line)
-    return hosts, patches
+    return found
 
 
-def _patches_of(hosts: Iterable[Host]) -> tuple[list[Patch], dict[str | Patch, str]]:
-    """The patches to apply, and a sentence for each that is not, or for a provider that has none for a release."""
-    patches, lines = [], {}
+def _find(hosts: Iterable[Host]) -> list[_Found]:
+    found = []
     for host, name in _providers(hosts):
         try:
             made = _provider(name).patches()
         except (ImportError, AttributeError) as error:  # a release that has renamed what the provider imports
             release = f"{host.name} {host.version}"
-            lines[name] = f"{name} does not accelerate {release}: {error}. For this release, update pylate-fastmaxsim."
+            line = f"{name} does not accelerate {release}: {error}. For this release, update pylate-fastmaxsim."
+            found.append(_Found(host, name, None, line))
             continue
         for patch in made:
-            if (reason := _reason_to_leave(patch)) is None:
-                patches.append(patch)
-            else:
-                lines[patch] = f"{patch.target} is not accelerated (running {host.name}'s own): {reason}."
-    return patches, lines
+            reason = _reason_to_leave(patch)
+            line = reason and f"{patch.target} is not accelerated (running {host.name}'s own): {reason}."
+            found.append(_Found(host, name, patch, line))
+    return found
+
+
+def _to_apply(found: Iterable[_Found]) -> list[Patch]:
+    return [each.patch for each in found if each.left is None]
+
+
+def _lines(found: Iterable[_Found]) -> list[str]:
+    return [each.left for each in found if each.left is not None]
 
 
 def _refuse_unpooled(pooling: Pooling) -> None:
     """Raise ValueError if scores of a host would be left as they are, which take the maximum."""
-    for left, line in _patches_of(usable_hosts()[0])[1].items():
-        # Of a provider nothing is known then.
-        if isinstance(left, str) or getattr(getattr(left.replacement, "__func__", left.replacement), "pooled", False):
-            raise ValueError(f"pooling={pooling} cannot be used: its scores would take the maximum. {line}")
+    for each in _find(usable_hosts()[0]):
+        replacement = each.patch and getattr(each.patch.replacement, "__func__", each.patch.replacement)
+        # Of a provider without a patch nothing is known.
+        if each.left and (each.patch is None or getattr(replacement, "pooled", False)):
+            raise ValueError(f"pooling={pooling} cannot be used: its scores would take the maximum. {each.left}")
 
 
 def _providers(hosts: Iterable[Host]) -> list[tuple[Host, str]]:
@@ -320,24 +355,26 @@ def _reason_to_leave(patch: Patch) -> str | None:
     now = patch.original
     if now is None:
         return "this release has no such name"
-    if defined_in(host_function(now), ("torch", "transformers")):
-        return None  # inherited from there; the replacement calls it
-    if (part := unknown_part(now)) is not None:
-        return not_known(part)
+    # What is inherited from these libraries the replacement calls.
+    inherited = defined_in(host_function(now), ("torch", "transformers"))
+    for function in patch.needs if inherited else (now, *patch.needs):
+        if (part := unknown_part(function)) is not None:
+            return not_known(part)
+    if inherited:
+        return None
     # It may have been put back since the replacement was made, which calls what stood there then.
     was = code_of(patch.replacement)
     return None if was is code_of(now) else not_known(patch.target)
 
 
 def _switch_to(new: Options | None) -> None:
-    global _patched
+    global _found
     with _lock:
         if new == current_options():
             return
         if current_options() is None:
-            hosts, patches = _available()
-            _patches.apply(patches)
-            _patched = hosts
+            _found = _available()
+            _patches.apply(_to_apply(_found))
         else:
             # Models that were prepared for the old options go back to how they were built.
             from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode

@@ -22,8 +22,9 @@ class Host:
         The versions whose names and rules the patches know: from the one up to but not including the other.
     providers
         Modules of this package whose ``patches()`` say what to replace in it.
-    gain
-        What is accelerated, as the line of log of ``enable()`` has it.
+    gains
+        What is accelerated, as the line of log of ``enable()`` has it, each behind the provider that must replace all of
+        its functions for it.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Host:
     first: str
     below: str
     providers: tuple[str, ...]
-    gain: str = "fused MaxSim in scores, losses, rerank and evaluation"
+    gains: tuple[tuple[str, str], ...]
 
     @property
     def package(self) -> str:
@@ -43,6 +44,7 @@ class Host:
         return getattr(sys.modules[self.package], "__version__", None) or metadata.version(self.name)
 
 
+_MAXSIM = "fused MaxSim in scores, losses, rerank and evaluation"
 HOSTS = (
     Host(
         "PyLate",
@@ -54,8 +56,17 @@ HOSTS = (
             *("pylate.scores", "pylate.xtr", "pylate.losses", "pylate.collator"),
             *("encoding.mask_sync", "pylate.kv_cache", "pylate.fused_head"),
         ),
+        (("pylate.scores", _MAXSIM),),
     ),
-    Host("colpali-engine", "colpali", "colpali_engine", "0.3.18", "0.4", ("colpali.losses",)),
+    Host(
+        "colpali-engine",
+        "colpali",
+        "colpali_engine",
+        "0.3.18",
+        "0.4",
+        ("colpali.losses",),
+        (("colpali.losses", _MAXSIM),),
+    ),
     # Of Sentence Transformers, which PyLate stands on, its own MultiVectorEncoder.
     Host(
         "Sentence Transformers",
@@ -72,6 +83,7 @@ HOSTS = (
             ),
             *("sentence_transformers.gradcache", "encoding.mask_sync"),
         ),
+        (("sentence_transformers.scores", _MAXSIM),),
     ),
     # Its SparseEncoder, which release 5.3 beside PyLate has too.
     Host(
@@ -84,7 +96,10 @@ HOSTS = (
             *("sparse_encoder.encoder", "sparse_encoder.joint", "sparse_encoder.gradcache", "sparse_encoder.collator"),
             *("sparse_encoder.search", "sparse_encoder.evaluation", "encoding.mask_sync"),
         ),
-        "SPLADE without vocabulary logits, exact search of sparse embeddings",
+        (
+            ("sparse_encoder.encoder", "SPLADE without vocabulary logits"),
+            ("sparse_encoder.search", "exact search of sparse embeddings"),
+        ),
     ),
 )
 HOST_PACKAGES = frozenset(host.package for host in HOSTS)

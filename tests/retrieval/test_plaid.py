@@ -10,7 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from plaid_indexes import DIM, PLAID, stored_vectors, unit_vectors, write_fast_plaid, write_stanford
+from plaid_indexes import (
+    DIM,
+    PLAID,
+    merge_chunks,
+    stored_vectors,
+    unit_vectors,
+    write_fast_plaid,
+    write_stanford,
+)
 
 from pylate_fastmaxsim import TokenBatch, read_plaid
 from pylate_fastmaxsim.retrieval.search import search
@@ -86,6 +94,34 @@ def test_documents_that_fast_plaid_adds_and_deletes_count(tmp_path):
     assert len(read_plaid(tmp_path)) == 0
 
 
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_files_of_all_chunks_that_fast_plaid_1_7_writes_are_read(bits, tmp_path):
+    index = write_fast_plaid(tmp_path, unit_vectors(*LENGTHS), bits, CHUNK)
+    index.delete([3, *range(25, 50)])  # a chunk as a whole, which keeps files of its own, without a row
+    index.update(unit_vectors(3, seed=1), start_from_scratch=0)  # rows of no document behind it
+    expected = stored_vectors(tmp_path)
+    merge_chunks(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.codes.npy")) == ["1.codes.npy"]
+    before = sizes_and_times(tmp_path)
+    assert_holds(read_plaid(tmp_path), expected)
+    assert sizes_and_times(tmp_path) == before
+    assert str(tmp_path / "merged_residuals.npy") in Path("/proc/self/maps").read_text()
+
+
+def test_a_layout_of_a_release_to_come_is_called_unknown(tmp_path):
+    write_fast_plaid(tmp_path, unit_vectors(*LENGTHS), 2, CHUNK)
+    for rename in ("0.codes.npy", "doclens.0.json", "centroids.npy"):
+        (tmp_path / rename).rename(tmp_path / f"new-{rename}")
+        with pytest.raises(ValueError) as raised:
+            read_plaid(tmp_path)
+        lacking = f"{rename} or centroids.pt" if rename == "centroids.npy" else rename
+        assert str(raised.value) == (
+            f"read_plaid: {tmp_path} has a layout that is not known, without {lacking}; known are fast-plaid 1.4.6 to "
+            "1.7.0 and Stanford's ColBERT."
+        )
+        (tmp_path / f"new-{rename}").rename(tmp_path / rename)
+
+
 def test_an_index_of_pylate_has_its_ids(tmp_path):
     index = PLAID(str(tmp_path), "index", nbits=2, device="cpu", show_progress=False)
     names = [f"d{number}" for number in range(len(LENGTHS))]
@@ -156,13 +192,14 @@ def metadata(**changed):
         ),
         (
             lambda folder: (folder / "centroids.npy").unlink(),
-            "FOLDER must hold centroids.npy, as fast-plaid writes it, or",
+            "FOLDER has a layout that is not known, without centroids.npy or centroids.pt; known are",
         ),
         (text("metadata.json", "{"), "FOLDER/metadata.json cannot be read (Expecting property name"),
         (
             text("metadata.json", "[]"),
-            "FOLDER/metadata.json must say nbits, 1, 2 or 4, and num_chunks, from 1, but says None",
+            "FOLDER has a layout that is not known, without nbits and num_chunks in metadata.json",
         ),
+        (metadata(frozen=True, num_chunks=4), "FOLDER/doclens.3.json is missing; build the index anew."),
         (metadata(nbits=8), "metadata.json must say nbits, 1, 2 or 4, and num_chunks, from 1, but says 8 and 3."),
         (metadata(nbits=4), "bucket_weights.npy must hold torch.float16 or torch.float32 [16], as other files"),
         (metadata(num_chunks=4), "FOLDER/doclens.3.json is missing; build the index anew."),

@@ -24,7 +24,7 @@ with mock.patch.dict(os.environ):
     from pylate.indexes.stanford_nlp.infra import ColBERTConfig
 multiprocessing.set_start_method(start_method, force=True)
 
-__all__ = ["DIM", "PLAID", "stored_vectors", "unit_vectors", "write_fast_plaid", "write_stanford"]
+__all__ = ["DIM", "PLAID", "merge_chunks", "stored_vectors", "unit_vectors", "write_fast_plaid", "write_stanford"]
 
 DIM = 32
 
@@ -38,6 +38,30 @@ def write_fast_plaid(folder: Path, documents: list[torch.Tensor], bits: int, doc
     """An index that an update does not build anew."""
     index = FastPlaid(str(folder), device="cpu")
     return index.create(documents, nbits=bits, batch_size=documents_per_chunk, start_from_scratch=0)
+
+
+def merge_chunks(folder: Path) -> None:
+    """Make of an index of fast-plaid 1.4.6 what fast-plaid 1.7.0 makes of it when it loads it, byte for byte."""
+    metadata = json.loads((folder / "metadata.json").read_text())
+    lengths = [json.loads((folder / f"doclens.{chunk}.json").read_text()) for chunk in range(metadata["num_chunks"])]
+    flat = sum(lengths, [])
+    for name in ("codes", "residuals"):
+        files = [folder / f"{chunk}.{name}.npy" for chunk, documents in enumerate(lengths) if documents]
+        chunks = [np.load(file) for file in files]
+        padding = np.zeros((max(flat) - flat[-1], *chunks[0].shape[1:]), chunks[0].dtype)
+        merged = np.concatenate([*chunks, padding])
+        shape = f"({', '.join(map(str, merged.shape))}{',' if merged.ndim == 1 else ''})"
+        header = f"{{'descr': '{merged.dtype.str}', 'fortran_order': False, 'shape': {shape}, }}".ljust(181) + "\n"
+        prologue = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+        (folder / f"merged_{name}.npy").write_bytes(prologue + merged.tobytes())
+        manifest = {
+            file.name: {"rows": len(rows), "merged": True, "mtime": None}
+            for file, rows in zip(files, chunks, strict=True)
+        }
+        (folder / f"merged_{name}.manifest.json").write_text(json.dumps(manifest))
+        for file in files:
+            file.unlink()
+    (folder / "metadata.json").write_text(json.dumps(metadata | {"frozen": True, "mutable": True}, indent=2))
 
 
 def write_stanford(root: Path, documents: list[torch.Tensor], bits: int, removed: list[int]) -> Path:

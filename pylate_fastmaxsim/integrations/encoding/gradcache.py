@@ -244,7 +244,7 @@ def cutting() -> tuple[Patch, ...]:
     """What is replaced in releases that cut mini-batches to their longest text, which waits for the device."""
     try:
         from sentence_transformers.base.losses import gradcache
-    except ImportError:  # before release 6
+    except ImportError:  # before release 5.7
         return ()
     stock = detached(gradcache._create_minibatch)
 

@@ -96,8 +96,8 @@ def constant(function: Callable) -> Callable[[], str | None]:
 def not_known(part: str) -> str:
     """The reason that a line of log gives for what :func:`unknown_part` returned."""
     return (
-        f"{part} is not the code of a release that pylate-fastmaxsim knows (it was replaced or edited, or is of a newer "
-        "release; for that, update pylate-fastmaxsim)"
+        f"{part} is not the code of a release that pylate-fastmaxsim knows (it was replaced or edited, or is of an older "
+        "or newer release; for a newer one, see whether pylate-fastmaxsim has an update)"
     )
 
 
@@ -117,7 +117,11 @@ def digest(code: CodeType) -> str | None:
     None where the source cannot be read or is not what runs.
     """
     node = _definition(code)
-    return None if node is None else hashlib.sha256(_text(node).encode()).hexdigest()[:16]
+    return None if node is None else digest_of(node)
+
+
+def digest_of(node: ast.FunctionDef) -> str:
+    return hashlib.sha256(_text(node).encode()).hexdigest()[:16]
 
 
 def _references(function: FunctionType, seen: set[str]) -> Iterator[_Reference]:

@@ -6,7 +6,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -34,18 +34,26 @@ class Patch:
     replacement
         What stands there, or is run, while the patch is applied. It must call what it replaces through a copy that
         was :func:`~pylate_fastmaxsim.integrations.patching.redirect.detached` before.
+    needs
+        Functions of the host that the replacement computes in place of, besides: code of known releases too.
     """
 
     owner: ModuleType | type
     name: str
     replacement: object
+    needs: tuple[Callable, ...] = ()
 
     @property
     def target(self) -> str:
         """Dotted name of what is replaced."""
         if isinstance(self.owner, ModuleType):
             return f"{self.owner.__name__}.{self.name}"
-        return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
+        return f"{self.owner.__module__}.{self.short_name}"
+
+    @property
+    def short_name(self) -> str:
+        """The same without the module."""
+        return self.name if isinstance(self.owner, ModuleType) else f"{self.owner.__qualname__}.{self.name}"
 
     @property
     def original(self) -> object:

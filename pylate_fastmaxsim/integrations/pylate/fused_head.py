@@ -38,7 +38,7 @@ from pylate_fastmaxsim.integrations.models.wrappers import (
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.provenance import LIBRARIES, defined_in
+from pylate_fastmaxsim.integrations.patching.provenance import LIBRARIES, defined_in, full_name
 from pylate_fastmaxsim.integrations.pylate.normalize import unit
 from pylate_fastmaxsim.ops.projection import project_normalize
 
@@ -155,9 +155,9 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
     # FSDP 2 has made the weight whole by the time the module runs.
     whole = (nn.Parameter, Tensor, DTensor) if isinstance(unwrap(model), FSDPModule) else (nn.Parameter, Tensor)
     if type(linear) is not nn.Linear:
-        return f"the linear layer of Dense is a {_full_name(linear)}"
+        return f"the linear layer of Dense is a {full_name(linear)}"
     if type(linear.weight) not in whole:
-        return f"the weight of Dense's linear layer is a {_full_name(linear.weight)}"
+        return f"the weight of Dense's linear layer is a {full_name(linear.weight)}"
     if "forward" in vars(linear) or not defined_in(nn.Linear.forward, LIBRARIES):
         return "the forward of Dense's linear layer was replaced"
     if divided_by_deepspeed(linear):
@@ -170,10 +170,6 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
     if any(getattr(nn.modules.module, name) for name in GLOBAL_HOOKS):
         return "hooks of all modules would not be called for the linear layer of Dense"
     return None
-
-
-def _full_name(thing: object) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def _reason_to_expect_changes(module: nn.Module) -> str | None:

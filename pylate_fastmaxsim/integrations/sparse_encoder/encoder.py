@@ -87,7 +87,7 @@ def patches() -> list[Patch]:
         Patch(SparseEncoder, "__call__", called),
         Patch(SparseEncoder, "forward", encode),
         # Its forward is replaced for MultiVectorEncoder.
-        Patch(MaskedLanguageModel, "__call__", embed),
+        Patch(MaskedLanguageModel, "__call__", embed, needs=(MaskedLanguageModel.forward, SpladePooling.forward)),
         Patch(SpladePooling, "forward", pool),
     ]
 
@@ -305,7 +305,7 @@ def _reason_in_features(transformer: nn.Module, features: dict[str, Tensor], kwa
     if hasattr(transformer, "modality_config"):
         given -= _of_other_columns(given) - inputs_of(transformer)
     else:
-        given &= UNDERSTOOD | {"inputs_embeds"}  # before release 6 nothing else goes on to the encoder
+        given &= UNDERSTOOD | {"inputs_embeds"}  # before release 5.4 nothing else goes on to the encoder
     # Keywords replace features, also known ones.
     if unknown := sorted((given - UNDERSTOOD - _LEFT_BEHIND | kwargs.keys()) - TEXT_METADATA):
         return f"the encoder may take {', '.join(unknown)}"

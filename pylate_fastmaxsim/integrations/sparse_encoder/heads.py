@@ -17,7 +17,7 @@ from pylate_fastmaxsim.integrations.encoding.snapshot import untouched
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, with_adapters
 from pylate_fastmaxsim.integrations.models.hidden_states import HiddenStates
 from pylate_fastmaxsim.integrations.models.user_code import has_hooks, user_code
-from pylate_fastmaxsim.integrations.patching.provenance import defined_in
+from pylate_fastmaxsim.integrations.patching.provenance import defined_in, full_name
 
 # Texts and tokens that the check by numbers computes logits of.
 _SAMPLE = 2, 16
@@ -103,7 +103,7 @@ def why_not(transformer: nn.Module, hidden: HiddenStates, features: dict[str, Te
     if head is None or not defined_in(type(model).forward, ("transformers",)):
         return f"{name} has no head that is known"
     if type(head.decoder) is not nn.Linear:
-        return f"the decoder of {name} is a {type(head.decoder).__name__}"
+        return f"the decoder of {name} is a {full_name(head.decoder)}"
     for module in (model, *head.modules):
         if getattr(module, "_is_fsdp_managed_module", False):
             return f"FSDP divides the weights of {name}"

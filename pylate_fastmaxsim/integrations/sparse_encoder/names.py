@@ -10,7 +10,7 @@ try:
     from sentence_transformers.sparse_encoder.modules import MLMTransformer, SparseStaticEmbedding, SpladePooling
 
     DIMENSION = "embedding_dimension"
-except ImportError:  # before release 6
+except ImportError:  # before release 5.4
     from sentence_transformers.models import Router
     from sentence_transformers.sparse_encoder.models import MLMTransformer, SparseStaticEmbedding, SpladePooling
 
@@ -18,7 +18,7 @@ except ImportError:  # before release 6
 
     DIMENSION = "word_embedding_dimension"
 
-# What a masked language model gives of texts, as its `modality_config` has it from release 6 on.
+# What a masked language model gives of texts, as its `modality_config` has it from release 5.4 on.
 LOGITS = {"method": "forward", "method_output_name": "logits"}
 
 __all__ = [
@@ -34,5 +34,5 @@ __all__ = [
 
 
 def gives_logits(transformer: nn.Module) -> bool:
-    """Whether a module is a masked language model. From release 6 on the class has other models as well."""
+    """Whether a module is a masked language model. From release 5.4 on the class has other models as well."""
     return getattr(transformer, "transformer_task", "fill-mask") == "fill-mask"

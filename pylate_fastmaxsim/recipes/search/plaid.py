@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection
-from pylate_fastmaxsim.retrieval.plaid.files import FAST_PLAID, plaid_folder
+from pylate_fastmaxsim.retrieval.plaid.files import FAST_PLAID, plaid_folder, read_sizes
 from pylate_fastmaxsim.retrieval.plaid.read import PlaidCorpus, read_plaid
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -94,6 +94,10 @@ class PlaidIndex:
         # Whose module brings the release that PyLate works with.
         from pylate.indexes.fast_plaid import search as fast_plaid
 
+        *_, merged = read_sizes(folder, FAST_PLAID)
+        if merged and not hasattr(fast_plaid.FastPlaid, "freeze"):
+            # Which takes the index for an empty one, and panics.
+            raise RecipeError("it is of a newer fast-plaid; with fast-plaid 1.4.7 or newer it can be searched")
         padded, _ = queries.to_padded()
         try:
             with fast_plaid.FastPlaid(str(folder), device=str(queries.device), low_memory=False) as plaid, searching():

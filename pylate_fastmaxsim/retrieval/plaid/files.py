@@ -18,6 +18,9 @@ METADATA_FILE = "metadata.json"
 # In the folder of an index, PyLate has that of fast-plaid and what it knows of ids.
 FAST_FOLDER = "fast_plaid_index"
 IDS_FILE = "plaid_ids_to_documents_ids.pkl"
+# Files of the rows of all chunks.
+MERGED = "merged_"
+KNOWN = "fast-plaid 1.4.6 to 1.7.0 and Stanford's ColBERT"
 
 HALVES = (torch.float16, torch.float32)
 WHOLE = (torch.int32, torch.int64)
@@ -56,23 +59,42 @@ def layout_of(folder: Path) -> Layout:
     for layout in (FAST_PLAID, STANFORD):
         if (folder / layout.centroids_file).exists():
             return layout
-    raise ValueError(
-        f"read_plaid: {folder} must hold {FAST_PLAID.centroids_file}, as fast-plaid writes it, or {STANFORD.centroids_file}, "
-        "as ColBERT does, but has neither."
-    )
+    raise _unknown_layout(folder, f"{FAST_PLAID.centroids_file} or {STANFORD.centroids_file}")
 
 
-def read_sizes(folder: Path, layout: Layout) -> tuple[int, int]:
-    """Bits of each number, and the number of chunks."""
+def read_sizes(folder: Path, layout: Layout) -> tuple[int, int, bool]:
+    """Bits of each number, the number of chunks, and whether rows may be in files of all chunks only."""
     file = folder / METADATA_FILE
     metadata = read_json(file)
     metadata = metadata if isinstance(metadata, dict) else {}
-    bits, chunks = layout.bits(metadata), metadata.get("num_chunks")
+    bits, chunks, merged = layout.bits(metadata), metadata.get("num_chunks"), bool(metadata.get("frozen"))
+    if bits is None or chunks is None:
+        raise _unknown_layout(folder, f"nbits and num_chunks in {METADATA_FILE}")
     if bits not in (1, 2, 4) or not isinstance(chunks, int) or chunks < 1:
         raise ValueError(
             f"read_plaid: {file} must say nbits, 1, 2 or 4, and num_chunks, from 1, but says {bits!r} and {chunks!r}."
         )
-    return bits, chunks
+    first = [lengths_file(folder, 0), *(rows_file(folder, 0, name, layout, merged) for name in ("codes", "residuals"))]
+    if (lacking := next((file.name for file in first if not file.exists()), None)) is not None:
+        raise _unknown_layout(folder, lacking)
+    return bits, chunks, merged
+
+
+def _unknown_layout(folder: Path, lacking: str) -> ValueError:
+    return ValueError(f"read_plaid: {folder} has a layout that is not known, without {lacking}; known are {KNOWN}.")
+
+
+def lengths_file(folder: Path, chunk: int) -> Path:
+    return folder / f"doclens.{chunk}.json"
+
+
+def rows_file(folder: Path, chunk: int, name: str, layout: Layout, merged: bool) -> Path:
+    """Where the codes or residuals of a chunk are.
+
+    fast-plaid 1.7, and ``freeze()`` from 1.4.7 on, keep all chunks in one file, and only what changed since in its own.
+    """
+    own = folder / f"{chunk}.{name}.{layout.suffix}"
+    return folder / f"{MERGED}{name}.{layout.suffix}" if merged and not own.exists() else own
 
 
 def read_buckets(folder: Path, layout: Layout, bits: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -65,7 +65,7 @@ def read_plaid(folder: str | os.PathLike) -> PlaidCorpus:
     """
     folder = files.plaid_folder(Path(folder))
     layout = files.layout_of(folder)
-    bits, chunks = files.read_sizes(folder, layout)
+    bits, chunks, merged = files.read_sizes(folder, layout)
     centroids, weights, cutoffs = files.read_buckets(folder, layout, bits)
     try:
         # fast-plaid computes with halves, also where it stores float32.
@@ -73,7 +73,10 @@ def read_plaid(folder: str | os.PathLike) -> PlaidCorpus:
     except ValueError as error:
         raise ValueError(f"read_plaid: {folder} must hold a codec that can be used; {error}") from None
     stored = ResidualDocuments(codec, has_scales=False)
-    parts = [_chunk(folder, number, layout, stored) for number in range(chunks)]
+    parts, begin = [], 0
+    for number in range(chunks):
+        parts.append(_chunk(folder, number, layout, stored, merged, begin))
+        begin += parts[-1].tokens
     ids = files.read_ids(folder)
     if ids is not None:
         numbers = list(range(sum(map(len, parts))))
@@ -105,15 +108,20 @@ class _Chunk(Part):
         return _Chunk(self.format, self.arrays, torch.cat([self.bounds[:1], self.bounds[1:][kept]]), self.file)
 
 
-def _chunk(folder: Path, number: int, layout: Layout, stored: ResidualDocuments) -> _Chunk:
-    file = folder / f"doclens.{number}.json"
+def _chunk(folder: Path, number: int, layout: Layout, stored: ResidualDocuments, merged: bool, begin: int) -> _Chunk:
+    """A chunk; ``begin``: where its rows begin in files of all chunks."""
+    file = files.lengths_file(folder, number)
     lengths = files.read_json(file)
     if not isinstance(lengths, list) or not all(type(length) is int and length >= 0 for length in lengths):
         raise ValueError(f"read_plaid: {file} must be a list of integers from 0, the lengths of documents.")
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     tokens = int(bounds[-1])
-    codes_file, packed_file = (folder / f"{number}.{name}.{layout.suffix}" for name in ("codes", "residuals"))
-    codes, packed = layout.read(codes_file), layout.read(packed_file)
+    codes_file, packed_file = (files.rows_file(folder, number, name, layout, merged) for name in ("codes", "residuals"))
+    # Behind the last chunk fast-plaid has rows of no document.
+    codes, packed = (
+        layout.read(file)[begin : begin + tokens] if file.name.startswith(files.MERGED) else layout.read(file)
+        for file in (codes_file, packed_file)
+    )
     files.require(codes_file, codes, files.WHOLE, (tokens,))
     files.require(packed_file, packed, (torch.uint8,), (tokens, stored.columns["packed"].width))
     return _Chunk(stored, {"codes": codes, "packed": packed}, bounds, file)

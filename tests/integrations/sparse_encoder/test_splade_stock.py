@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -154,7 +155,10 @@ CASES = {
         lambda m: replace_forward(mlm(m).cls.predictions.decoder),
         "a hook or another forward is on Linear",
     ),
-    "adapter on the decoder": (adapter_on_the_decoder, "the decoder of BertForMaskedLM is a Linear"),
+    "adapter on the decoder": (
+        adapter_on_the_decoder,
+        "the decoder of BertForMaskedLM is a peft.tuners.lora.layer.Linear",
+    ),
     "a bias behind the decoder": (
         other_architecture(EsmForMaskedLM, EsmConfig, hidden_size=32, intermediate_size=32, pad_token_id=0),
         "EsmForMaskedLM gives other logits than its parts",
@@ -252,10 +256,18 @@ def test_an_edited_pooling_is_left_to_stock(model, monkeypatch, caplog):
     monkeypatch.setattr(SpladePooling, "forward", edited(SpladePooling.forward, ".relu_()", ".relu_().mul(2)"))
     features = batch_of(model, 2)[1]
     stock = model(dict(features))["sentence_embedding"]
+    caplog.set_level(logging.INFO, "pylate_fastmaxsim")
     pylate_fastmaxsim.enable()
     torch.testing.assert_close(model(dict(features))["sentence_embedding"], stock, rtol=0, atol=0)
     assert "SpladePooling.forward is not accelerated" in caplog.text
-    assert STOCK in caplog.text and "SpladePooling.forward is not the code of a release" in caplog.text
+    assert "SpladePooling.forward is not the code of a release" in caplog.text
+    # The line that sums up says what is left of it.
+    assert "exact search of sparse embeddings (but not " in caplog.text and "SPLADE without" not in caplog.text
+    pylate_fastmaxsim.disable()
+    caplog.clear()
+    monkeypatch.undo()
+    pylate_fastmaxsim.enable()
+    assert "SPLADE without vocabulary logits, exact search of sparse embeddings; " in caplog.text
 
 
 def test_two_poolings_of_one_encoder_are_left_to_stock(encoder, caplog):

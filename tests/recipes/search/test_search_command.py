@@ -18,7 +18,7 @@ import torch
 from beir_folder import tables, write_folder
 from fast_plaid.search import FastPlaid
 from filelock import FileLock
-from plaid_indexes import PLAID
+from plaid_indexes import PLAID, merge_chunks
 from pylate.scores import colbert_scores
 from sparse_encoders import build_sparse_encoder
 from tiny_recipe import text
@@ -401,6 +401,11 @@ def test_without_plaids_own_search_it_says_why(plaid, saved, files, tmp_path):
     done = search(saved["late interaction"], *files, "--plaid", folder, "--json", result)
     assert "not measured: fast-plaid cannot search it: " in " ".join(done.stdout.split())
     assert "fast-plaid cannot search it" in json.loads(result.read_text())["plaid"]["not_searched"]
+    merge_chunks(folder / "fast_plaid_index")
+    search(saved["late interaction"], *files, "--plaid", folder, "--run", tmp_path / "run", "--json", result)
+    said = "it is of a newer fast-plaid; with fast-plaid 1.4.7 or newer it can be searched"
+    assert json.loads(result.read_text())["plaid"]["not_searched"] == said
+    assert all(len(scores) == 148 for scores in read_run(tmp_path / "run").values())
 
 
 def test_an_index_of_something_else_is_refused(saved, files, encoder, tmp_path):
