@@ -34,11 +34,10 @@ class PlainScores:
         candidates = None
         if self.metric.own_documents:
             candidates = torch.arange(documents.shape[:2].numel()).view(documents.shape[:2])
-        batches = (
-            TokenBatch.from_padded(queries, queries_mask),
-            TokenBatch.from_padded(documents.flatten(0, 1), documents_mask.flatten(0, 1)),
-        )
+        # Rows of zeros do not count, masked or not.
+        live = (queries != 0).any(dim=2) & (True if queries_mask is None else queries_mask.bool())
+        documents = documents.flatten(0, 1)
+        live_documents = (documents != 0).any(dim=2) & documents_mask.flatten(0, 1).bool()
+        batches = TokenBatch.from_padded(queries, live), TokenBatch.from_padded(documents, live_documents)
         scores = defined_scores(*batches, candidates, pooling=self.metric.pooling)
-        if not self.metric.length_normalize:
-            return scores
-        return scores / (queries.shape[1] if queries_mask is None else queries_mask.sum(1, keepdim=True))
+        return scores / live.sum(1, keepdim=True).clamp(min=1) if self.metric.length_normalize else scores
