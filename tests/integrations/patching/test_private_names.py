@@ -71,7 +71,7 @@ LINEAR = nn.Linear(1, 1)
 # What has it: the names, and what needs them.
 NAMES = [
     (LINEAR, "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks", "own code, and trials undone"),
-    (LINEAR, "_buffers", "trials undone"),
+    (LINEAR, "_buffers _modules", "trials undone"),
     (LINEAR, "_compiled_call_impl _call_impl", "compiled layers"),
     (LINEAR, "_parameters", "small batches as CUDA graphs"),
     (torch, "_foreach_copy_", "small batches as CUDA graphs"),
