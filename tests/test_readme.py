@@ -222,8 +222,8 @@ def test_the_example_of_sparse_search_finds_documents(encoder, monkeypatch, tmp_
     SparseEncoder(modules=[MLMTransformer(encoder("bert")), SpladePooling()]).save("model")
     names: dict = {}
     exec(script.replace(model, '"model"'), names)
-    assert names["scores"].shape == names["positions"].shape == (1, 3)
-    assert sorted(names["positions"][0].tolist()) == [-1, 0, 1] and len(names["index"]) == 3
+    assert names["scores"].shape == names["positions"].shape == (1, 2)
+    assert sorted(names["positions"][0].tolist()) == [0, 1] and len(names["index"]) == 3
 
 
 def test_the_examples_of_static_late_interaction_find_documents(monkeypatch, tmp_path):
