@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fast_plaid.search import FastPlaid
 from plaid_indexes import (
     DIM,
     PLAID,
@@ -106,6 +107,23 @@ def test_files_of_all_chunks_that_fast_plaid_1_7_writes_are_read(bits, tmp_path)
     assert_holds(read_plaid(tmp_path), expected)
     assert sizes_and_times(tmp_path) == before
     assert str(tmp_path / "merged_residuals.npy") in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.skipif(not hasattr(FastPlaid, "freeze"), reason="needs fast-plaid 1.7: PyLate pins an older one")
+def test_what_the_newest_fast_plaid_writes_is_read(tmp_path):
+    """The release itself, of whose files ``merge_chunks`` writes the like elsewhere."""
+    documents = unit_vectors(*LENGTHS)
+    index = write_fast_plaid(tmp_path, documents, 4, CHUNK)
+    index.update(unit_vectors(3, 4, seed=1), start_from_scratch=0)
+    index.delete([3, 40])
+    # It merges chunks when it loads an index.
+    index.search(torch.stack(unit_vectors(4)), top_k=3, show_progress=False)
+    kept = [each for place, each in enumerate([*documents, *unit_vectors(3, 4, seed=1)]) if place not in (3, 40)]
+    assert (tmp_path / "merged_codes.npy").exists()
+    corpus = read_plaid(tmp_path)
+    assert corpus.tokens == sum(map(len, kept))
+    found = torch.cat([batch.decompress().values for batch in corpus.batches()])
+    assert torch.nn.functional.cosine_similarity(found, torch.cat(kept)).min() > 0.9
 
 
 def test_a_layout_of_a_release_to_come_is_called_unknown(tmp_path):
