@@ -268,6 +268,14 @@ def _followers(
                 yield from _followers(list(route), transformer, following)
 
 
+def _outside_of_encoders(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and all in it, routes as well, which are given what the encoder returns."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, MaskedLanguageModel):
+            yield from _outside_of_encoders(child)
+
+
 def _reason_in_model(model: SparseEncoder, transformer: nn.Module) -> str | None:
     """Which part of a model Sentence Transformers has to run itself."""
     if not isinstance(encoder_of(transformer), nn.Module):  # exported, to ONNX or OpenVINO
@@ -279,8 +287,9 @@ def _reason_in_model(model: SparseEncoder, transformer: nn.Module) -> str | None
         )
     if pooling.pooling_strategy != "max":
         return f'SpladePooling has pooling_strategy="{pooling.pooling_strategy}"'
-    if has_user_hooks(model) or not has_class_forward(model):
-        return f"a hook or another forward is on {type(model).__name__}"
+    for module in _outside_of_encoders(model):
+        if has_user_hooks(module) or not has_class_forward(module):
+            return f"a hook or another forward is on {type(module).__name__}"
     for module in (transformer, pooling):
         if has_hooks(module) or "forward" in vars(module) or is_compiled(module):
             return f"a hook or another forward is on {type(module).__name__}"

@@ -202,6 +202,20 @@ def test_what_is_left_to_stock(model, caplog, change, line):
     assert len(lines) == 1 and line in lines[0]
 
 
+def test_a_hook_on_routes_sees_logits(model, caplog):
+    routes = Router.for_query_document([model[0]], [model[0]], default_route="document")
+    routed = SparseEncoder(modules=[routes, model[1]], device="cpu").train()
+    batch = [{**column, "task": task} for column, task in zip(batch_of(model, 2), ("query", "document"), strict=True)]
+    loss = splade_loss(routed, losses.SparseMultipleNegativesRankingLoss)
+    routes.register_forward_hook(
+        lambda _module, _args, output: {**output, "token_embeddings": 2 * output["token_embeddings"]}
+    )
+    stock = run(routed, loss, batch)
+    pylate_fastmaxsim.enable()
+    assert_equal(run(routed, loss, batch), stock)
+    assert f"{STOCK}a hook or another forward is on Router" in caplog.text
+
+
 def change_class(monkeypatch, model) -> None:
     forward = BertLMPredictionHead.forward
     monkeypatch.setattr(BertLMPredictionHead, "forward", lambda self, hidden: forward(self, hidden) * 0.5)
