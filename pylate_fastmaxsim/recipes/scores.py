@@ -15,7 +15,7 @@ class PlainPooledScores:
 
     Like ``pylate.scores.ColBERTScores`` and ``colbert_kd_scores``, in the dtype of ``einsum``, under autocast too. One
     group of documents at a time has its similarities in memory. Masked document tokens are left out, where PyLate
-    multiplies their similarities by 0. Every document needs a token that is not masked.
+    multiplies their similarities by 0, and so are vectors of zeros. Every document needs a token that counts.
 
     Examples
     --------
@@ -39,12 +39,13 @@ class PlainPooledScores:
         documents_mask: Tensor | None = None,
     ) -> Tensor:
         """Scores ``[Nq, Nd * N]`` of queries ``[Nq, Lq, d]`` and documents ``[Nd, N, Ld, d]``, or ``[Nq, N]`` of own ones."""
-        if documents_mask is None:
-            documents_mask = documents_embeddings.new_ones(documents_embeddings.shape[:-1], dtype=torch.bool)
-        if queries_mask is None:
-            queries_mask = queries_embeddings.new_ones(queries_embeddings.shape[:-1], dtype=torch.bool)
+        # As in PooledScores, a token whose vector is zero does not count.
+        queries_mask = (queries_embeddings != 0).any(dim=-1) & (True if queries_mask is None else queries_mask.bool())
+        live_documents = (documents_embeddings != 0).any(dim=-1)
+        if documents_mask is not None:
+            live_documents &= documents_mask.bool()
         groups = []
-        for documents, live in zip(documents_embeddings.unbind(1), documents_mask.bool().unbind(1), strict=True):
+        for documents, live in zip(documents_embeddings.unbind(1), live_documents.unbind(1), strict=True):
             if self.own_documents:
                 similarities, live = torch.einsum("ash,ath->ast", queries_embeddings, documents), live[:, None]
                 counts = queries_mask

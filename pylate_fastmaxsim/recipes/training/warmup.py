@@ -159,6 +159,8 @@ def shapes_of_recipe(
     lengths = {2**power for power in range(shortest, model.query_length.bit_length())} | {model.query_length}
     heads = [module for module in model if type(module).__name__ == "Dense"]
     poolings = poolings_of(recipe.loss.pooling)
+    # With a pooling of its own a loss leaves rows of zeros out, in queries as well.
+    masked = "documents" if model.do_query_expansion and recipe.loss.pooling is None else "both"
     shapes = []
     for size, query_tokens, document_tokens in product(
         sizes, sorted(lengths), sorted({min(255, model.document_length), model.document_length})
@@ -177,7 +179,7 @@ def shapes_of_recipe(
                 dim=model.get_sentence_embedding_dimension(),
                 dtype=dtype,
                 candidates=ways if distillation else None,
-                masked=("documents" if model.do_query_expansion else "both",),
+                masked=(masked,),
                 zero_floor=recipe.fast.stock_masking,
                 poolings=poolings,
                 hidden=heads[0].in_features if len(heads) == 1 and recipe.fast.fused_head else None,

@@ -47,7 +47,7 @@ def triplets() -> list[dict]:
             "query": text(i, 4),
             "positive": f"{text(i, 4 + i % 17)} number {i}",
             "negative": text(i * 5 + 3, 3 + i % 9),
-            "second": text(i, 4),  # as good as a positive can be: were it the negative, no triplet would be right
+            "negative_2": text(i, 4),  # as good as a positive can be: were it the negative, no triplet would be right
         }
         for i in range(ROWS)
     ]
