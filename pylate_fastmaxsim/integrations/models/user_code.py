@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from types import BuiltinFunctionType
 
 import torch
 from torch import nn
@@ -58,7 +59,9 @@ def user_code(model: nn.Module, backwards: bool) -> str | None:
         if _is_user_class(kind, kind.forward, _KNOWN):
             return f"{kind.__name__} is a module of your own"
         for name in _FUNCTIONS:
-            if (function := vars(module).get(name)) is not None and _of_user(function):
+            function = vars(module).get(name)
+            # Written in C, as torch.tanh is, it does not say which library it is from.
+            if function is not None and type(function) is not BuiltinFunctionType and _of_user(function):
                 return f"the {name} of {kind.__name__} is a function of your own"
         if has_user_hooks(module):
             return f"a hook of your own is on {kind.__name__}"

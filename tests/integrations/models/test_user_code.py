@@ -81,6 +81,14 @@ def test_steps_are_those_of_stock(encoder, caplog, add, said):
     assert f"{said}, {ADVICE}" in caplog.text
 
 
+def test_activations_that_are_functions_of_pytorch_are_not_of_ones_own(encoder, mode):
+    model = load_model(encoder("bert")).double()
+    del model[1].activation_function
+    model[1].activation_function = torch.tanh
+    assert_as_stock(losses.Contrastive(model), batch_of(model, collate=features))
+    assert mode_of(model) == {mode}
+
+
 def test_what_is_said_to_treat_each_text_by_itself_is_encoded_without_padding(encoder, mode):
     model = load_model(encoder("bert")).double()
     model[1] = Tokenwise(model[1])
