@@ -6,7 +6,8 @@ What they do cannot be found out by trial: they may do it only in training, or o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from types import BuiltinFunctionType
 
@@ -120,6 +121,22 @@ def has_hooks(module: nn.Module) -> bool:
 def has_user_hooks(module: nn.Module) -> bool:
     """Whether a hook on its forward or its backward is of no known library."""
     return has_hooks(module) and any(_of_user(hook) for name in _HOOKS for hook in getattr(module, name).values())
+
+
+@contextmanager
+def without_user_hooks(model: nn.Module) -> Iterator[None]:
+    """Context without the user's hooks on modules: one may collect a penalty, to which a trial must add nothing."""
+    hooks = [getattr(module, name) for module in model.modules() if has_user_hooks(module) for name in _HOOKS]
+    before = [dict(each) for each in hooks]
+    for each in hooks:
+        for key in [key for key, hook in each.items() if _of_user(hook)]:
+            del each[key]
+    try:
+        yield
+    finally:
+        for each, kept in zip(hooks, before, strict=True):
+            each.clear()
+            each.update(kept)
 
 
 def _of_user(function: Callable, libraries: Iterable[str] = _KNOWN) -> bool:

@@ -16,7 +16,7 @@ from pylate_fastmaxsim.integrations.encoding.equivalence import evaluating, what
 from pylate_fastmaxsim.integrations.encoding.snapshot import untouched
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, with_adapters
 from pylate_fastmaxsim.integrations.models.hidden_states import HiddenStates
-from pylate_fastmaxsim.integrations.models.user_code import has_hooks, user_code
+from pylate_fastmaxsim.integrations.models.user_code import has_hooks, user_code, without_user_hooks
 from pylate_fastmaxsim.integrations.patching.provenance import defined_in, full_name
 
 # Texts and tokens that the check by numbers computes logits of.
@@ -135,7 +135,7 @@ def _compare_logits(transformer: nn.Module, hidden: HiddenStates, head: Head, fe
     """Raise PackingUnsupported if logits of a few tokens are not those of the model."""
     texts, tokens = _SAMPLE
     sample = {key: value[:texts, :tokens] for key, value in features.items()}
-    with untouched(transformer), evaluating(transformer):
+    with untouched(transformer), evaluating(transformer), without_user_hooks(transformer):
         expected = functional_call(transformer, _noise_elsewhere(transformer, hidden, head), dict(sample))
         expected = expected["token_embeddings"]
         ours = F.linear(head(hidden(sample)["token_embeddings"]), head.decoder.weight, head.decoder.bias)
