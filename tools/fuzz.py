@@ -34,8 +34,8 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention, modes
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-9, 1e-7
-# Gradients below are what rounding leaves of terms that cancel.
-CANCELLED = 1e-8
+# Gradients below are what rounding leaves of terms that cancel: of terms of 1 some 1e-15, more than 1e-7 of what is left.
+CANCELLED = 1e-7
 # Changes of weights: one that decides ties otherwise, and one in the last digits.
 OTHER_TIES, LAST_DIGITS = 1e-6, 1e-14
 
