@@ -332,9 +332,12 @@ XTR = (
 
 
 def of_xtr(draw: Draw) -> Iterator[tuple[str, dict[str, object]]]:
-    """These differences with what a configuration has besides: similarities to a row of zeros are equal as well."""
+    """These differences with what a configuration has besides: similarities to a row of zeros are equal as well.
+
+    ReLU leaves such rows where Matryoshka cuts vectors short.
+    """
     weighted = str(draw.words.get("module")).startswith("WordWeights")
-    zeros = {"module": None} if weighted else {}
+    zeros = ({"module": None} if weighted else {}) | ({"activation": None} if "activation" in draw.words else {})
     return ((reason, {**fixed, **zeros}) for reason, fixed in XTR)
 
 
