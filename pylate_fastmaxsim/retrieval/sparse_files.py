@@ -139,6 +139,12 @@ def read_unfinished(where: str, folder: Path) -> Description | None:
     return begun or complete
 
 
+def read_state(where: str, folder: Path) -> Description | None:
+    """The index, or else what a build has begun, which others must not replace unknowingly; None if there is neither."""
+    complete = read_description(where, folder, missing=True)
+    return complete or read_description(where, folder, UNFINISHED_FILE, missing=True)
+
+
 def read_description(
     where: str, folder: Path, name: str = DESCRIPTION_FILE, *, missing: bool = False
 ) -> Description | None:

@@ -414,7 +414,7 @@ class SparseIndex:
                         "remove what it holds."
                     )
                 self._written, self._identity, self._generation = {}, "", 0
-            elif (held := files.read_unfinished(where, folder)) and not self._is(held):
+            elif (held := files.read_state(where, folder)) and not self._is(held):
                 raise ValueError(
                     f"{where}: {folder} was written by others since this index was loaded or saved; load it again, or save "
                     "in another folder."
