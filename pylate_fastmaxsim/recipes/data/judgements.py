@@ -71,7 +71,7 @@ def grades_by_query(key: str, rows: Dataset) -> dict[str, dict[str, int]]:
             whole = _integer(grade)
         except (TypeError, ValueError, OverflowError):  # not a number, not a whole one, nan or infinite
             raise RecipeError(
-                f"{key}: the grade of query {query} and document {document} must be an integer, got {grade!r}."
+                f"{key}: the grade of query {query} and document {document} must be an integer of at most 32 bits, got {grade!r}."
             ) from None
         first = judgements.setdefault(str(query), {}).setdefault(str(document), whole)
         if whole != first:
@@ -84,9 +84,10 @@ def grades_by_query(key: str, rows: Dataset) -> dict[str, dict[str, int]]:
 
 def _integer(grade: Any) -> int:
     """A grade as an integer. pandas stores integers as floats in columns that had missing values."""
-    if float(grade) != int(float(grade)):
+    whole = int(float(grade))
+    if float(grade) != whole or abs(whole) >= 2**31:  # metrics compute with them
         raise ValueError
-    return int(float(grade))
+    return whole
 
 
 def require_ids(key: str, where: str, table: Dataset, column: str) -> None:
