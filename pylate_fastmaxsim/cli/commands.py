@@ -445,7 +445,7 @@ def search(
     """Search a collection exactly with a late-interaction or sparse model: a run file, metrics and times."""
     with one_sentence_instead_of_a_traceback():
         from pylate_fastmaxsim.recipes.files.json import write_json
-        from pylate_fastmaxsim.recipes.files.write import prepare_file
+        from pylate_fastmaxsim.recipes.files.write import files_of_collection, prepare_file
         from pylate_fastmaxsim.recipes.search.inputs import load_inputs
         from pylate_fastmaxsim.recipes.search.report import search_table
         from pylate_fastmaxsim.recipes.search.run import Options
@@ -460,10 +460,11 @@ def search(
             kept = f"what is encoded is kept in {index}, and the same command goes on from there"
         options = Options(k, run, index, format_, batch_size, trust_remote_code, exact, plaid)
         quiet_libraries()
+        inputs = (corpus, queries, qrels, *files_of_collection(beir))
         if run is not None:
-            prepare_file("--run", run, (corpus, queries, qrels))
+            prepare_file("--run", run, inputs)
         if json_ is not None:
-            prepare_file("--json", json_, (corpus, queries, qrels))
+            prepare_file("--json", json_, inputs)
             if run == json_:
                 raise RecipeError("--run and --json must be two files.")
         try:

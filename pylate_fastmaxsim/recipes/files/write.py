@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from pylate_fastmaxsim.files.replace import replace_file, require_replaceable
+from pylate_fastmaxsim.files.replace import in_the_way, replace_file, require_replaceable
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
@@ -38,18 +38,24 @@ def prepare_file(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> No
     """
     make_directory(key, file.parent)
     try:
-        require_replaceable(file)
-        file.lstat()
-    except FileNotFoundError:
-        pass
-    except ValueError as error:
-        raise RecipeError(f"{key}: {error}") from None
+        if (what := in_the_way(file)) is not None:
+            raise RecipeError(f"{key} {file} cannot be written: it is {what}.")
     except OSError as error:  # a name that is too long
         raise RecipeError(f"{key} {file} cannot be written: {error.strerror}.") from None
     if not os.access(file.parent, os.W_OK):
         raise RecipeError(f"{key} {file} cannot be written: {file.parent} is read-only.")
     if file.exists() and any(path is not None and path.exists() and path.samefile(file) for path in inputs):
         raise RecipeError(f"{key} {file} is read by this command; choose another file.")
+
+
+def files_of_collection(folder: str | Path | None) -> list[Path]:
+    """What is read of a folder in BEIR's layout, as inputs for :func:`prepare_file`."""
+    found = Path(folder or "")
+    return (
+        []
+        if folder is None
+        else [found / "corpus.jsonl", found / "queries.jsonl", *found.glob("qrels*"), *found.glob("qrels/*")]
+    )
 
 
 def write_atomically(file: Path, content: bytes | Callable[[str], Any]) -> None:
