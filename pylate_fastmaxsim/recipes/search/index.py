@@ -30,7 +30,7 @@ from pylate_fastmaxsim.tokens import TokenBatch
 
 DESCRIPTION_FILE = "search.json"  # written first
 LOCK_FILE = "lock"
-FORMAT = "pylate-fastmaxsim search 1"
+FORMAT = "pylate-fastmaxsim search 2"
 SPARSE_FOLDER = "sparse"
 LATE_FOLDER = "documents"
 
@@ -138,7 +138,11 @@ def _describe(folder: Path, description: Description) -> None:
 def _require_same(folder: Path, description: Description) -> None:
     """Refuse an index of something else."""
     file = folder / DESCRIPTION_FILE
-    if (found := read_record(file)).get("format") != FORMAT:
+    try:
+        found = read_record(file) or {}
+    except ValueError as error:
+        raise RecipeError(f"--index: {error} Remove {folder} to build it anew, or choose another folder.") from None
+    if found.get("format") != FORMAT:
         raise RecipeError(f"--index: {file} must be of the format {FORMAT!r}, as fastmaxsim search writes it.")
     for key, other in (
         ("model_digest", f"another model ({found.get('model')}, or other weights or settings of {description.model})"),
