@@ -71,7 +71,7 @@ def grades_by_query(key: str, rows: Dataset) -> dict[str, dict[str, int]]:
             whole = _integer(grade)
         except (TypeError, ValueError, OverflowError):  # not a number, not a whole one, nan or infinite
             raise RecipeError(
-                f"{key}: the grade of query {query} and document {document} must be an integer of at most 32 bits, got {grade!r}."
+                f"{key}: the grade of query {query} and document {document} must be an integer, got {grade!r}."
             ) from None
         first = judgements.setdefault(str(query), {}).setdefault(str(document), whole)
         if whole != first:
