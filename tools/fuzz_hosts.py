@@ -337,7 +337,9 @@ def of_xtr(draw: Draw) -> Iterator[tuple[str, dict[str, object]]]:
     ReLU leaves such rows where Matryoshka cuts vectors short.
     """
     weighted = str(draw.words.get("module")).startswith("WordWeights")
-    zeros = ({"module": None} if weighted else {}) | ({"activation": None} if "activation" in draw.words else {})
+    zeros = {"module": None} if weighted else {}
+    if draw.words.get("activation") == "ReLU":
+        zeros["activation"] = None
     return ((reason, {**fixed, **zeros}) for reason, fixed in XTR)
 
 
