@@ -1,10 +1,7 @@
-"""The ratio of two runs on a machine with other work: right, or the verdict says that the machine was busy."""
+"""The ratio of two runs on a machine with other work, and when the verdict says that the machine was busy."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -70,38 +67,17 @@ def test_what_the_report_takes():
     assert headline({"recipe": {"name": "x"}, **warm_up}).endswith("too few steps for a verdict on the speed")
 
 
-def burn() -> None:
-    while True:
-        pass
-
-
 @pytest.mark.e2e
 def test_a_load_that_starts_in_the_middle_does_not_turn_the_verdict(tmp_path):
     """One after the other, the load would meet the second alone."""
     place = str(Path(stepping.__file__).parent)
-    trace = tmp_path / "trace"
+    trace = str(tmp_path / "trace")
 
     def child(name: str, work: int) -> Child:
-        code = f"sys.path.insert(0, {place!r}); import stepping; stepping.main(steps=65, work={work}, trace={str(trace)!r})"
-        return Child(python(code), tmp_path / f"{name}.log")
+        # The load starts in the middle of the 130 steps of both.
+        code = f"stepping.main(steps=65, work={work}, trace={trace!r}, loaded_from=65)"
+        return Child(python(f"sys.path.insert(0, {place!r}); import stepping; {code}"), tmp_path / f"{name}.log")
 
-    load = [multiprocessing.get_context("fork").Process(target=burn, daemon=True) for _ in range(2 * os.cpu_count())]
-    begun = threading.Event()
-
-    def on_wait(name: str) -> None:
-        if not begun.is_set() and trace.exists() and trace.read_text().count("\n") > 65:  # of the 130 of both
-            begun.set()
-            for process in load:
-                process.start()
-
-    try:
-        done = take_turns({"stock": child("stock", 120), "fast": child("fast", 60)}, on_wait=on_wait)
-    finally:
-        for process in load[: len(load) * begun.is_set()]:
-            process.kill()
-            process.join()
+    done = take_turns({"stock": child("stock", 120), "fast": child("fast", 60)})
     judged = verdict(*done.runs.values())
-    assert begun.is_set() and judged["pairs"] >= 6
-    # One after the other, the load would have slowed the second down by half and more.
-    assert 1 < judged["ratio"] < 3
-    assert judged["busy"] or judged["ratio"] == pytest.approx(2.0, rel=0.1), judged
+    assert judged["pairs"] >= 6 and judged["ratio"] == pytest.approx(2.0)
