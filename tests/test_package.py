@@ -34,7 +34,7 @@ def test_a_name_is_loaded_when_it_is_first_asked_for_and_kept():
 ROOMS = {
     "": (
         ("_dtypes", "_memory", "_tracing", "_winners"),
-        ("_checks",),
+        ("_checks", "files"),
         ("_impacts",),
         ("tokens", "sparse", "codec"),
         ("compressed",),
@@ -48,6 +48,7 @@ ROOMS = {
         ("recipes",),
         ("cli", "run", "compare"),
     ),
+    "files": (("replace", "lock"), ("record",)),
     "kernels": (
         ("runtime",),
         ("primitives",),

@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.kernels.sparse import postings
-from pylate_fastmaxsim.retrieval.folders import SCRATCH, write_atomically
 from pylate_fastmaxsim.sparse import SparseBatch
 
 DESCRIPTION_FILE = "index.json"
@@ -49,7 +49,7 @@ def write_block(folder: Path, number: int, block: SparseBatch) -> None:
     tensors = {name: getattr(block, name).cpu() for name in ("offsets", "terms", "weights")}
     metadata = {"format": FORMAT, "vocabulary": str(block.vocabulary)}
     # Not save_file, whose files nobody else can read.
-    write_atomically(file, save(tensors, metadata))
+    replace_file(file, save(tensors, metadata))
 
 
 def has_block(folder: Path, number: int, block: SparseBatch) -> bool:
@@ -110,10 +110,10 @@ def write_description(folder: Path, description: Description) -> None:
         "removed": description.removed,
     }
     text = json.dumps(values) + "\n"
-    write_atomically(folder / DESCRIPTION_FILE, text.encode())
+    replace_file(folder / DESCRIPTION_FILE, text.encode())
     named = {_block_file(folder, number, size) for number, size in enumerate(description.documents)}
     for file in folder.glob("block-*"):
-        if file not in named and _BLOCK_FILE.fullmatch(file.name.removesuffix(f".{SCRATCH}")):
+        if file not in named and _BLOCK_FILE.fullmatch(file.name):
             file.unlink()
 
 

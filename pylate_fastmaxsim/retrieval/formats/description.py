@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from pylate_fastmaxsim.retrieval.folders import write_atomically
+from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.retrieval.formats.format import DTYPES, Format, Plain, described, format_from
 
 # Written last, so that a folder with this file is complete.
@@ -61,4 +61,4 @@ def _names_a_format(values: dict) -> bool:
 def write(file: Path, held: Held) -> None:
     name = PLAIN if isinstance(held.format, Plain) else COMPRESSED
     values = {"format": name, "documents": held.documents, "tokens": held.tokens, **described(held.format)}
-    write_atomically(file, (json.dumps(values) + "\n").encode())
+    replace_file(file, (json.dumps(values) + "\n").encode())

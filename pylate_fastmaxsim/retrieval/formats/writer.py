@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.cpu.live_tokens import live_tokens
+from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.retrieval.checks import require_batches
-from pylate_fastmaxsim.retrieval.folders import SCRATCH, holds_something, write_atomically
+from pylate_fastmaxsim.retrieval.folders import holds_something
 from pylate_fastmaxsim.retrieval.formats import description
 from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE, JOURNAL_FILE, Held
 from pylate_fastmaxsim.retrieval.formats.format import CODEC_FILE, Chosen, ResidualDocuments, format_of, require_chosen
@@ -22,7 +23,7 @@ from pylate_fastmaxsim.tokens import TokenBatch
 BOUNDS_FILE = "bounds.bin"  # [N + 1], int64, where documents begin and end, as cu_seqlens
 
 # What a call that is killed at its very beginning may leave.
-_LEFT_OVER = (CODEC_FILE, *(f"{file}.{SCRATCH}" for file in (CODEC_FILE, JOURNAL_FILE)))
+_LEFT_OVER = (CODEC_FILE,)
 
 # What a killed process loses at most.
 SECONDS_BETWEEN_NOTES = 30.0
@@ -45,7 +46,7 @@ class Writer:
         if not held.documents:
             remove(folder)
             if isinstance(self.format, ResidualDocuments):
-                write_atomically(folder / CODEC_FILE, self.format.codec.to_bytes())
+                replace_file(folder / CODEC_FILE, self.format.codec.to_bytes())
         # Before anything is written, so that whatever is there has a journal.
         description.write(folder / JOURNAL_FILE, held)
         self._files = {}

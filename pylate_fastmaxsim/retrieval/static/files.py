@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from pylate_fastmaxsim.retrieval.folders import write_atomically
+from pylate_fastmaxsim.files.replace import replace_file
 
 DESCRIPTION_FILE = "static_late_interaction.json"
 FORMAT = "pylate-fastmaxsim static late interaction 1"
@@ -36,7 +36,7 @@ def write(where: str, folder: Path, values: dict, tensors: dict[str, Tensor], to
         (_TOKENIZER, tokenizer.to_str().encode()),
         (DESCRIPTION_FILE, text.encode()),
     ):
-        write_atomically(folder / name, content)
+        replace_file(folder / name, content)
 
 
 def read(where: str, folder: Path, device: torch.device) -> tuple[dict, dict[str, Tensor], Callable]:

@@ -1,0 +1,57 @@
+"""A lock that one process at a time holds."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = "lock"
+# What network file systems without locks answer.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+class HeldError(ValueError):
+    """Another process holds a lock."""
+
+
+@contextmanager
+def locked(folder: Path, sentence: str) -> Iterator[None]:
+    """Hold the lock of a folder that is there.
+
+    The lock file stays: a process could wait for the one that is removed, while another makes a new one. The lock is that
+    of the operating system, which releases it when a process ends.
+
+    Parameters
+    ----------
+    folder
+        Holds the file ``lock``.
+    sentence
+        Of the error, if another process or thread holds the lock.
+
+    Raises
+    ------
+    HeldError
+        It is held.
+    ValueError
+        The lock cannot be taken, as without the permission to write, or without file descriptors.
+    """
+    lock = FileLock(folder / LOCK_FILE)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise HeldError(sentence) from None
+    except (NotImplementedError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+            raise ValueError(f"{folder / LOCK_FILE} cannot be locked ({error.strerror}).") from error
+        logger.warning("%s is on a file system without locks: do not start a second process that writes it.", folder)
+    try:
+        yield
+    finally:
+        lock.release()
