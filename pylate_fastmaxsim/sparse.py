@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -22,6 +20,8 @@ LARGEST_VOCABULARY = 1 << 31
 LARGEST_OF_UINT16 = 1 << 16
 # PyTorch has few operators on uint16. What only moves terms moves the same bits as signed numbers.
 _BITS = {torch.uint16: torch.int16, torch.int32: torch.int32}
+
+_BAD_POINTERS = "indptr must rise from 0 to the number of entries, as in a CSR or CSC matrix that is not damaged"
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +116,11 @@ class SparseBatch:
         ):
             object.__setattr__(batch, name, value)
         return batch
+
+    def __reduce__(self) -> tuple:
+        # PyTorch cannot unpickle tensors of uint16.
+        bits = self.terms.view(_BITS[self.terms.dtype])
+        return _unpickled, (self.offsets, bits, self.terms.dtype, self.weights, self.vocabulary)
 
     def __len__(self) -> int:
         return self.offsets.shape[0] - 1
@@ -230,8 +235,19 @@ class SparseBatch:
             raise TypeError(f"{where}: matrix must be a sparse matrix of SciPy, got {type(matrix).__name__}.")
         if len(matrix.shape) != 2:
             raise ValueError(f"{where}: matrix must be [N, vocabulary], got shape {matrix.shape}.")
-        # CSR would add up repeated entries in the dtype of the matrix.
-        entries = matrix.tocoo()
+        if matrix.format in ("csr", "csc"):
+            # SciPy's own way to COO writes where indptr says, wherever that is.
+            indptr = torch.as_tensor(np.asarray(matrix.indptr, np.int64))
+            size = int(indptr[-1]) if len(indptr) else 0
+            if not 0 <= size <= len(matrix.indices) == len(matrix.data):
+                raise ValueError(f"{where}: {_BAD_POINTERS}.")
+            count = matrix.shape[0 if matrix.format == "csr" else 1]
+            places = _rows_of_pointers(where, indptr, count, size).numpy(), matrix.indices[:size]
+            rows, columns = places if matrix.format == "csr" else places[::-1]
+            entries = scipy.sparse.coo_array((matrix.data[:size], (rows, columns)), shape=matrix.shape)
+        else:
+            # CSR would add up repeated entries in the dtype of the matrix.
+            entries = matrix.tocoo()
         if entries.dtype.kind not in "fiub":
             raise ValueError(f"{where}: weights must be real numbers, got {entries.dtype}.")
         weights = entries.data if entries.dtype == np.float32 else entries.data.astype(np.float64)
@@ -276,9 +292,11 @@ class SparseBatch:
             places, weights = tensor._indices(), tensor._values()
             rows, terms = places if tensor.dim() == 2 else (torch.zeros_like(places[0]), places[0])
         elif tensor.layout == torch.sparse_csr:
-            rows, terms, weights = _rows(tensor.crow_indices()), tensor.col_indices(), tensor.values()
+            terms, weights = tensor.col_indices(), tensor.values()
+            rows = _rows_of_pointers(where, tensor.crow_indices(), tensor.shape[0], len(terms))
         elif tensor.layout == torch.sparse_csc:
-            rows, terms, weights = tensor.row_indices(), _rows(tensor.ccol_indices()), tensor.values()
+            rows, weights = tensor.row_indices(), tensor.values()
+            terms = _rows_of_pointers(where, tensor.ccol_indices(), tensor.shape[1], len(rows))
         else:
             raise ValueError(f"{where}: tensor must be COO, CSR, CSC or dense, got {tensor.layout}.")
         if weights.is_complex():
@@ -383,7 +401,9 @@ class SparseBatch:
         """
         try:
             matrix = scipy.sparse.load_npz(path)
-        except (zipfile.BadZipFile, zlib.error, EOFError, TypeError, ValueError) as error:
+        except (FileNotFoundError, PermissionError):
+            raise
+        except Exception as error:  # a damaged file meets any code of NumPy, SciPy and zipfile
             raise ValueError(
                 f"SparseBatch.from_npz: {os.fspath(path)} must be a file of scipy.sparse.save_npz, "
                 "but is another or damaged."
@@ -418,6 +438,10 @@ class SparseBatch:
         _refuse(where, outside, f"terms must be from 0 to {vocabulary - 1}, the vocabulary", terms, rows, terms)
         allowed = f"weights must be at least 0 and finite in {str(dtype).removeprefix('torch.')}"
         _refuse(where, ~(weights >= 0), allowed, weights, rows, terms)
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < count:
+            raise ValueError(
+                f"{where}: entries must be of vectors 0 to {count - 1}, got {int(rows.min())} to {int(rows.max())}."
+            )
         keys = rows * vocabulary + terms
         if not bool((keys.diff() > 0).all()):
             keys, order = keys.sort(stable=True)
@@ -435,10 +459,6 @@ class SparseBatch:
         if not bool(positive.all()):
             rows, terms, weights = rows[positive], terms[positive], weights[positive]
         offsets = torch.searchsorted(rows, torch.arange(count + 1, device=rows.device))
-        if not int(offsets[0]) == 0 <= int(offsets[-1]) == len(rows):
-            raise ValueError(
-                f"{where}: entries must be of vectors 0 to {count - 1}, got {int(rows[0])} to {int(rows[-1])}."
-            )
         terms = terms.to(torch.uint16 if vocabulary <= LARGEST_OF_UINT16 else torch.int32)
         return cls._trusted(offsets, terms, weights, vocabulary)
 
@@ -466,6 +486,18 @@ def _vocabulary(where: str, vocabulary: object) -> int:
 def _rows(offsets: Tensor) -> Tensor:
     """Number of the vector that each entry belongs to, ``[P]``, int64."""
     return torch.repeat_interleave(torch.arange(offsets.shape[0] - 1, device=offsets.device), offsets.diff())
+
+
+def _rows_of_pointers(where: str, pointers: Tensor, count: int, entries: int) -> Tensor:
+    """As :func:`_rows`, of what others say are the offsets of ``count`` vectors with so many entries."""
+    rising = pointers.shape[0] == count + 1 and not bool((pointers.diff() < 0).any())
+    if not rising or int(pointers[0]) != 0 or int(pointers[-1]) != entries:
+        raise ValueError(f"{where}: {_BAD_POINTERS}.")
+    return _rows(pointers)
+
+
+def _unpickled(offsets: Tensor, bits: Tensor, dtype: torch.dtype, weights: Tensor, vocabulary: int) -> SparseBatch:
+    return SparseBatch._trusted(offsets, bits.view(dtype), weights, vocabulary)
 
 
 def _refuse(where: str, wrong: Tensor, allowed: str, values: Tensor, rows: Tensor, terms: Tensor) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -351,3 +353,32 @@ def test_a_shared_term_counts_even_if_the_score_rounds_to_0():
     documents = SparseBatch.from_lists([[(1, 1.0)], [(0, 2.0**-140)]], 2)
     assert reference.sparse_top(queries, documents, 2)[1].tolist() == [[1, -1]]
     assert reference.sparse_top(queries, documents, 2)[0].tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("indptr", [[0, 4000, 2, 3], [0, -5, 2, 3], [1, 1, 2, 3], [0, 1, 2, 1 << 30], [0, 3, 2, 3]])
+@pytest.mark.parametrize("layout", ["csr", "csc", "npz", "torch csr", "torch csc"])
+def test_pointers_that_lead_elsewhere_are_refused(indptr, layout, tmp_path):
+    """Before SciPy or PyTorch write where they say."""
+    indices, data = np.array([0, 1, 2], np.int32), np.ones(3, np.float32)
+    if layout.startswith("torch"):
+        make = torch.sparse_csr_tensor if layout == "torch csr" else torch.sparse_csc_tensor
+        tensor = make(torch.tensor(indptr), torch.tensor([0, 1, 2]), torch.ones(3), (3, 3), check_invariants=False)
+        with pytest.raises(ValueError, match=r"^SparseBatch.from_torch: indptr must rise from 0"):
+            SparseBatch.from_torch(tensor)
+        return
+    matrix = getattr(scipy.sparse, f"{'csc' if layout == 'csc' else 'csr'}_array")(
+        (data, indices, [0, 1, 2, 3]), (3, 3)
+    )
+    matrix.indptr = np.array(indptr, np.int32)
+    if layout == "npz":
+        scipy.sparse.save_npz(tmp_path / "m.npz", matrix)
+    with pytest.raises(ValueError, match=r"^SparseBatch.from_"):
+        SparseBatch.from_npz(tmp_path / "m.npz") if layout == "npz" else SparseBatch.from_scipy(matrix)
+
+
+@pytest.mark.parametrize("vocabulary", [30, 1 << 20])
+def test_batches_are_pickled_and_copied(vocabulary):
+    batch = random_batch(np.random.default_rng(0), 30, 40, weights="few")
+    batch = SparseBatch.from_lists([[(3, 1.0)], []], vocabulary) if vocabulary > 30 else batch
+    for again in (pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch)):
+        assert_equal(again, batch)

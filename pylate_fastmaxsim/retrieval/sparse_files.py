@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-import json
-import re
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from pylate_fastmaxsim.files.record import read_record, write_record
 from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.kernels.sparse import postings
-from pylate_fastmaxsim.sparse import SparseBatch
+from pylate_fastmaxsim.sparse import LARGEST_OF_UINT16, SparseBatch
 
 DESCRIPTION_FILE = "index.json"
-FORMAT = "pylate-fastmaxsim sparse index 1"
+# Of a build or an addition that has not ended: the blocks that it has written.
+UNFINISHED_FILE = "unfinished.json"
+FORMAT = "pylate-fastmaxsim sparse index 2"
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
+_PARTS = ("offsets", "terms", "weights")
 
-# Number of the block and of its documents. A block that is filled up is another file, so that the description of before
-# holds until the new one is there.
-_BLOCK_FILE = re.compile(r"block-(\d{8})-(\d+)\.safetensors")
+
+@dataclass(frozen=True)
+class Block:
+    """What a description says of a block."""
+
+    documents: int
+    entries: int
+    checksum: str
+
+    def file(self, folder: Path, number: int) -> Path:
+        # With the checksum, so that no reader finds new content under an old name.
+        return folder / f"block-{number:08}-{self.checksum}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -30,123 +43,138 @@ class Description:
 
     vocabulary: int
     dtype: torch.dtype  # of weights
-    documents: list[int]  # of each block
+    blocks: list[Block]
     removed: list[int]  # positions, ascending
+    generation: int = 0
+    identity: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def documents(self) -> list[int]:
+        return [block.documents for block in self.blocks]
 
 
-def stamp(folder: Path) -> tuple[int, int] | None:
-    """Changes whenever ``index.json`` is written; None without one."""
-    try:
-        status = (folder / DESCRIPTION_FILE).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return status.st_ino, status.st_mtime_ns
+def described(block: SparseBatch) -> Block:
+    """A block's line of the description, with the checksum of its numbers."""
+    digest = xxhash.xxh3_64()
+    for name in _PARTS:
+        digest.update(getattr(block, name).cpu().contiguous().view(torch.uint8).numpy())
+    return Block(len(block), len(block.terms), digest.hexdigest())
 
 
-def write_block(folder: Path, number: int, block: SparseBatch) -> None:
-    """Write a block. The file appears when it is complete."""
-    file = _block_file(folder, number, len(block))
-    tensors = {name: getattr(block, name).cpu() for name in ("offsets", "terms", "weights")}
-    metadata = {"format": FORMAT, "vocabulary": str(block.vocabulary)}
-    # Not save_file, whose files nobody else can read.
-    replace_file(file, save(tensors, metadata))
+def write_block(folder: Path, number: int, block: SparseBatch) -> Block:
+    """Write a block, unless it is there. The file appears when it is complete."""
+    line = described(block)
+    file = line.file(folder, number)
+    if not file.exists():
+        # One key, since safetensors writes several in random order.
+        replace_file(file, save({name: getattr(block, name).cpu() for name in _PARTS}, {"format": FORMAT}))
+    return line
 
 
-def has_block(folder: Path, number: int, block: SparseBatch) -> bool:
-    return _block_file(folder, number, len(block)).exists()
-
-
-def read_block(where: str, folder: Path, number: int, documents: int) -> SparseBatch:
+def read_block(where: str, folder: Path, number: int, description: Description) -> SparseBatch:
     """A block on the CPU, mapped into memory: what is not used is not read.
 
-    ValueError, which names the file, if it is missing, truncated or of something else.
+    ValueError, which names the file, if it is missing, truncated or of something else. :func:`require_sound` tells whether
+    its numbers are damaged.
     """
-    file = _block_file(folder, number, documents)
+    line = description.blocks[number]
+    file = line.file(folder, number)
     try:
         with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            vocabulary = int(metadata.get("vocabulary", 0)) if metadata.get("format") == FORMAT else 0
-            tensors = [opened.get_tensor(name) for name in ("offsets", "terms", "weights") if vocabulary]
+            tensors = [opened.get_tensor(name) for name in _PARTS]
     except FileNotFoundError:  # also of a file without the permission to read it
         reason = "cannot be read" if file.exists() else "is missing; build the index again"
         raise ValueError(f"{where}: {file} {reason}.") from None
-    except SafetensorError as error:
+    except (SafetensorError, OSError, ValueError, AttributeError, RuntimeError, TypeError) as error:
         raise ValueError(f"{where}: {file} is truncated or damaged ({error}); build the index again.") from None
-    if not tensors or len(tensors[0]) != documents + 1 or int(tensors[0][-1]) != len(tensors[1]):
-        raise ValueError(
-            f"{where}: {file} is no block of {documents} documents of a sparse index; build the index again."
-        )
-    return SparseBatch._trusted(*tensors, vocabulary)
+    terms = torch.uint16 if description.vocabulary <= LARGEST_OF_UINT16 else torch.int32
+    expected = [(torch.int64, line.documents + 1), (terms, line.entries), (description.dtype, line.entries)]
+    if [(each.dtype, *each.shape) for each in tensors] != expected:
+        raise ValueError(f"{where}: {file} is not the block that {DESCRIPTION_FILE} names; build the index again.")
+    return SparseBatch._trusted(*tensors, description.vocabulary)
 
 
-def finished_blocks(folder: Path) -> list[int]:
-    """How many documents each block has that the folder holds, whether or not there is a description.
-
-    That is the state of a build that was interrupted. Only the last block may be less than full.
-    """
-    found: dict[int, int] = {}
-    for file in folder.glob("block-*"):
-        if name := _BLOCK_FILE.fullmatch(file.name):
-            number, documents = map(int, name.groups())
-            found[number] = max(documents, found.get(number, 0))
-    sizes: list[int] = []
-    while (size := found.get(len(sizes))) and (not sizes or sizes[-1] == postings.DOCUMENTS_PER_BLOCK):
-        sizes.append(size)
-    return sizes
+def require_sound(where: str, folder: Path, number: int, line: Block, block: SparseBatch) -> None:
+    """Raise ValueError unless a block's numbers are those that were written: others must not reach native code."""
+    if described(block) != line:
+        raise ValueError(f"{where}: {line.file(folder, number)} is damaged; build the index again.")
 
 
-def is_complete(folder: Path) -> bool:
-    return (folder / DESCRIPTION_FILE).exists()
-
-
-def write_description(folder: Path, description: Description) -> None:
-    """Write what makes the blocks an index, and delete the blocks that it no longer names."""
+def write_description(folder: Path, description: Description, *, unfinished: bool = False) -> None:
+    """Write what makes the blocks an index. Deletes the blocks that neither it nor the description before names."""
     values = {
         "format": FORMAT,
+        "identity": description.identity,
+        "generation": description.generation,
         "vocabulary": description.vocabulary,
         "weights": next(name for name, dtype in DTYPES.items() if dtype == description.dtype),
         "documents_per_block": postings.DOCUMENTS_PER_BLOCK,
-        "documents": description.documents,
+        "blocks": [[block.documents, block.entries, block.checksum] for block in description.blocks],
         "removed": description.removed,
     }
-    text = json.dumps(values) + "\n"
-    replace_file(folder / DESCRIPTION_FILE, text.encode())
-    named = {_block_file(folder, number, size) for number, size in enumerate(description.documents)}
-    for file in folder.glob("block-*"):
-        if file not in named and _BLOCK_FILE.fullmatch(file.name):
+    if unfinished:
+        write_record(folder / UNFINISHED_FILE, values)
+        return
+    try:
+        before = read_description("", folder, missing=True)
+    except ValueError:
+        before = None
+    write_record(folder / DESCRIPTION_FILE, values)
+    (folder / UNFINISHED_FILE).unlink(missing_ok=True)
+    # Who reads the description before may not have opened its blocks.
+    named = {
+        block.file(folder, number) for each in (before, description) if each for number, block in enumerate(each.blocks)
+    }
+    for file in folder.glob("block-*.safetensors"):
+        if file not in named:
             file.unlink()
 
 
-def read_description(where: str, folder: Path) -> Description:
-    """What ``index.json`` says; ValueError if it is missing or of another format."""
-    file = folder / DESCRIPTION_FILE
+def read_unfinished(where: str, folder: Path) -> Description | None:
+    """What a build that was interrupted has written, or else the index; None if there is neither."""
+    complete = read_description(where, folder, missing=True)
+    begun = read_description(where, folder, UNFINISHED_FILE, missing=True)
+    if begun and complete and (begun.identity, begun.generation) != (complete.identity, complete.generation + 1):
+        begun = None  # the index was saved since
+    return begun or complete
+
+
+def read_state(where: str, folder: Path) -> Description | None:
+    """The index, or else what a build has begun, which others must not replace unknowingly; None if there is neither."""
+    complete = read_description(where, folder, missing=True)
+    return complete or read_description(where, folder, UNFINISHED_FILE, missing=True)
+
+
+def read_description(
+    where: str, folder: Path, name: str = DESCRIPTION_FILE, *, missing: bool = False
+) -> Description | None:
+    """What a description says; ValueError if it is of another format, or missing unless it may be."""
+    file = folder / name
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+        values = read_record(file)
+    except (ValueError, OSError):
+        raise ValueError(
+            f"{where}: {file} is damaged, or of another release; put it back, or build the index in another folder."
+        ) from None
+    if values is None:
+        if missing:
+            return None
         raise ValueError(
             f"{where}: {folder} holds no complete index, since it has no {file.name}, which is written last; "
             "an interrupted build goes on with SparseIndex.build."
-        ) from None
-    except ValueError:
-        values = None
-    try:
-        if values["format"] != FORMAT:
-            raise ValueError
-        per_block, documents, removed = (values[name] for name in ("documents_per_block", "documents", "removed"))
-        description = Description(values["vocabulary"], DTYPES[values["weights"]], documents, removed)
-        if not {*map(type, [*documents, *removed])} <= {int} or sorted({*removed}) != removed:
-            raise ValueError
-        if removed and not 0 <= removed[0] <= removed[-1] < sum(documents):
-            raise ValueError
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{where}: {file} must be of the format {FORMAT!r}, as SparseIndex.save writes it.") from None
-    if per_block != postings.DOCUMENTS_PER_BLOCK:
+        )
+    if values.get("format") != FORMAT:
+        raise ValueError(f"{where}: {file} must be of the format {FORMAT!r}, as SparseIndex.save writes it.")
+    if values["documents_per_block"] != postings.DOCUMENTS_PER_BLOCK:
         raise ValueError(
-            f"{where}: {file} has blocks of {per_block} documents, but this release has "
+            f"{where}: {file} has blocks of {values['documents_per_block']} documents, but this release has "
             f"{postings.DOCUMENTS_PER_BLOCK}; build the index again."
         )
-    return description
-
-
-def _block_file(folder: Path, number: int, documents: int) -> Path:
-    return folder / f"block-{number:08}-{documents}.safetensors"
+    return Description(
+        values["vocabulary"],
+        DTYPES[values["weights"]],
+        [Block(*line) for line in values["blocks"]],
+        values["removed"],
+        values["generation"],
+        values["identity"],
+    )

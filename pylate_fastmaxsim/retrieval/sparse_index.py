@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import secrets
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -12,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pylate_fastmaxsim.files.record import read_again_if_replaced
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.ops.distributed.layout import rank_and_ranks
 from pylate_fastmaxsim.retrieval import sparse_files as files
@@ -31,12 +35,24 @@ from pylate_fastmaxsim.sparse import SparseBatch
 Batches = Iterable[SparseBatch] | Callable[[int], Iterable[SparseBatch]]
 
 
+def _alone(method: Callable) -> Callable:
+    """A method that one thread at a time calls, of an index whose blocks are sound."""
+
+    @functools.wraps(method)
+    def call(self: SparseIndex, *arguments: object, **named: object) -> object:
+        with self._lock:
+            self._require_sound(f"SparseIndex.{method.__name__}")
+            return method(self, *arguments, **named)
+
+    return call
+
+
 class SparseIndex:
     """Sparse documents, to be searched exactly by inner product.
 
     Made by :meth:`build` or :meth:`load`. A document keeps its position, whatever is added or removed. ``len`` counts all
     positions, also those of removed documents. The scores and their order are the same bits on a CPU (SciPy) and on a
-    CUDA GPU.
+    CUDA GPU. Threads may share an index, of which one at a time searches or changes it.
 
     Examples
     --------
@@ -61,10 +77,13 @@ class SparseIndex:
         self._blocks: list[SparseBatch] = []
         self._live: list[Tensor | None] = []  # which documents are not removed; None: all
         self._searched = searchable(vocabulary, device)
-        # Where the blocks are on disk, if anywhere: of a block there, the number of its documents.
+        # Where the blocks are on disk, if anywhere: of a block there, its line of the description.
         self._folder: Path | None = None
-        self._written: dict[int, int] = {}
-        self._stamp: tuple[int, int] | None = None  # of the description there
+        self._written: dict[int, files.Block] = {}
+        self._identity, self._generation = "", 0  # of the description there
+        # Mapped blocks whose checksums nobody has looked at, with the numbers that their files have.
+        self._unverified: dict[int, int] = {}
+        self._lock = threading.RLock()
         # This rank and the number of ranks, the number of this rank's first block, and of the documents of all ranks.
         self._shard: tuple[int, int] | None = None
         self._first_block, self._documents_of_all = 0, 0
@@ -178,33 +197,29 @@ class SparseIndex:
             The folder holds no complete index, a file is missing, truncated or damaged, or ``shard`` is out of range.
         """
         where, folder, device = "SparseIndex.load", Path(folder), _device("SparseIndex.load", device)
-        stamp, description = files.stamp(folder), files.read_description(where, folder)
-        blocks = range(len(description.documents))
         if shard is not None:
             rank, ranks = shard
             if not 0 <= rank < ranks:
                 raise ValueError(f"{where}: shard must be a rank from 0 and a larger number of ranks, got {shard}.")
-            blocks = blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks]
-        index = cls._opened(where, folder, device, description, blocks)
-        index._shard, index._stamp = shard, stamp
+
+        def opened() -> SparseIndex:
+            description = files.read_description(where, folder)
+            blocks = range(len(description.blocks))
+            if shard is not None:
+                blocks = blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks]
+            return cls._opened(where, folder, device, description, blocks)
+
+        index = read_again_if_replaced(folder / files.DESCRIPTION_FILE, opened)
+        index._shard = shard
         return index
 
     @classmethod
     def _of_folder(cls, where: str, folder: Path, device: torch.device) -> SparseIndex | None:
         """What an earlier build has left in a folder, finished or not; None if nothing."""
-        documents, removed = files.finished_blocks(folder), []
-        if files.is_complete(folder):
-            description = files.read_description(where, folder)
-            vocabulary, dtype, removed = description.vocabulary, description.dtype, description.removed
-            # After an interrupted build there may be more.
-            documents = max(documents, description.documents, key=sum)
-        elif documents:
-            block = files.read_block(where, folder, 0, documents[0])
-            vocabulary, dtype = block.vocabulary, block.dtype
-        else:
+        description = files.read_unfinished(where, folder)
+        if description is None:
             return None
-        description = files.Description(vocabulary, dtype, documents, removed)
-        return cls._opened(where, folder, device, description, range(len(documents)))
+        return cls._opened(where, folder, device, description, range(len(description.blocks)))
 
     @classmethod
     def _opened(
@@ -212,22 +227,22 @@ class SparseIndex:
     ) -> SparseIndex:
         index = cls(description.vocabulary, description.dtype, device)
         index._folder, index._first_block = folder, blocks.start
+        index._identity, index._generation = description.identity, description.generation
         index._documents_of_all = sum(description.documents)
         for number in blocks:
-            documents = description.documents[number]
-            block = files.read_block(where, folder, number, documents)
-            if (block.vocabulary, block.dtype) != (index.vocabulary, index.dtype):
-                raise ValueError(
-                    f"{where}: block {number} of {folder} has another vocabulary or dtype than the index; build the index "
-                    "again."
-                )
+            line = description.blocks[number]
+            documents, block = line.documents, files.read_block(where, folder, number, description)
+            if device.type == "cpu":
+                index._unverified[len(index._blocks)] = number
+            else:
+                files.require_sound(where, folder, number, line, block)
             first = number * postings.DOCUMENTS_PER_BLOCK
             begin, end = (bisect_left(description.removed, first + each) for each in (0, documents))
             live = None
             if begin < end:
                 gone = torch.tensor(description.removed[begin:end], device=device) - first
                 live = torch.ones(documents, dtype=torch.bool, device=device).index_fill_(0, gone, False)
-            index._written[len(index._blocks)] = documents
+            index._written[len(index._blocks)] = line
             index._set(len(index._blocks), block.to(device), live)
         return index
 
@@ -256,6 +271,7 @@ class SparseIndex:
                 live[first : first + len(part)] = part.cpu()
         return live.nonzero().flatten()
 
+    @_alone
     def add(self, batches: Iterable[SparseBatch]) -> None:
         """Add documents behind the last one.
 
@@ -274,6 +290,7 @@ class SparseIndex:
         require_batches("SparseIndex.add", "batches", batches, SparseBatch)
         self._append("SparseIndex.add", batches, None)
 
+    @_alone
     def remove(self, positions: Iterable[int] | Tensor) -> None:
         """Remove documents: no search returns them any more. All others keep their positions.
 
@@ -322,6 +339,7 @@ class SparseIndex:
         for number, live in changed.items():
             self._set(number, self._blocks[number], live)
 
+    @_alone
     @torch.no_grad()
     def search(self, queries: SparseBatch, k: int) -> tuple[Tensor, Tensor]:
         """The ``k`` documents of each query with the largest inner product.
@@ -362,7 +380,8 @@ class SparseIndex:
                 "with .to."
             )
         if self._shard is not None:
-            _require_same_on_all_ranks(where, self._shard, queries, k)
+            generation = (self._generation, int(self._identity, 16) >> 1)
+            _require_same_on_all_ranks(where, self._shard, queries, k, generation)
         first = self._first_block * postings.DOCUMENTS_PER_BLOCK
         found = search_blocks(self._searched, queries, k, first)
         if self._shard is None or self._shard[1] == 1:
@@ -370,6 +389,7 @@ class SparseIndex:
         # Ranks hold documents in their order.
         return merge_results([*zip(*map(_of_all_ranks, found), strict=True)], k)
 
+    @_alone
     def save(self, folder: str | os.PathLike) -> None:
         """Write the index to a folder: each block of documents to a file, and ``index.json`` last.
 
@@ -393,24 +413,26 @@ class SparseIndex:
                         f"{where}: {folder} must be empty, or the folder that this index is from; choose another folder, or "
                         "remove what it holds."
                     )
-                self._written = {}
-            elif files.stamp(folder) not in (None, self._stamp):
+                self._written, self._identity, self._generation = {}, "", 0
+            elif (held := files.read_state(where, folder)) and not self._is(held):
                 raise ValueError(
                     f"{where}: {folder} was written by others since this index was loaded or saved; load it again, or save "
                     "in another folder."
                 )
             for number, block in enumerate(self._blocks):
-                if self._written.get(number) != len(block) or not files.has_block(folder, number, block):
-                    files.write_block(folder, number, block)
+                line = self._written.get(number)
+                if line is None or line.documents != len(block) or not line.file(folder, number).exists():
+                    self._written[number] = files.write_block(folder, number, block)
             self._describe(folder)
 
+    @_alone
     def to(self, device: str | torch.device) -> SparseIndex:
         """The index on another device, a CPU or a CUDA GPU; itself if it is there."""
         device = _device("SparseIndex.to", device)
         if device == self.device:
             return self
         index = SparseIndex(self.vocabulary, self.dtype, device)
-        for name in ("_folder", "_stamp", "_shard", "_first_block", "_documents_of_all"):
+        for name in ("_folder", "_identity", "_generation", "_shard", "_first_block", "_documents_of_all"):
             setattr(index, name, getattr(self, name))
         index._written = dict(self._written)
         for number, (block, live) in enumerate(zip(self._blocks, self._live, strict=True)):
@@ -423,17 +445,26 @@ class SparseIndex:
         begun, live = None, None
         if first and len(self._blocks[-1]) < postings.DOCUMENTS_PER_BLOCK:
             first -= 1
+            if first in self._unverified:
+                files.require_sound(
+                    where, self._folder, self._unverified[first], self._written[first], self._blocks[first]
+                )
+                del self._unverified[first]
             begun, live = self._blocks[-1], self._live[-1]
         fitting = require_fitting(where, "batches", batches, self.device, self.vocabulary, self.dtype)
         for number, block in enumerate(in_blocks(fitting, begun), first):
             if folder is not None:
-                files.write_block(folder, number, block)
-                self._written[number] = len(block)
+                self._written[number] = files.write_block(folder, number, block)
                 if self.device.type == "cpu":
-                    block = files.read_block(where, folder, number, len(block))
+                    lines = [self._written[each] for each in range(number + 1)]
+                    block = files.read_block(
+                        where, folder, number, files.Description(self.vocabulary, self.dtype, lines, [])
+                    )
             if live is not None:
                 live = torch.nn.functional.pad(live, (0, len(block) - len(live)), value=True)
             self._set(number, block, live)
+            if folder is not None:
+                files.write_description(folder, self._description(), unfinished=True)
             live = None
 
     def _set(self, number: int, block: SparseBatch, live: Tensor | None) -> None:
@@ -445,15 +476,43 @@ class SparseIndex:
 
     def _describe(self, folder: Path) -> None:
         """Write ``index.json``, when all blocks are there."""
+        description = self._description()
+        files.write_description(folder, description)
+        self._folder, self._generation = folder, description.generation
+
+    def _description(self) -> files.Description:
+        """Of the next generation."""
         removed = [
             (~live).nonzero().flatten() + number * postings.DOCUMENTS_PER_BLOCK
             for number, live in enumerate(self._live)
             if live is not None
         ]
-        documents = [len(block) for block in self._blocks]
-        positions = torch.cat(removed).tolist() if removed else []
-        files.write_description(folder, files.Description(self.vocabulary, self.dtype, documents, positions))
-        self._folder, self._written, self._stamp = folder, dict(enumerate(documents)), files.stamp(folder)
+        self._identity = self._identity or secrets.token_hex(8)
+        return files.Description(
+            self.vocabulary,
+            self.dtype,
+            [self._written[number] for number in range(len(self._blocks))],
+            torch.cat(removed).tolist() if removed else [],
+            self._generation + 1,
+            self._identity,
+        )
+
+    def _is(self, description: files.Description) -> bool:
+        return (description.identity, description.generation) == (self._identity, self._generation)
+
+    def _require_sound(self, where: str) -> None:
+        """Look at the checksums of mapped blocks before their first use."""
+        for number, of_file in [*self._unverified.items()]:
+            files.require_sound(where, self._folder, of_file, self._written[number], self._blocks[number])
+            del self._unverified[number]
+
+    def __getstate__(self) -> dict:
+        with self._lock:
+            self._require_sound("SparseIndex")
+            return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state, _lock=threading.RLock())
 
     def _require_whole(self, where: str) -> None:
         if self._shard is not None:
@@ -469,7 +528,9 @@ def _device(where: str, device: str | torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
-def _require_same_on_all_ranks(where: str, shard: tuple[int, int], queries: SparseBatch, k: int) -> None:
+def _require_same_on_all_ranks(
+    where: str, shard: tuple[int, int], queries: SparseBatch, k: int, generation: tuple[int, int]
+) -> None:
     """Raise the same ValueError on all ranks unless they ask the same."""
     if rank_and_ranks() != tuple(shard):
         rank, ranks = rank_and_ranks()
@@ -482,7 +543,9 @@ def _require_same_on_all_ranks(where: str, shard: tuple[int, int], queries: Spar
     # Any sum of all numbers that changes with their order.
     numbers = torch.cat([queries.offsets, queries.terms.long(), queries.weights.double().view(torch.int64)])
     sum_of_all = (numbers * torch.arange(1, 2 * len(numbers), 2, device=numbers.device)).sum()
-    asked = _of_all_ranks(torch.stack([sum_of_all, torch.full_like(sum_of_all, k)]))
+    asked = _of_all_ranks(torch.stack([sum_of_all, *sum_of_all.new_tensor([k, *generation])]))
+    if bool((asked[:, 2:] != asked[0, 2:]).any()):
+        raise ValueError(f"{where}: ranks have loaded different states of the index; load it again on all ranks.")
     if bool((asked != asked[0]).any()):
         raise ValueError(f"{where}: all ranks must pass the same queries and k, since each searches its share for all.")
 
