@@ -124,16 +124,29 @@ def one_sentence_instead_of_a_traceback():
         end_interrupted()
 
 
+# What safetensors and torch say when they cannot write a file to its end.
+_FULL_DISK = (
+    "No space left on device",
+    "os error 28",
+    "os error 27",
+    "PytorchStreamWriter failed",
+    ". unexpected pos ",
+)
+
+
 @contextmanager
 def one_sentence_for_a_full_disk(kept: Callable[[], str]):
     """``kept`` says what is left."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        elif any(words in str(error) for words in _FULL_DISK):
+            reason = os.strerror(errno.ENOSPC)
+        else:
             raise
-        place = f"{error.filename}: " if error.filename else ""
-        end_with(f"\nfastmaxsim: {place}{error.strerror}; {kept()}.")
+        end_with(f"\nfastmaxsim: {reason}; {kept()}.")
 
 
 @contextmanager
@@ -432,7 +445,7 @@ def search(
     """Search a collection exactly with a late-interaction or sparse model: a run file, metrics and times."""
     with one_sentence_instead_of_a_traceback():
         from pylate_fastmaxsim.recipes.files.json import write_json
-        from pylate_fastmaxsim.recipes.files.write import prepare_file
+        from pylate_fastmaxsim.recipes.files.write import files_of_collection, prepare_file
         from pylate_fastmaxsim.recipes.search.inputs import load_inputs
         from pylate_fastmaxsim.recipes.search.report import search_table
         from pylate_fastmaxsim.recipes.search.run import Options
@@ -447,8 +460,11 @@ def search(
             kept = f"what is encoded is kept in {index}, and the same command goes on from there"
         options = Options(k, run, index, format_, batch_size, trust_remote_code, exact, plaid)
         quiet_libraries()
+        inputs = (corpus, queries, qrels, *files_of_collection(beir))
+        if run is not None:
+            prepare_file("--run", run, inputs)
         if json_ is not None:
-            prepare_file("--json", json_)
+            prepare_file("--json", json_, inputs)
             if run == json_:
                 raise RecipeError("--run and --json must be two files.")
         try:

@@ -80,7 +80,7 @@ def evaluate(
     """Evaluate trained models on a collection by exact search, and compare them."""
     with one_sentence_instead_of_a_traceback():
         from pylate_fastmaxsim.recipes.files.json import write_json
-        from pylate_fastmaxsim.recipes.files.write import prepare_file
+        from pylate_fastmaxsim.recipes.files.write import files_of_collection, prepare_file
         from pylate_fastmaxsim.recipes.retrieval_evaluation.evaluate import Options
         from pylate_fastmaxsim.recipes.retrieval_evaluation.evaluate import evaluate as run_evaluation
         from pylate_fastmaxsim.recipes.retrieval_evaluation.report import metrics_table, pairs_table
@@ -92,8 +92,10 @@ def evaluate(
         if index is not None:
             kept = f"what is encoded is kept in {index}, and the same command goes on from there"
         quiet_libraries()
+        if per_query is not None:
+            prepare_file("--per-query", per_query, files_of_collection(beir))
         if json_ is not None:
-            prepare_file("--json", json_)
+            prepare_file("--json", json_, files_of_collection(beir))
             if json_ == per_query:
                 raise RecipeError("--per-query and --json must be two files.")
         options = Options(run, per_query, index, format_, batch_size, trust_remote_code, test.value)

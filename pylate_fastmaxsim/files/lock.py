@@ -22,7 +22,7 @@ class HeldError(ValueError):
 
 
 @contextmanager
-def locked(folder: Path, sentence: str) -> Iterator[None]:
+def locked(folder: Path, sentence: str, name: str = LOCK_FILE) -> Iterator[None]:
     """Hold the lock of a folder that is there.
 
     The lock file stays: a process could wait for the one that is removed, while another makes a new one. The lock is that
@@ -31,9 +31,11 @@ def locked(folder: Path, sentence: str) -> Iterator[None]:
     Parameters
     ----------
     folder
-        Holds the file ``lock``.
+        Holds the lock file.
     sentence
         Of the error, if another process or thread holds the lock.
+    name
+        Of the lock file.
 
     Raises
     ------
@@ -42,14 +44,14 @@ def locked(folder: Path, sentence: str) -> Iterator[None]:
     ValueError
         The lock cannot be taken, as without the permission to write, or without file descriptors.
     """
-    lock = FileLock(folder / LOCK_FILE)
+    lock = FileLock(folder / name)
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise HeldError(sentence) from None
     except (NotImplementedError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
-            raise ValueError(f"{folder / LOCK_FILE} cannot be locked ({error.strerror}).") from error
+            raise ValueError(f"{folder / name} cannot be locked ({error.strerror}).") from error
         logger.warning("%s is on a file system without locks: do not start a second process that writes it.", folder)
     try:
         yield

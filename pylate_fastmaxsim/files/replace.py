@@ -90,9 +90,15 @@ def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
 
 def require_replaceable(file: Path) -> None:
     """Raise ValueError if there is something else than a regular file under the name."""
-    if file.is_symlink() or (file.exists() and not file.is_file()):
-        what = "a link" if file.is_symlink() else "a folder" if file.is_dir() else "no regular file"
+    if (what := in_the_way(file)) is not None:
         raise ValueError(f"{file} must be a file that can be replaced, or not be there, but it is {what}.")
+
+
+def in_the_way(file: Path) -> str | None:
+    """What is under the name, if it is something else than a regular file."""
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        return "a link" if file.is_symlink() else "a folder" if file.is_dir() else "no regular file"
+    return None
 
 
 def remove_scratch(folder: Path) -> None:

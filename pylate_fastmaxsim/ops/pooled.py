@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import numbers
 from dataclasses import dataclass
 from types import ModuleType
@@ -69,8 +68,9 @@ Pooling = Max | TopK | Softmax | LogSumExp
 def _temperature(where: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{where}: temperature must be a number above 0, got {value!r}.")
-    if not (0 < value < math.inf):
-        raise ValueError(f"{where}: temperature must be a number above 0, got {value}.")
+    # Similarities over it must be numbers of float32.
+    if not 1e-30 <= value <= 1e30:
+        raise ValueError(f"{where}: temperature must be a number above 0, from 1e-30 to 1e30, got {value}.")
     return float(value)
 
 

@@ -84,9 +84,10 @@ def grades_by_query(key: str, rows: Dataset) -> dict[str, dict[str, int]]:
 
 def _integer(grade: Any) -> int:
     """A grade as an integer. pandas stores integers as floats in columns that had missing values."""
-    if float(grade) != int(float(grade)):
+    whole = int(float(grade))
+    if float(grade) != whole or abs(whole) >= 2**31:  # metrics compute with them
         raise ValueError
-    return int(float(grade))
+    return whole
 
 
 def require_ids(key: str, where: str, table: Dataset, column: str) -> None:

@@ -1,13 +1,13 @@
-"""Make folders, and write files and folders that appear under their name only when they are complete."""
+"""Make folders, and write files that appear under their name only when they are complete."""
 
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from pylate_fastmaxsim.files.replace import in_the_way, replace_file, require_replaceable
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
@@ -27,40 +27,46 @@ def make_directory(key: str, directory: Path) -> list[Path]:
     return missing
 
 
-def prepare_file(key: str, file: Path) -> None:
+def prepare_file(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> None:
     """Make the folder of a file that is written at the end of a command.
 
     Raises
     ------
     RecipeError
-        It cannot be made or written, or there is a folder in the place of the file. The sentence names ``key``.
+        It cannot be made or written, there is something else than a regular file in its place, or the command reads it,
+        as one of ``inputs``. The sentence names ``key``.
     """
     make_directory(key, file.parent)
-    if file.is_dir() or not os.access(file.parent, os.W_OK):
-        reason = "it is a folder" if file.is_dir() else f"{file.parent} is read-only"
-        raise RecipeError(f"{key} {file} cannot be written: {reason}.")
+    try:
+        if (what := in_the_way(file)) is not None:
+            raise RecipeError(f"{key} {file} cannot be written: it is {what}.")
+    except OSError as error:  # a name that is too long
+        raise RecipeError(f"{key} {file} cannot be written: {error.strerror}.") from None
+    if not os.access(file.parent, os.W_OK):
+        raise RecipeError(f"{key} {file} cannot be written: {file.parent} is read-only.")
+    if file.exists() and any(path is not None and path.exists() and path.samefile(file) for path in inputs):
+        raise RecipeError(f"{key} {file} is read by this command; choose another file.")
 
 
-def write_atomically(file: Path, write: Callable[[str], Any]) -> None:
-    """Write a file: ``write`` gets a scratch name, which becomes ``file`` when it returns."""
-    scratch = file.with_name(f"writing-{file.name}")
-    write(str(scratch))
-    os.replace(scratch, file)
+def files_of_collection(folder: str | Path | None) -> list[Path]:
+    """What is read of a folder in BEIR's layout, as inputs for :func:`prepare_file`."""
+    found = Path(folder or "")
+    return (
+        []
+        if folder is None
+        else [found / "corpus.jsonl", found / "queries.jsonl", *found.glob("qrels*"), *found.glob("qrels/*")]
+    )
+
+
+def write_atomically(file: Path, content: bytes | Callable[[str], Any]) -> None:
+    """:func:`~pylate_fastmaxsim.files.replace.replace_file`, with RecipeError where it cannot be replaced."""
+    try:
+        require_replaceable(file)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    replace_file(file, content)
 
 
 def write_text_atomically(file: Path, text: str) -> None:
     """The same for a text."""
-    write_atomically(file, lambda scratch: Path(scratch).write_text(text, encoding="utf-8"))
-
-
-def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
-    """Replace a folder by the one that ``write`` makes under a scratch name; if ``write`` fails, nothing changes."""
-    scratch = folder.with_name(f"writing-{folder.name}")
-    shutil.rmtree(scratch, ignore_errors=True)
-    try:
-        write(scratch)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(scratch, folder)
+    write_atomically(file, text.encode())

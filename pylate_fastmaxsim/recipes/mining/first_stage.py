@@ -18,7 +18,7 @@ from pylate_fastmaxsim.recipes.config.schema import FirstStageSection, MiningSec
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.mining.negatives import documents_kept
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
-from pylate_fastmaxsim.recipes.mining.resumable import Work
+from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
 from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, encode
 from pylate_fastmaxsim.recipes.models.kind import SPARSE, STATIC, kind_of, load_retriever
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
@@ -188,7 +188,7 @@ def find_candidates(
     settings = made | {"mining.first_stage": asdict(first), "mining.rows_per_part": step}
     title = "Searching the first stage"
     files = work.parts("candidates", settings, title, " queries", len(pairs.queries), step, search)
-    candidates = np.concatenate(list(map(np.load, files)))
+    candidates = np.concatenate(list(map(read_part, files)))
     needed = min(documents_kept(pairs, section), documents)
     few = int(((candidates >= 0).sum(1) < needed).sum())
     if few and work.processes.is_main_process:

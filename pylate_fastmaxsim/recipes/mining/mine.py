@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from pylate_fastmaxsim.recipes.config.schema import MiningSection, ModelSection,
 from pylate_fastmaxsim.recipes.data.tables import progress_shown
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
+from pylate_fastmaxsim.recipes.files.write import make_directory
 from pylate_fastmaxsim.recipes.mining.dataset import OLD_SUMMARY, SUMMARY_FILE, put_into_place, write_data
 from pylate_fastmaxsim.recipes.mining.first_stage import find_candidates, load_first_stage
 from pylate_fastmaxsim.recipes.mining.negatives import (
@@ -35,7 +36,7 @@ from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 
-LOCK_FILE = "lock"
+LOCK_ENDING = ".lock"  # of the lock file beside the data
 
 
 def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
@@ -81,8 +82,10 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
         output = output.resolve()
     unfinished = output.with_name(output.name + ".unfinished")
     mined = f"data.name: {output} is being mined by another command; wait until it ends, or choose another folder."
-    lock = hold_lock("data.name", unfinished, LOCK_FILE, mined)
+    lock = hold_lock("data.name", output.parent, output.name + LOCK_ENDING, mined)
     with lock if processes.is_main_process else nullcontext():
+        if processes.is_main_process:
+            make_directory("data.name", unfinished)
         try:
             return _mine(recipe, resume, device, processes, output, unfinished)
         except (RuntimeError, MemoryError) as error:
@@ -92,6 +95,10 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
                 f"mining.batch_size of {section.batch_size} is more than fits into memory; what is done is kept, and "
                 "the same command with a smaller one goes on from there."
             ) from error
+        finally:
+            if processes.is_main_process:
+                with suppress(OSError):
+                    unfinished.rmdir()  # if nothing was done
 
 
 def _mine(
@@ -158,7 +165,7 @@ def _start_over(output: Path, unfinished: Path) -> None:
     for path in unfinished.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
-        elif path.name not in (LOCK_FILE, OLD_SUMMARY):
+        elif path.name != OLD_SUMMARY:
             path.unlink()
     if (output / SUMMARY_FILE).exists():
         os.replace(output / SUMMARY_FILE, unfinished / OLD_SUMMARY)

@@ -18,7 +18,7 @@ from pylate_fastmaxsim.recipes.compression import Compress, compressor, needs_co
 from pylate_fastmaxsim.recipes.config.schema import MiningSection
 from pylate_fastmaxsim.recipes.mining.candidates import best_candidates, candidates_digest, score_candidates
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
-from pylate_fastmaxsim.recipes.mining.resumable import Work
+from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
 from pylate_fastmaxsim.recipes.mining.teacher import Candidates, colbert_scores, require_finite_scores, scored
 from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, encode
 from pylate_fastmaxsim.retrieval.search import search
@@ -176,6 +176,6 @@ def lowest_positive_scores(
     step = section.rows_per_part
     settings = common | _format(section) | {"mining.rows_per_part": step}
     files = work.parts("positives", settings, "Scoring positives", " pairs", len(candidates), step, compute)
-    for (query, _), score in zip(pairs.rows, np.concatenate(list(map(np.load, files)))[:, 0], strict=True):
+    for (query, _), score in zip(pairs.rows, np.concatenate(list(map(read_part, files)))[:, 0], strict=True):
         lowest[query] = min(lowest[query], score.item())
     return lowest

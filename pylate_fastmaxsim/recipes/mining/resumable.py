@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,19 +16,13 @@ import numpy as np
 from accelerate import PartialState
 from tqdm import tqdm
 
-from pylate_fastmaxsim.recipes.files.write import write_atomically, write_text_atomically
+from pylate_fastmaxsim.files.record import read_record, write_record
+from pylate_fastmaxsim.recipes.files.write import write_atomically
 
 logger = logging.getLogger(__name__)
 
-# The type of the files of each stage.
-PART_TYPES = {
-    "sparse": ".npz",
-    "candidates": ".npy",
-    "codec": ".npz",
-    "search": ".npz",
-    "positives": ".npy",
-    "teacher": ".npy",
-}
+# The name of the array of a part that is one.
+_ARRAY = "values"
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class Work:
             self._keep_only(stage, json.loads(json.dumps(settings)))
         self.processes.wait_for_everyone()
         parts = [slice(begin, min(begin + step, total)) for begin in range(0, total, step)]
-        files = [self.folder / f"{stage}-{part.start:010d}{PART_TYPES[stage]}" for part in parts]
+        files = [self.folder / f"{stage}-{part.start:010d}.npz" for part in parts]
         missing = [number for number, file in enumerate(files) if not file.exists()]
         # All processes must find the same parts missing before one writes.
         self.processes.wait_for_everyone()
@@ -79,12 +75,19 @@ class Work:
         return files
 
     def _keep_only(self, stage: str, settings: dict[str, Any]) -> None:
-        """Remove the files of a stage if they are of other settings."""
+        """Remove the files of a stage if they are of other settings, and those that are damaged."""
         record = self.folder / f"settings-{stage}.json"
-        earlier = _without_digests(json.loads(record.read_text(encoding="utf-8"))) if record.exists() else {}
+        try:
+            earlier = read_record(record) or {}
+        except ValueError:
+            earlier = {}
+        stale = list(self.folder.glob(f"{stage}-*.npz"))
         if earlier == settings:
+            for file in stale:
+                if not _is_whole(file):
+                    logger.warning("mining: %s is damaged, so it is computed again.", file)
+                    file.unlink()
             return
-        stale = list(self.folder.glob(f"{stage}-*{PART_TYPES[stage]}"))
         for file in stale:
             file.unlink()
         if stale:
@@ -95,19 +98,22 @@ class Work:
                 stage,
                 ", ".join(changed),
             )
-        write_text_atomically(record, json.dumps(settings))
+        write_record(record, settings)
 
 
-def _without_digests(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings without the digests of models' files that 0.1.0 wrote."""
-    settings.get("model", {}).pop("files", None)
-    if isinstance(teacher := settings.get("mining.teacher"), list):
-        settings["mining.teacher"] = teacher[0]
-    return settings
+def read_part(file: Path) -> np.ndarray:
+    """The array that a part consists of."""
+    with np.load(file) as arrays:
+        return arrays[_ARRAY]
+
+
+def _is_whole(part: Path) -> bool:
+    try:
+        with zipfile.ZipFile(part) as members:
+            return members.testzip() is None
+    except (OSError, zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError, RuntimeError, EOFError):
+        return False
 
 
 def _save(arrays: np.ndarray | dict[str, np.ndarray], file: str) -> None:
-    if isinstance(arrays, dict):
-        np.savez(file, **arrays)
-    else:
-        np.save(file, arrays)
+    np.savez(file, **(arrays if isinstance(arrays, dict) else {_ARRAY: arrays}))

@@ -22,7 +22,7 @@ from pylate_fastmaxsim.recipes.compression import Compress, unchanged
 from pylate_fastmaxsim.recipes.config.schema import MiningSection, ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
-from pylate_fastmaxsim.recipes.mining.resumable import Work
+from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
 from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, encode
 from pylate_fastmaxsim.recipes.models.load import NO_TOKENIZER, is_empty, load_model, model_failure
 from pylate_fastmaxsim.recipes.models.retriever import encoder_of
@@ -158,7 +158,7 @@ def grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: Mining
     }
     step = section.rows_per_part
     files = work.parts("teacher", settings, "Asking the teacher", " queries", len(candidates), step, compute)
-    return np.concatenate(list(map(np.load, files)))
+    return np.concatenate(list(map(read_part, files)))
 
 
 def _digest(pairs: Pairs, candidates: Candidates) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -149,4 +150,5 @@ def _index_name(target: Target, task: Search) -> str:
     made_of = task.description
     parts = f"{made_of.model_digest} {made_of.corpus_digest} {made_of.stored}"
     own = short_name(target.path) if target.recipe is None else target.recipe.name
+    own = re.sub(r"[^\w.-]+", "-", own).lstrip(".")[:50]  # a name of a recipe may be a path
     return f"{own}-{hashlib.blake2b(parts.encode(), digest_size=6).hexdigest()}"

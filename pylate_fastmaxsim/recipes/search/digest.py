@@ -36,11 +36,27 @@ def model_digest(model: TextRetriever) -> str:
         return _static_digest(model)
     if isinstance(model, VisualRetriever):
         settings = [type(model.model).__name__, model.processor.to_dict(), str(model.model.dtype)]
+        settings.append(_tokenizer(getattr(model.processor, "tokenizer", None)))
         return _digest(settings, model.model.state_dict())
     names = (*_own_settings(model), "prompts", "default_prompt_name", "max_seq_length")
     settings = {name: getattr(model, name) for name in names}
     modules = [(type(module).__name__, {**module.get_config_dict(), FOUND_OUT: None}) for module in model]
-    return _digest([settings, modules], model.state_dict())
+    return _digest([settings, modules, _tokenizers(model)], model.state_dict())
+
+
+def _tokenizers(model: TextRetriever) -> list:
+    """What the tokenizers of a model's modules make of a text."""
+    tokenizers = [getattr(module, "tokenizer", None) for module in model]
+    return [_tokenizer(tokenizer) for tokenizer in tokenizers if tokenizer is not None]
+
+
+def _tokenizer(tokenizer: object) -> object:
+    fast = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if hasattr(fast, "to_str"):
+        rules = json.loads(fast.to_str())
+        # Of the last call, and set anew by each.
+        return {**rules, "truncation": None, "padding": None}
+    return getattr(tokenizer, "get_vocab", dict)()
 
 
 def _own_settings(model: TextRetriever) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,11 +11,11 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.codec import ResidualCodec
+from pylate_fastmaxsim.files.record import read_record, write_record
 from pylate_fastmaxsim.ops.pooled import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import needs_codec, train_codec
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
-from pylate_fastmaxsim.recipes.files.write import write_text_atomically
 from pylate_fastmaxsim.recipes.models.encode import Encoded
 from pylate_fastmaxsim.recipes.models.kind import LATE_INTERACTION
 from pylate_fastmaxsim.recipes.models.static import StaticDocuments, StaticQueries
@@ -31,7 +30,7 @@ from pylate_fastmaxsim.tokens import TokenBatch
 
 DESCRIPTION_FILE = "search.json"  # written first
 LOCK_FILE = "lock"
-FORMAT = "pylate-fastmaxsim search 1"
+FORMAT = "pylate-fastmaxsim search 2"
 SPARSE_FOLDER = "sparse"
 LATE_FOLDER = "documents"
 
@@ -133,18 +132,17 @@ def _describe(folder: Path, description: Description) -> None:
         return
     if any(path.name != LOCK_FILE for path in folder.iterdir()):
         raise RecipeError(f"--index must be a folder for an index, but {folder} holds something else.")
-    text = json.dumps({"format": FORMAT, **asdict(description)}, indent=2) + "\n"
-    write_text_atomically(folder / DESCRIPTION_FILE, text)
+    write_record(folder / DESCRIPTION_FILE, {"format": FORMAT, **asdict(description)})
 
 
 def _require_same(folder: Path, description: Description) -> None:
     """Refuse an index of something else."""
     file = folder / DESCRIPTION_FILE
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        found = read_record(file) or {}
+    except ValueError as error:
+        raise RecipeError(f"--index: {error} Remove {folder} to build it anew, or choose another folder.") from None
+    if found.get("format") != FORMAT:
         raise RecipeError(f"--index: {file} must be of the format {FORMAT!r}, as fastmaxsim search writes it.")
     for key, other in (
         ("model_digest", f"another model ({found.get('model')}, or other weights or settings of {description.model})"),

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
+import zipfile
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from transformers import TrainerState
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
+
+logger = logging.getLogger(__name__)
 
 # The trainer writes it last, so a checkpoint that has it is complete.
 CHECKPOINT_LAST_FILE = "trainer_state.json"
@@ -22,12 +27,30 @@ def last_checkpoint(recipe: Recipe) -> Path | None:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether the last file of a checkpoint is there and whole; on a full disk it is cut short."""
+    """Whether the last file of a checkpoint is there, and no file is cut short, as on a full disk."""
     file = checkpoint / CHECKPOINT_LAST_FILE
     try:
-        return file.exists() and isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
-    except ValueError:
+        if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+            return False
+    except FileNotFoundError:
         return False
+    except (ValueError, RecursionError):
+        cut = [file]
+    else:
+        cut = [path for path in checkpoint.rglob("*") if _is_cut_short(path)]
+    if cut:
+        logger.warning("%s is damaged, so %s is not gone on from.", cut[0], checkpoint)
+    return not cut
+
+
+def _is_cut_short(file: Path) -> bool:
+    if file.suffix == ".safetensors":
+        try:
+            with safe_open(file, framework="pt"):
+                return False
+        except (OSError, SafetensorError):
+            return True
+    return file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file)
 
 
 def checkpoints_in(directory: Path) -> dict[Path, int]:

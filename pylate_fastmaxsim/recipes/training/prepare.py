@@ -19,6 +19,7 @@ from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.files.write import make_directory
 from pylate_fastmaxsim.recipes.models.from_scratch import build_model
 from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.training.checkpoints import remove_checkpoints
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 
 PAIRS = "pairs.parquet"
@@ -29,7 +30,7 @@ def prepare(recipe: Recipe, anew: bool = False) -> Recipe:
     """The recipe with docstring pairs and a model that is made replaced by files under ``output_dir/prepared``.
 
     Runs with the same keys share the files, so that they start from the same rows, tokenizer and weights, also after
-    the packages or the data have changed. ``anew`` makes them again.
+    the packages or the data have changed. ``anew`` makes them again, and removes checkpoints, which need the old ones.
 
     Raises
     ------
@@ -40,10 +41,8 @@ def prepare(recipe: Recipe, anew: bool = False) -> Recipe:
         return recipe
     root = Path(recipe.output_dir, "prepared")
     directory = root / _key(recipe)
-    if anew:
-        shutil.rmtree(directory, ignore_errors=True)
-    if not directory.is_dir():
-        _make(recipe, root, directory)
+    if anew or not directory.is_dir():
+        _make(recipe, root, directory, anew)
     return _prepared(recipe, directory)
 
 
@@ -66,7 +65,7 @@ def _key(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _make(recipe: Recipe, root: Path, directory: Path) -> None:
+def _make(recipe: Recipe, root: Path, directory: Path, anew: bool) -> None:
     if not _is_made(recipe.model):
         load_model(recipe.model, "cpu", recipe.training.seed)  # its errors come before anything is written
     made = make_directory("output_dir", root)
@@ -83,6 +82,10 @@ def _make(recipe: Recipe, root: Path, directory: Path) -> None:
             from pylate_fastmaxsim.recipes.models.token_table import build_token_table
 
             build_token_table(recipe.model, recipe.training.seed, scratch / MODEL)
+        if anew and directory.is_dir():
+            # Before what they need, and after what may fail.
+            remove_checkpoints(Path(recipe.output_dir))
+            shutil.rmtree(directory)
         try:
             os.replace(scratch, directory)
         except OSError:

@@ -70,11 +70,8 @@ def open_run_directory(recipe: Recipe, resume: bool, writes: bool, processes: in
     """
     directory = Path(recipe.output_dir)
     record = directory / RECIPE_FILE
-    if writes and checkpoints_in(directory) and not record.exists():
-        raise RecipeError(
-            f"output_dir: {directory} has checkpoints but no {RECIPE_FILE}, so they may be of another recipe; move them "
-            "away or choose another output_dir."
-        )
+    if writes:
+        require_own_checkpoints(recipe, resume)
     checkpoint = last_checkpoint(recipe) if resume else None
     trained_with = recipe
     if checkpoint is not None:
@@ -93,10 +90,21 @@ def open_run_directory(recipe: Recipe, resume: bool, writes: bool, processes: in
     if writes:
         make_directory("output_dir", directory)
         if not resume:
-            _require_model_elsewhere(recipe, directory)
             remove_checkpoints(directory)
         write_text_atomically(record, dump_recipe(trained_with))
     return checkpoint, trained_with
+
+
+def require_own_checkpoints(recipe: Recipe, resume: bool) -> None:
+    """Refuse checkpoints that may be of another recipe, and, without ``resume``, the removal of a model to train on."""
+    directory = Path(recipe.output_dir)
+    if checkpoints_in(directory) and not (directory / RECIPE_FILE).exists():
+        raise RecipeError(
+            f"output_dir: {directory} has checkpoints but no {RECIPE_FILE}, so they may be of another recipe; move them "
+            "away or choose another output_dir."
+        )
+    if not resume:
+        _require_model_elsewhere(recipe, directory)
 
 
 def _require_model_elsewhere(recipe: Recipe, directory: Path) -> None:

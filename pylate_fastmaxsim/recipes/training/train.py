@@ -12,6 +12,7 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import ProgressCallback, Trainer, TrainerState
 
 from pylate_fastmaxsim._memory import is_out_of_memory
+from pylate_fastmaxsim.files.replace import replace_folder
 from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import FastSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -19,7 +20,6 @@ from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
-from pylate_fastmaxsim.recipes.files.write import replace_folder
 from pylate_fastmaxsim.recipes.models.load import load_model, load_trained
 from pylate_fastmaxsim.recipes.models.retriever import Retriever
 from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
@@ -30,7 +30,11 @@ from pylate_fastmaxsim.recipes.training.epochs import FinishByEpochs, RefuseUnev
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.model_card import NameRecipe, name_recipe, restore_card_metadata
 from pylate_fastmaxsim.recipes.training.prepare import prepare
-from pylate_fastmaxsim.recipes.training.run_directory import MODEL_DIRECTORY, open_run_directory
+from pylate_fastmaxsim.recipes.training.run_directory import (
+    MODEL_DIRECTORY,
+    open_run_directory,
+    require_own_checkpoints,
+)
 from pylate_fastmaxsim.recipes.training.sharded import require_reduced_once, unsharded_loading
 from pylate_fastmaxsim.recipes.training.trainer import build_trainer, require_steps
 
@@ -86,6 +90,8 @@ def _train(
     recipe: Recipe, resume: bool, arguments: SentenceTransformerTrainingArguments, why_off: str | None
 ) -> dict[str, Any]:
     with arguments.main_process_first(local=False), unsharded_loading(arguments):
+        if arguments.should_save:
+            require_own_checkpoints(recipe, resume)
         goes_on = resume and last_checkpoint(recipe) is not None
         prepared = prepare(recipe, anew=not goes_on and arguments.should_save)
         data = load_data(prepared)

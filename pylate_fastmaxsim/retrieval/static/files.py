@@ -2,58 +2,79 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 
+from pylate_fastmaxsim.files.record import checksum, read_again_if_replaced, read_record, write_record
 from pylate_fastmaxsim.files.replace import replace_file
+from pylate_fastmaxsim.retrieval.folders import writing
 
 DESCRIPTION_FILE = "static_late_interaction.json"
-FORMAT = "pylate-fastmaxsim static late interaction 1"
-_TABLES, _TOKENIZER = "tables.safetensors", "tokenizer.json"
+FORMAT = "pylate-fastmaxsim static late interaction 2"
 
 
 def write(where: str, folder: Path, values: dict, tensors: dict[str, Tensor], tokenizer: Callable) -> None:
-    """Write a model, in place of one that the folder holds."""
+    """Write a model, in place of one that the folder holds, which is there until the new one is complete."""
     tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not hasattr(tokenizer, "to_str"):
         raise ValueError(
             f"{where}: the tokenizer must be of the tokenizers library or a fast one of Transformers, which have a file "
             f"format, got {type(tokenizer).__name__}."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / DESCRIPTION_FILE).unlink(missing_ok=True)
-    # Not save_file, whose files nobody else can read.
-    tables = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
-    text = json.dumps({"format": FORMAT, **values}, indent=2) + "\n"
-    for name, content in (
-        (_TABLES, tables),
-        (_TOKENIZER, tokenizer.to_str().encode()),
-        (DESCRIPTION_FILE, text.encode()),
-    ):
-        replace_file(folder / name, content)
+    contents = {
+        "tables": (save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}), "safetensors"),
+        "tokenizer": (tokenizer.to_str().encode(), "json"),
+    }
+    with writing(where, folder):
+        try:
+            before = set(read_record(folder / DESCRIPTION_FILE)["files"].values())
+        except (ValueError, TypeError, KeyError, AttributeError):  # none, or a damaged one
+            before = set()
+        files = {}
+        for name, (content, ending) in contents.items():
+            # Another name for another content: who reads the old description never reads it.
+            files[name] = f"{name}-{checksum(content)}.{ending}"
+            replace_file(folder / files[name], content)
+        write_record(folder / DESCRIPTION_FILE, {"format": FORMAT, "files": files, **values})
+        # Those of the model before stay for who is reading it.
+        for name in contents:
+            for file in folder.glob(f"{name}-*"):
+                if file.name not in before | set(files.values()):
+                    file.unlink()
 
 
 def read(where: str, folder: Path, device: torch.device) -> tuple[dict, dict[str, Tensor], Callable]:
     """What :func:`write` has written; ValueError if it is not there, of another format or damaged."""
+    return read_again_if_replaced(folder / DESCRIPTION_FILE, partial(_read, where, folder, device))
+
+
+def _read(where: str, folder: Path, device: torch.device) -> tuple[dict, dict[str, Tensor], Callable]:
     from tokenizers import Tokenizer
 
     file = folder / DESCRIPTION_FILE
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{where}: {folder} holds no static model, since it has no {DESCRIPTION_FILE}.") from None
-    except ValueError:
-        values = None
-    if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+        values = read_record(file)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error} Save the model again.") from None
+    if values is None:
+        raise ValueError(f"{where}: {folder} holds no static model, since it has no {DESCRIPTION_FILE}.")
+    if values.pop("format", None) != FORMAT:
         raise ValueError(f"{where}: {file} must be of the format {FORMAT!r}.")
+    contents = {name: _content(where, folder / file) for name, file in values.pop("files").items()}
+    tensors = {name: tensor.to(device) for name, tensor in load(contents["tables"]).items()}
+    return values, tensors, Tokenizer.from_str(contents["tokenizer"].decode())
+
+
+def _content(where: str, file: Path) -> bytes:
     try:
-        tensors = load_file(folder / _TABLES, device=str(device))
-    except (FileNotFoundError, SafetensorError) as error:
-        raise ValueError(f"{where}: {folder / _TABLES} is missing or damaged ({error}).") from None
-    return values, tensors, Tokenizer.from_file(str(folder / _TOKENIZER))
+        content = file.read_bytes()
+    except OSError:
+        content = b""
+    if checksum(content) != file.stem.partition("-")[2]:
+        raise ValueError(f"{where}: {file} is missing or damaged; save the model again.")
+    return content

@@ -132,7 +132,7 @@ def test_other_settings_and_other_folders_are_refused(encoder, teacher, tmp_path
             "mining.corpus.columns must be the text of a document, got query,",
         ),
         ("mining.max_score=-100", "mining: no query has as many negatives as mining.num_negatives"),
-        ("data.name=/proc/x/mined", "data.name /proc/x/mined.unfinished cannot be made: No such file or directory."),
+        ("data.name=/proc/x/mined", "data.name /proc/x cannot be made: No such file or directory."),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(override, sentence, encoder, teacher, tmp_path):
@@ -166,7 +166,7 @@ def test_the_command_says_what_is_mined_and_what_is_kept(encoder, teacher, tmp_p
             patch.setattr(mining_mine, "lowest_positive_scores", failing)
             done = command("mine", file)
         assert done.exit_code == exit_code and done.stderr.strip().splitlines()[-1].startswith(said)
-    with hold_lock("data.name", tmp_path / "mined.unfinished", mining_mine.LOCK_FILE, ""):
+    with hold_lock("data.name", tmp_path, "mined" + mining_mine.LOCK_ENDING, ""):
         done = command("mine", file)
     assert done.exit_code == 2 and "mined is being mined by another command" in done.stderr
     done = command("mine", file)

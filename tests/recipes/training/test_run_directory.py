@@ -13,8 +13,8 @@ from filelock import FileLock
 from recipe_runs import command, interrupt, same_model
 from tiny_recipe import tiny, write
 
+from pylate_fastmaxsim.files import replace
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files import write as files_write
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import checkpoints
@@ -175,7 +175,7 @@ def test_the_record_is_replaced_when_the_new_one_is_complete(trained, tmp_path, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before = (tmp_path / "out" / RECIPE_FILE).read_text()
-    monkeypatch.setattr(files_write.os, "replace", full)
+    monkeypatch.setattr(replace.os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
         open_run_directory(load_recipe(trained, ["name=other"]), True, writes=True, processes=1)
     assert (tmp_path / "out" / RECIPE_FILE).read_text() == before
@@ -187,7 +187,6 @@ def test_a_second_command_is_refused_while_the_first_trains(tmp_path):
         done = command("train", file)
         assert [path.name for path in out.iterdir()] == [training.LOCK_FILE]
     assert done.exit_code == 2 and f"output_dir: {out} is being trained in by another command" in done.stderr
-    assert not out.exists()
 
 
 def test_a_file_system_without_locks_is_written_with_a_warning(tmp_path, monkeypatch, caplog):
@@ -195,7 +194,7 @@ def test_a_file_system_without_locks_is_written_with_a_warning(tmp_path, monkeyp
         def acquire(self, *args, **kwargs):
             raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("pylate_fastmaxsim.recipes.files.lock.FileLock", Unsupported)
+    monkeypatch.setattr("pylate_fastmaxsim.files.lock.FileLock", Unsupported)
     with hold_lock("output_dir", tmp_path / "out", "lock", ""):
         pass
     assert caplog.messages[0].startswith(f"{tmp_path}/out is on a file system without locks")

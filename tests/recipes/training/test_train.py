@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -122,7 +121,6 @@ def test_a_new_model_replaces_all_of_an_earlier_one_or_nothing(tmp_path, monkeyp
     recipe, out = load_recipe(without_checkpoints(tmp_path)), tmp_path / "out"
     training.train(recipe)
     first, result = {path.name: path.stat().st_ino for path in (out / "model").iterdir()}, out / "train.json"
-    shutil.copytree(out / "model", out / "writing-model")  # as a run leaves it that was killed
     with monkeypatch.context() as patch:
         patch.setattr(training, "name_recipe", ending_with(OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(OSError, match="No space left"):
@@ -134,7 +132,12 @@ def test_a_new_model_replaces_all_of_an_earlier_one_or_nothing(tmp_path, monkeyp
         with pytest.raises(OSError, match="No space left"):
             training.train(recipe, resume=False)
     assert {path.name for path in (out / "model").iterdir()} == first.keys() and not result.exists()
-    assert {path.name for path in out.iterdir()} == {"model", "prepared", "recipe-of-checkpoints.yaml"}
+    assert {path.name for path in out.iterdir()} == {
+        "model",
+        "prepared",
+        "recipe-of-checkpoints.yaml",
+        training.LOCK_FILE,
+    }
 
 
 def test_a_training_that_is_over_keeps_its_card_and_what_it_was_trained_with(tmp_path, monkeypatch):
