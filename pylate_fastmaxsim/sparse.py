@@ -30,7 +30,7 @@ class SparseBatch:
 
     Vector ``i`` has the terms ``terms[offsets[i] : offsets[i + 1]]`` with the weights of the same places. All other terms
     weigh 0. The vectors of a model come from :meth:`from_torch`, :meth:`from_scipy` and the other constructors, which sort,
-    add up repeated terms and drop weights of 0; here all that is required.
+    add up repeated terms and drop weights of 0; here all that is required. Nothing changes a batch, so threads may share it.
 
     Parameters
     ----------

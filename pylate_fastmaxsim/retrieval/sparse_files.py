@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -45,12 +45,16 @@ class Description:
     dtype: torch.dtype  # of weights
     blocks: list[Block]
     removed: list[int]  # positions, ascending
-    generation: int = 0
-    identity: str = field(default_factory=lambda: secrets.token_hex(8))
+    state: tuple[str, int]  # identity of the index, and how often it was written
 
     @property
     def documents(self) -> list[int]:
         return [block.documents for block in self.blocks]
+
+
+def new_state() -> tuple[str, int]:
+    """The identity of a new index, which nobody has written."""
+    return secrets.token_hex(8), 0
 
 
 def described(block: SparseBatch) -> Block:
@@ -62,22 +66,20 @@ def described(block: SparseBatch) -> Block:
 
 
 def write_block(folder: Path, number: int, block: SparseBatch) -> Block:
-    """Write a block, unless it is there. The file appears when it is complete."""
+    """Write a block. The file appears when it is complete."""
     line = described(block)
-    file = line.file(folder, number)
-    if not file.exists():
-        # One key, since safetensors writes several in random order.
-        replace_file(file, save({name: getattr(block, name).cpu() for name in _PARTS}, {"format": FORMAT}))
+    # One key, since safetensors writes several in random order.
+    content = save({name: getattr(block, name).cpu() for name in _PARTS}, {"format": FORMAT})
+    replace_file(line.file(folder, number), content)
     return line
 
 
-def read_block(where: str, folder: Path, number: int, description: Description) -> SparseBatch:
+def read_block(where: str, folder: Path, number: int, line: Block, vocabulary: int, dtype: torch.dtype) -> SparseBatch:
     """A block on the CPU, mapped into memory: what is not used is not read.
 
     ValueError, which names the file, if it is missing, truncated or of something else. :func:`require_sound` tells whether
     its numbers are damaged.
     """
-    line = description.blocks[number]
     file = line.file(folder, number)
     try:
         with safe_open(file, framework="pt") as opened:
@@ -87,11 +89,11 @@ def read_block(where: str, folder: Path, number: int, description: Description) 
         raise ValueError(f"{where}: {file} {reason}.") from None
     except (SafetensorError, OSError, ValueError, AttributeError, RuntimeError, TypeError) as error:
         raise ValueError(f"{where}: {file} is truncated or damaged ({error}); build the index again.") from None
-    terms = torch.uint16 if description.vocabulary <= LARGEST_OF_UINT16 else torch.int32
-    expected = [(torch.int64, line.documents + 1), (terms, line.entries), (description.dtype, line.entries)]
+    terms = torch.uint16 if vocabulary <= LARGEST_OF_UINT16 else torch.int32
+    expected = [(torch.int64, line.documents + 1), (terms, line.entries), (dtype, line.entries)]
     if [(each.dtype, *each.shape) for each in tensors] != expected:
         raise ValueError(f"{where}: {file} is not the block that {DESCRIPTION_FILE} names; build the index again.")
-    return SparseBatch._trusted(*tensors, description.vocabulary)
+    return SparseBatch._trusted(*tensors, vocabulary)
 
 
 def require_sound(where: str, folder: Path, number: int, line: Block, block: SparseBatch) -> None:
@@ -104,8 +106,7 @@ def write_description(folder: Path, description: Description, *, unfinished: boo
     """Write what makes the blocks an index. Deletes the blocks that neither it nor the description before names."""
     values = {
         "format": FORMAT,
-        "identity": description.identity,
-        "generation": description.generation,
+        "state": description.state,
         "vocabulary": description.vocabulary,
         "weights": next(name for name, dtype in DTYPES.items() if dtype == description.dtype),
         "documents_per_block": postings.DOCUMENTS_PER_BLOCK,
@@ -130,11 +131,35 @@ def write_description(folder: Path, description: Description, *, unfinished: boo
             file.unlink()
 
 
+def sound_blocks(where: str, folder: Path, description: Description) -> tuple[int, str | None]:
+    """How many blocks are sound before the first that is not, and what is wrong with that one, if there is one."""
+    for number, line in enumerate(description.blocks):
+        try:
+            block = read_block(where, folder, number, line, description.vocabulary, description.dtype)
+            require_sound(where, folder, number, line, block)
+        except ValueError as error:
+            return number, str(error)
+    return len(description.blocks), None
+
+
+def keep_blocks(folder: Path, description: Description, count: int) -> Description:
+    """Write the description of the first ``count`` blocks alone."""
+    documents = sum(description.documents[:count])
+    kept = replace(
+        description,
+        blocks=description.blocks[:count],
+        removed=[position for position in description.removed if position < documents],
+        state=(description.state[0], description.state[1] + 1),
+    )
+    write_description(folder, kept)
+    return kept
+
+
 def read_unfinished(where: str, folder: Path) -> Description | None:
     """What a build that was interrupted has written, or else the index; None if there is neither."""
     complete = read_description(where, folder, missing=True)
     begun = read_description(where, folder, UNFINISHED_FILE, missing=True)
-    if begun and complete and (begun.identity, begun.generation) != (complete.identity, complete.generation + 1):
+    if begun and complete and begun.state != (complete.state[0], complete.state[1] + 1):
         begun = None  # the index was saved since
     return begun or complete
 
@@ -175,6 +200,5 @@ def read_description(
         DTYPES[values["weights"]],
         [Block(*line) for line in values["blocks"]],
         values["removed"],
-        values["generation"],
-        values["identity"],
+        tuple(values["state"]),
     )

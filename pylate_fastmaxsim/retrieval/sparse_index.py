@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-import secrets
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from itertools import chain
 from pathlib import Path
 
@@ -80,7 +79,7 @@ class SparseIndex:
         # Where the blocks are on disk, if anywhere: of a block there, its line of the description.
         self._folder: Path | None = None
         self._written: dict[int, files.Block] = {}
-        self._identity, self._generation = "", 0  # of the description there
+        self._state = files.new_state()  # of the description there
         # Mapped blocks whose checksums nobody has looked at, with the numbers that their files have.
         self._unverified: dict[int, int] = {}
         self._lock = threading.RLock()
@@ -165,7 +164,7 @@ class SparseIndex:
             batches = chain([first], batches)
         index._append(where, batches, folder)
         if folder is not None:
-            index._describe(folder)
+            index._describe(folder, index._description(index._written, index._state))
         return index
 
     @classmethod
@@ -227,11 +226,14 @@ class SparseIndex:
     ) -> SparseIndex:
         index = cls(description.vocabulary, description.dtype, device)
         index._folder, index._first_block = folder, blocks.start
-        index._identity, index._generation = description.identity, description.generation
+        index._state = description.state
         index._documents_of_all = sum(description.documents)
         for number in blocks:
             line = description.blocks[number]
-            documents, block = line.documents, files.read_block(where, folder, number, description)
+            documents, block = (
+                line.documents,
+                files.read_block(where, folder, number, line, description.vocabulary, description.dtype),
+            )
             if device.type == "cpu":
                 index._unverified[len(index._blocks)] = number
             else:
@@ -380,7 +382,7 @@ class SparseIndex:
                 "with .to."
             )
         if self._shard is not None:
-            generation = (self._generation, int(self._identity, 16) >> 1)
+            generation = (self._state[1], int(self._state[0], 16) >> 1)
             _require_same_on_all_ranks(where, self._shard, queries, k, generation)
         first = self._first_block * postings.DOCUMENTS_PER_BLOCK
         found = search_blocks(self._searched, queries, k, first)
@@ -407,23 +409,24 @@ class SparseIndex:
         where, folder = "SparseIndex.save", Path(folder)
         self._require_whole(where)
         with writing(where, folder):
+            written, state = dict(self._written), self._state
             if self._folder is None or folder.resolve() != self._folder.resolve():
                 if holds_something(folder):
                     raise ValueError(
                         f"{where}: {folder} must be empty, or the folder that this index is from; choose another folder, or "
                         "remove what it holds."
                     )
-                self._written, self._identity, self._generation = {}, "", 0
-            elif (held := files.read_state(where, folder)) and not self._is(held):
+                written, state = {}, files.new_state()
+            elif (held := files.read_state(where, folder)) and held.state != state:
                 raise ValueError(
                     f"{where}: {folder} was written by others since this index was loaded or saved; load it again, or save "
                     "in another folder."
                 )
             for number, block in enumerate(self._blocks):
-                line = self._written.get(number)
+                line = written.get(number)
                 if line is None or line.documents != len(block) or not line.file(folder, number).exists():
-                    self._written[number] = files.write_block(folder, number, block)
-            self._describe(folder)
+                    written[number] = files.write_block(folder, number, block)
+            self._describe(folder, self._description(written, state))
 
     @_alone
     def to(self, device: str | torch.device) -> SparseIndex:
@@ -432,7 +435,7 @@ class SparseIndex:
         if device == self.device:
             return self
         index = SparseIndex(self.vocabulary, self.dtype, device)
-        for name in ("_folder", "_identity", "_generation", "_shard", "_first_block", "_documents_of_all"):
+        for name in ("_folder", "_state", "_shard", "_first_block", "_documents_of_all"):
             setattr(index, name, getattr(self, name))
         index._written = dict(self._written)
         for number, (block, live) in enumerate(zip(self._blocks, self._live, strict=True)):
@@ -445,26 +448,19 @@ class SparseIndex:
         begun, live = None, None
         if first and len(self._blocks[-1]) < postings.DOCUMENTS_PER_BLOCK:
             first -= 1
-            if first in self._unverified:
-                files.require_sound(
-                    where, self._folder, self._unverified[first], self._written[first], self._blocks[first]
-                )
-                del self._unverified[first]
+            self._require_sound(where, {first})
             begun, live = self._blocks[-1], self._live[-1]
         fitting = require_fitting(where, "batches", batches, self.device, self.vocabulary, self.dtype)
         for number, block in enumerate(in_blocks(fitting, begun), first):
-            if folder is not None:
-                self._written[number] = files.write_block(folder, number, block)
-                if self.device.type == "cpu":
-                    lines = [self._written[each] for each in range(number + 1)]
-                    block = files.read_block(
-                        where, folder, number, files.Description(self.vocabulary, self.dtype, lines, [])
-                    )
+            line = None if folder is None else files.write_block(folder, number, block)
+            if line is not None and self.device.type == "cpu":
+                block = files.read_block(where, folder, number, line, self.vocabulary, self.dtype)
             if live is not None:
                 live = torch.nn.functional.pad(live, (0, len(block) - len(live)), value=True)
             self._set(number, block, live)
-            if folder is not None:
-                files.write_description(folder, self._description(), unfinished=True)
+            if line is not None:
+                self._written[number] = line
+                files.write_description(folder, self._description(self._written, self._state), unfinished=True)
             live = None
 
     def _set(self, number: int, block: SparseBatch, live: Tensor | None) -> None:
@@ -474,37 +470,32 @@ class SparseIndex:
         self._blocks[number], self._live[number] = block, live
         self._searched.set(number, block.offsets, block.terms, block.weights, live)
 
-    def _describe(self, folder: Path) -> None:
+    def _describe(self, folder: Path, description: files.Description) -> None:
         """Write ``index.json``, when all blocks are there."""
-        description = self._description()
         files.write_description(folder, description)
-        self._folder, self._generation = folder, description.generation
+        self._folder, self._written, self._state = folder, dict(enumerate(description.blocks)), description.state
 
-    def _description(self) -> files.Description:
-        """Of the next generation."""
+    def _description(self, written: dict[int, files.Block], state: tuple[str, int]) -> files.Description:
+        """Of the generation after ``state``."""
         removed = [
             (~live).nonzero().flatten() + number * postings.DOCUMENTS_PER_BLOCK
             for number, live in enumerate(self._live)
             if live is not None
         ]
-        self._identity = self._identity or secrets.token_hex(8)
         return files.Description(
             self.vocabulary,
             self.dtype,
-            [self._written[number] for number in range(len(self._blocks))],
+            [written[number] for number in range(len(self._blocks))],
             torch.cat(removed).tolist() if removed else [],
-            self._generation + 1,
-            self._identity,
+            (state[0], state[1] + 1),
         )
 
-    def _is(self, description: files.Description) -> bool:
-        return (description.identity, description.generation) == (self._identity, self._generation)
-
-    def _require_sound(self, where: str) -> None:
-        """Look at the checksums of mapped blocks before their first use."""
+    def _require_sound(self, where: str, numbers: Container[int] | None = None) -> None:
+        """Look at the checksums of mapped blocks, of all or of some ``numbers``, before their first use."""
         for number, of_file in [*self._unverified.items()]:
-            files.require_sound(where, self._folder, of_file, self._written[number], self._blocks[number])
-            del self._unverified[number]
+            if numbers is None or number in numbers:
+                files.require_sound(where, self._folder, of_file, self._written[number], self._blocks[number])
+                del self._unverified[number]
 
     def __getstate__(self) -> dict:
         with self._lock:

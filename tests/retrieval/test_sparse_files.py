@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from full_disk import no_file_above
+from power_cut import states, written
 from sparse_vectors import sorted_scores, sparse_vectors
 
 from pylate_fastmaxsim import SparseBatch, SparseIndex
@@ -24,6 +26,7 @@ from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.retrieval import sparse_files
 
 VOCABULARY = 30
+CUTS = 3  # at each event
 
 
 @pytest.fixture(autouse=True)
@@ -167,14 +170,7 @@ def test_a_folder_with_something_else_is_left_alone(documents, tmp_path):
 
 
 def test_an_interrupted_build_goes_on(documents, tmp_path):
-    def interrupted(held: int):
-        for number, batch in enumerate(rest(documents)(held)):
-            if number == 7:
-                raise KeyboardInterrupt
-            yield batch
-
-    with pytest.raises(KeyboardInterrupt):
-        SparseIndex.build(interrupted, folder=tmp_path)
+    half_built(tmp_path, documents)
     with pytest.raises(ValueError, match="^SparseIndex.load: .* holds no complete index, since it has no index.json"):
         SparseIndex.load(tmp_path)
     asked = []
@@ -255,24 +251,54 @@ def test_files_of_something_else_are_named(documents, tmp_path):
             SparseIndex.load(tmp_path)
 
 
-FLIPS = 60  # of each file
+FLIPS = 25  # of each file
 
 
-@pytest.mark.parametrize("name", ["index.json", "block-00000000", "block-00000004"])
-def test_a_flipped_bit_changes_no_answer(name, documents, tmp_path):
+def interrupt_after(batches: int, documents: SparseBatch):
+    def interrupted(held: int):
+        for number, batch in enumerate(rest(documents)(held)):
+            if number == batches:
+                raise KeyboardInterrupt
+            yield batch
+
+    return interrupted
+
+
+def saved(folder: Path, documents: SparseBatch) -> None:
     index = SparseIndex.build([documents])
     index.remove([3])
-    index.save(tmp_path)
-    file = next(tmp_path.glob(f"{name}*"))
-    content, numbers = file.read_bytes(), random.Random(0)
-    for _ in range(FLIPS):
-        damaged = bytearray(content)
-        damaged[numbers.randrange(len(content))] ^= 1 << numbers.randrange(8)
-        file.write_bytes(damaged)
-        try:
-            assert_finds(SparseIndex.load(tmp_path), documents, {3})
-        except ValueError as error:
-            assert str(file) in str(error) and "\n" not in str(error)
+    index.save(folder)
+
+
+def half_built(folder: Path, documents: SparseBatch) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        SparseIndex.build(interrupt_after(7, documents), folder=folder)
+
+
+def find_removed(folder: Path, documents: SparseBatch) -> None:
+    assert_finds(SparseIndex.load(folder), documents, {3})
+
+
+def go_on(folder: Path, documents: SparseBatch) -> None:
+    assert_finds(SparseIndex.build(rest(documents), folder=folder), documents)
+
+
+@pytest.mark.parametrize(("write", "read"), [(saved, find_removed), (half_built, go_on)])
+def test_a_flipped_bit_changes_no_answer(write, read, documents, tmp_path):
+    write(tmp_path / "index", documents)
+    numbers, found = random.Random(0), 0
+    for file in sorted((tmp_path / "index").iterdir()):
+        for trial in range(FLIPS if file.name != "lock" else 0):
+            folder = shutil.copytree(tmp_path / "index", tmp_path / f"{file.name[:14]}-{trial}")
+            damaged = bytearray(file.read_bytes())
+            damaged[numbers.randrange(len(damaged))] ^= 1 << numbers.randrange(8)
+            (folder / file.name).write_bytes(damaged)
+            try:
+                read(folder, documents)
+            except ValueError as error:
+                assert str(folder / file.name) in str(error) and "\n" not in str(error)
+                found += 1
+    assert found > FLIPS
 
 
 def test_blocks_in_each_others_place_are_refused(documents, tmp_path):
@@ -312,6 +338,104 @@ def test_readers_beside_a_writer_get_one_generation(documents, tmp_path):
             index.add([documents])
             index.save(tmp_path)
         list(readers)
+
+
+def one_of(folder: Path, documents: SparseBatch, sizes: set[int]) -> None:
+    """The folder opens as the index of one of these sizes."""
+    index = SparseIndex.load(folder)
+    assert len(index) in sizes
+    assert_finds(index, documents.select(torch.arange(len(index))))
+
+
+def save_more(folder: Path, documents: SparseBatch) -> None:
+    index = SparseIndex.load(folder)
+    index.add([documents.select(torch.arange(len(index), len(documents)))])
+    index.save(folder)
+
+
+def build_more(folder: Path, documents: SparseBatch) -> None:
+    SparseIndex.build(rest(documents), folder=folder)
+
+
+@pytest.mark.parametrize("write", [save_more, build_more])
+def test_kills_and_power_cuts_lose_no_index(write, documents, tmp_path):
+    few = documents.select(torch.arange(21))
+    SparseIndex.build([few]).save(tmp_path / "root")
+    found = states(tmp_path / "root", lambda: write(tmp_path / "root", documents), cuts=CUTS)
+    assert len(found) > 10
+    for number, (kind, state) in enumerate(found):
+        folder = written(state, tmp_path / str(number))
+        one_of(folder, documents, {37} if kind == "end" else {21, 37})
+        write(folder, documents)
+        one_of(folder, documents, {37})
+        shutil.rmtree(folder)
+
+
+def test_a_first_build_goes_on_after_kills_and_power_cuts(documents, tmp_path):
+    (tmp_path / "root").mkdir()
+    for number, (_, state) in enumerate(
+        states(tmp_path / "root", lambda: build_more(tmp_path / "root", documents), cuts=CUTS)
+    ):
+        folder = written(state, tmp_path / str(number))
+        build_more(folder, documents)
+        one_of(folder, documents, {37})
+
+
+@pytest.mark.parametrize("write", [save_more, build_more])
+def test_a_full_disk_leaves_the_index_of_before(write, documents, tmp_path):
+    SparseIndex.build([documents.select(torch.arange(21))]).save(tmp_path / "root")
+    write(shutil.copytree(tmp_path / "root", tmp_path / "more"), documents)
+    largest = max(
+        file.stat().st_size
+        for file in set((tmp_path / "more").iterdir())
+        if file.name not in os.listdir(tmp_path / "root")
+    )
+    for size in (*range(0, largest, 40), largest - 1):
+        folder = shutil.copytree(tmp_path / "root", tmp_path / str(size))
+        with no_file_above(size), pytest.raises(OSError, match="File too large"):
+            write(folder, documents)
+        one_of(folder, documents, {21})
+        write(folder, documents)
+        one_of(folder, documents, {37})
+
+
+def test_an_index_that_could_not_be_saved_elsewhere_is_saved_where_it_is_from(documents, tmp_path):
+    saved(tmp_path / "index", documents)
+    index = SparseIndex.load(tmp_path / "index")
+    index.add([documents])
+    with no_file_above(10), pytest.raises(OSError):
+        index.save(tmp_path / "other")
+    index.save(tmp_path / "index")
+    assert len(SparseIndex.load(tmp_path / "index")) == 2 * len(documents)
+
+
+def test_what_others_have_begun_to_build_anew_is_not_mixed_with_an_index(documents, tmp_path):
+    saved(tmp_path / "index", documents)
+    index = SparseIndex.load(tmp_path / "index")
+    shutil.rmtree(tmp_path / "index")
+    half_built(tmp_path / "index", documents)
+    with pytest.raises(ValueError, match="^SparseIndex.save: .* was written by others since this index was loaded"):
+        index.save(tmp_path / "index")
+
+
+def test_the_same_index_is_the_same_bytes(documents, tmp_path):
+    for name in "ab":
+        SparseIndex.build([documents]).save(tmp_path / name)
+    files = [sorted((tmp_path / name).glob("block-*")) for name in "ab"]
+    assert [file.name for file in files[0]] == [file.name for file in files[1]]
+    assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
+
+
+def test_what_is_sound_is_kept_of_a_damaged_index(documents, tmp_path):
+    saved(tmp_path, documents)
+    description = sparse_files.read_description("", tmp_path)
+    assert sparse_files.sound_blocks("check", tmp_path, description) == (5, None)
+    os.truncate(next(tmp_path.glob("block-00000002-*")), 50)
+    count, why = sparse_files.sound_blocks("check", tmp_path, description)
+    assert count == 2 and why.startswith(f"check: {tmp_path}/block-00000002-")
+    sparse_files.keep_blocks(tmp_path, description, count)
+    assert_finds(SparseIndex.load(tmp_path), documents.select(torch.arange(16)), {3})
+    assert_finds(SparseIndex.build(rest(documents), folder=tmp_path), documents, {3})
 
 
 @pytest.mark.process

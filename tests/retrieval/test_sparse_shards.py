@@ -85,7 +85,22 @@ def _another_group(folder: str) -> None:
         _index(folder, 4.625, shard=(2, 2))
 
 
+def _different_states(folder: str) -> None:
+    index = _index(folder, 2.5)
+    path = Path(folder) / "index-2.5-0"
+    if dist.get_rank() == 0:
+        whole = SparseIndex.load(path)
+        whole.add([_documents(1)])
+        whole.save(path)
+        index = _index(folder, 2.5)
+    else:
+        dist.barrier()
+    with pytest.raises(ValueError, match="^SparseIndex.search: ranks have loaded different states of the index; load"):
+        index.search(sparse_vectors(3, VOCABULARY, seed=1).to(index.device), 5)
+
+
 CASES = {
+    "different states": _different_states,
     "same as whole": _same_as_whole,
     "shares": _shares,
     "different questions": _different_questions,
