@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable
@@ -50,12 +51,17 @@ def replace_file(file: Path, content: bytes | Callable[[str], Any]) -> None:
             if isinstance(content, bytes):
                 written.write(content)
         if not isinstance(content, bytes):
+            mode = scratch.stat().st_mode
             content(str(scratch))
+            scratch.chmod(mode)  # files of safetensors are for their owner only
         _sync(scratch)
         os.replace(scratch, file)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             scratch.unlink(missing_ok=True)
+        # As safetensors says it.
+        if not isinstance(error, OSError) and (code := re.search(r"\(os error (\d+)\)", str(error))):
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from None
         raise
     _sync(file.parent)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 
 from pylate_fastmaxsim.files.record import read_record, write_record
 from pylate_fastmaxsim.files.replace import replace_file
@@ -69,8 +70,8 @@ def write_block(folder: Path, number: int, block: SparseBatch) -> Block:
     """Write a block. The file appears when it is complete."""
     line = described(block)
     # One key, since safetensors writes several in random order.
-    content = save({name: getattr(block, name).cpu() for name in _PARTS}, {"format": FORMAT})
-    replace_file(line.file(folder, number), content)
+    write = partial(save_file, {name: getattr(block, name).cpu() for name in _PARTS}, metadata={"format": FORMAT})
+    replace_file(line.file(folder, number), write)
     return line
 
 
