@@ -15,7 +15,6 @@ from benchmarks.harness.paths import RESULTS, ROOT
 from benchmarks.harness.tables import table
 from benchmarks.harness.turns import speed
 from benchmarks.losses.table import markdown as losses_markdown
-from benchmarks.losses.table import ring_table
 from benchmarks.operators.attention import heads_table
 from benchmarks.operators.attention import markdown as attention_table
 from benchmarks.operators.compressed_table import docs_table as compressed_operators_table
@@ -317,7 +316,6 @@ def tables() -> dict[str, dict[str, str]]:
             "attention-heads-table": heads_table(results("attention")["heads"]),
         },
         "docs/distributed.md": {
-            "ring-table": ring_table(losses),
             "two-gpus-table": two_gpus_table(),
             "deepspeed-table": deepspeed_table(),
         },

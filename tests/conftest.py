@@ -26,7 +26,7 @@ LONG = (
     "test_train.py",
     "test_compiled_distributed.py",
     "test_compiled_checkpointing.py",
-    "test_ring.py",
+    "test_gathered.py",
     "test_interpreted.py",
     "test_encode_distributed.py",
     "test_training_cell.py",

@@ -1,12 +1,11 @@
-"""PyLate's losses: stock, with each fused-kernel peer, and with this package; across GPUs; and the largest batch.
+"""PyLate's losses: stock, with each fused-kernel peer, and with this package; and the largest batch.
 
     python -m benchmarks.losses.run                           # measure what is missing, then print the tables
     python -m benchmarks.losses.run --render-only             # tables from the committed results
-    python -m benchmarks.losses.run --ring --ranks 1 2 4      # ring against gathered documents, on several GPUs
     python -m benchmarks.losses.run --ceiling --losses contrastive --budget 300
     python -m benchmarks.losses.run --queries 4 --lengths 12 --paths stock fast --results /tmp/losses.json    # on a CPU
 
-Without --ring or --ceiling, a cell is forward + backward of one loss on stored token embeddings in bf16 autocast: what
+Without --ceiling, a cell is forward + backward of one loss on stored token embeddings in bf16 autocast: what
 a training step does without the encoder. Each is written to the results file as soon as it is known, and a finished
 one is not measured again, so several short runs on a GPU fill one file.
 """
@@ -15,15 +14,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import socket
 from collections.abc import Iterable, Iterator
 
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import Results, add_options, environment
 from benchmarks.harness.workers import Worker
 from benchmarks.losses.ceiling import GRID, next_batch, try_batch
-from benchmarks.losses.table import LOSS_TITLES, RING_PATHS, markdown
+from benchmarks.losses.table import LOSS_TITLES, markdown
 from benchmarks.training.train_step import PATHS
 
 # Documents per query. Distillation has fewer queries, so that the number of documents is the same.
@@ -43,31 +40,8 @@ def embedded_cells(options: argparse.Namespace) -> Iterator[dict]:
         }
 
 
-def ring_cells(options: argparse.Namespace) -> Iterator[dict]:
-    losses = [loss for loss in options.losses if loss != "distillation"]
-    for ranks, queries, loss, path in itertools.product(options.ranks, options.local_batches, losses, RING_PATHS):
-        yield {
-            "kind": "ring",
-            "path": path,
-            "loss": loss,
-            "queries": queries,
-            "columns": COLUMNS[loss],
-            "document_length": options.lengths[-1],
-            "ranks": ranks,
-        }
-
-
 def name_of(cell: dict) -> str:
     return "/".join(f"{key}={value}" if key != "kind" else value for key, value in cell.items())
-
-
-def ring_command(ranks: int, cells: list[dict]) -> list[str]:
-    """The torchrun command whose ranks measure all cells, one after the other, without being asked."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1"]
-    return [*command, "--master-port", str(port), "--module", "benchmarks.losses.ring", "--cells", json.dumps(cells)]
 
 
 def wanted(results: Results, cells: Iterable[dict]) -> Iterator[dict]:
@@ -85,17 +59,6 @@ def measure_embedded(options: argparse.Namespace, results: Results) -> None:
         with Worker(command, options.timeout) as worker:
             for cell in wanted(results, cells):
                 keep(results, cell, worker.ask(cell))
-
-
-def measure_ring(options: argparse.Namespace, results: Results) -> None:
-    for ranks, cells in itertools.groupby(ring_cells(options), lambda cell: cell["ranks"]):
-        missing = list(wanted(results, cells))
-        if missing:
-            with Worker(ring_command(ranks, missing), options.timeout) as worker:
-                worker.start()
-                for cell in missing:
-                    if results.left > 0:
-                        keep(results, cell, worker.answer())
 
 
 def measure_ceilings(options: argparse.Namespace, results: Results) -> None:
@@ -129,16 +92,11 @@ def measure_ceilings(options: argparse.Namespace, results: Results) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, RESULTS / "losses.json", timeout=120)
-    parser.add_argument("--ring", action="store_true", help="ring against gathered documents")
     parser.add_argument("--ceiling", action="store_true", help="the largest batch that each path trains")
     parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
     parser.add_argument("--losses", nargs="+", choices=list(LOSS_TITLES), default=list(LOSS_TITLES))
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[180, 300], help="of documents; --ring takes the last"
-    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=[180, 300], help="of documents")
     parser.add_argument("--queries", type=int, default=256, help="queries of a batch (of distillation an eighth)")
-    parser.add_argument("--local-batches", type=int, nargs="+", default=[256, 1024], help="with --ring: queries a rank")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="with --ring: numbers of GPUs")
     parser.add_argument("--layers", type=int, help="with --ceiling: fewer encoder layers than ModernBERT-base has")
     parser.add_argument("--first", type=int, choices=GRID, default=128, help="with --ceiling: batch to try first")
     parser.add_argument("--largest", type=int, default=GRID[-1], help="with --ceiling: try no larger batch")
@@ -150,7 +108,7 @@ def main() -> None:
         parser.error("--chunks goes with --paths fast and --losses cached_contrastive")
     results = Results(options)
     if not options.render_only:
-        measure = measure_ring if options.ring else measure_ceilings if options.ceiling else measure_embedded
+        measure = measure_ceilings if options.ceiling else measure_embedded
         measure(options, results)
     print("\n" + markdown(results.content))
     from benchmarks.losses.plots import plot_all  # last: measuring and the tables do not need matplotlib

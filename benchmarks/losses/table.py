@@ -9,13 +9,6 @@ from benchmarks.harness.tables import table
 from benchmarks.losses.ceiling import ceiling
 from benchmarks.training.train_step import PATHS, mark_of_runs, row_title
 
-# Whether documents travel in a ring, and the bytes of winners that it keeps (None: the default).
-RING_PATHS: dict[str, tuple[bool, int | None]] = {
-    "local": (False, None),
-    "gathered": (False, None),
-    "ring": (True, None),
-    "ring, no winners kept": (True, 0),
-}
 LOSS_TITLES = {
     "contrastive": "Contrastive",
     "cached_contrastive": "CachedContrastive",
@@ -61,35 +54,6 @@ def _shape(cell: dict) -> str:
     )
 
 
-def ring_table(content: dict) -> str:
-    """Time and memory per rank, and efficiency: the time of as many scores on 1 rank over the time."""
-    cells = of_kind(content, "ring")
-    if not cells:
-        return ""
-    ranks = sorted({cell["cell"]["ranks"] for cell in cells})
-    shapes = list(dict.fromkeys((cell["cell"]["loss"], cell["cell"]["queries"]) for cell in cells))
-    by_name = {
-        (cell["cell"]["loss"], cell["cell"]["queries"], cell["cell"]["path"], cell["cell"]["ranks"]): cell
-        for cell in cells
-    }
-    lines = []
-    for loss, queries in shapes:
-        for path in RING_PATHS:
-            row = [by_name.get((loss, queries, path, n)) for n in ranks]
-            if not any(row):
-                continue
-            alone = by_name.get((loss, queries, path, 1), {}).get("ms")
-            entries = []
-            for n, cell in zip(ranks, row, strict=True):
-                text = "" if cell is None else _amount(cell)
-                if cell and alone and "ms" in cell and n > 1:
-                    work = 1 if path == "local" else n
-                    text += f" ({work * alone / cell['ms']:.0%})"
-                entries.append(text)
-            lines.append([f"{LOSS_TITLES[loss]}, {queries}", path, *entries])
-    return table(["loss, queries a rank", "documents", *(f"{n} rank{'s' * (n > 1)}" for n in ranks)], lines)
-
-
 def ceiling_table(content: dict) -> str:
     """The largest batch that fits, its peak memory, and what stopped the next size."""
     groups: dict[tuple, dict[int, dict]] = {}
@@ -123,11 +87,6 @@ TABLES = {
     "embedded": (
         "One loss, from token embeddings to their gradients, and its peak memory beyond them:",
         embedded_table,
-    ),
-    "ring": (
-        "The same on several GPUs, median of the slowest rank; in brackets its efficiency, which is what the path takes on "
-        "1 rank for as many scores, over its time:",
-        ring_table,
     ),
     "ceiling": ("The largest batch of which a step fits:", ceiling_table),
 }

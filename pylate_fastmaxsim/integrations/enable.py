@@ -69,7 +69,6 @@ def enable(
     compile: bool = False,
     stock_masking: bool = False,
     grad_filter: GradFilter = None,
-    ring: bool = False,
     fused_head: bool = True,
     pooling: Pooling = Max(),
 ) -> None:
@@ -115,11 +114,6 @@ def enable(
     grad_filter
         ``"auto"``: the backward of a loss's scores skips pairs of a query and a document whose gradients are too small
         to matter. For each query, the skipped pairs hold at most 2**-12 of the sum of its absolute gradients.
-    ring
-        Losses with ``gather_across_devices=True`` pass the documents of a batch from rank to rank instead of gathering
-        them. Scores and gradients are the same up to rounding. No rank ever holds the documents of all ranks, so their
-        memory does not grow with the number of ranks. Use it for many ranks and large batches. For a few ranks
-        gathering is faster, because one launch scores everything. XTR scores are gathered all the same. PyLate only.
     fused_head
         If the model ends with an ordinary Dense, project hidden states and normalise them in one pass. Token embeddings
         are computed in float32 on the chip and kept in the dtype that the encoder computes in. PyLate only.
@@ -155,7 +149,7 @@ def enable(
     >>> pylate_fastmaxsim.disable()
     """
     grad_filters.check(grad_filter)
-    new = Options(padding_free, compile, stock_masking, grad_filter, ring, fused_head, pooling)
+    new = Options(padding_free, compile, stock_masking, grad_filter, fused_head, pooling)
     check_pooling("enable", pooling)
     for name, value in vars(new).items():
         if name in ("grad_filter", "pooling") or isinstance(value, bool) or (name, value) == ("padding_free", "always"):
@@ -181,9 +175,8 @@ def enable(
         " With PyLate, a loss of your own gets fused scores; call pylate_fastmaxsim.encode in it to leave out padding too."
         * has_pylate,
     )
-    asked = [f"{name}=True" for name in ("stock_masking", "ring") if getattr(new, name)]
-    if asked and not has_pylate:
-        _logger.warning("%s has no effect: only PyLate's losses take it.", " and ".join(asked))
+    if stock_masking and not has_pylate:
+        _logger.warning("stock_masking=True has no effect: only PyLate's losses take it.")
     if not isinstance(pooling, Max):
         log_once(
             "pooling=%s: indexes built by others (PLAID, fast-plaid, Voyager) still search with the maximum.", pooling
@@ -228,7 +221,6 @@ def enabled(
     compile: bool = False,
     stock_masking: bool = False,
     grad_filter: GradFilter = None,
-    ring: bool = False,
     fused_head: bool = True,
     pooling: Pooling = Max(),
 ) -> Iterator[None]:
@@ -253,7 +245,6 @@ def enabled(
             compile=compile,
             stock_masking=stock_masking,
             grad_filter=grad_filter,
-            ring=ring,
             fused_head=fused_head,
             pooling=pooling,
         )

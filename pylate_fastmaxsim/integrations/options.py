@@ -28,7 +28,6 @@ class Options:
     compile: bool = False
     stock_masking: bool = False
     grad_filter: GradFilter = None
-    ring: bool = False
     fused_head: bool = True
     pooling: Pooling = Max()
 

@@ -123,12 +123,8 @@ class PooledScores:
         grad_filter: GradFilter = None,
     ) -> Tensor:
         """Scores ``[Nq, Nd]``, or ``[Nq, K]`` of candidates; arguments as of :func:`~pylate_fastmaxsim.pooled_scores`."""
-        queries, documents = without_zeros(queries), without_zeros(documents)
+        queries, documents = _without_zeros(queries), _without_zeros(documents)
         scores = pooled_scores(queries, documents, candidates, pooling=self.pooling, grad_filter=grad_filter)
-        return self.normalized(scores, queries)
-
-    def normalized(self, scores: Tensor, queries: TokenBatch) -> Tensor:
-        """Scores ``[Nq, P]``, with ``length_normalize`` divided by how many tokens of the query count."""
         if not self.length_normalize:
             return scores
         return scores / live_counts(queries.starts, queries.lengths, queries.keep).clamp(min=1)[:, None]
@@ -138,7 +134,7 @@ class PooledScores:
         return {name: getattr(self, name) for name in ("pooling", "length_normalize", "own_documents")}
 
 
-def without_zeros(batch: TokenBatch) -> TokenBatch:
+def _without_zeros(batch: TokenBatch) -> TokenBatch:
     """A batch whose rows of zeros do not count.
 
     A similarity of 0 to padding seldom is the largest, but it always is one of those that other poolings average.

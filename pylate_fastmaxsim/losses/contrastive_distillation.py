@@ -15,7 +15,6 @@ from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
 from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_over_views_of_leaves
-from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import Options, current_options
 from pylate_fastmaxsim.losses.columns import texts_in
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
@@ -145,8 +144,6 @@ class ContrastiveDistillation(nn.Module):
         own = torch.arange(len(documents), device=documents.device).view(labels.shape)
         if not self._gathers:
             return documents, zero_floor, own
-        if _options().ring:
-            log_once("ring=True has no effect in ContrastiveDistillation, which gathers the documents of all ranks.")
         return *gather_documents(documents, zero_floor), own + dist.get_rank() * len(documents)
 
     @property

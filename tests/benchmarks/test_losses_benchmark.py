@@ -38,19 +38,6 @@ def test_the_command_measures_both_paths(tmp_path):
     assert all(cell["ms"] > 0 and cell["environment"]["torch"] for cell in cells)
 
 
-@pytest.mark.bench
-def test_two_ranks_measure_every_way_to_share_documents(tmp_path):
-    pytest.importorskip("pylate")
-    said = run_benchmark(
-        *("losses.run", "--ring", "--ranks", "2", "--local-batches", "4", "--lengths", "12"),
-        *("--losses", "contrastive", "--results", str(tmp_path / "ring.json")),
-    )
-    cells = json.loads((tmp_path / "ring.json").read_text())["cells"].values()
-    assert {cell["cell"]["path"] for cell in cells} == {"local", "gathered", "ring", "ring, no winners kept"}
-    assert all(cell["ms"] > 0 for cell in cells), cells
-    assert "| Contrastive, 4 | ring | " in said
-
-
 @pytest.mark.parametrize("limit", [31, 32, 300, 2**21])
 @pytest.mark.parametrize("known", [True, False])
 def test_the_search_finds_the_largest_batch_that_fits(limit, known):

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from pylate_fastmaxsim import TokenBatch, maxsim, maxsim_from_hidden, splade_pool, xtr_scores
-from pylate_fastmaxsim.ops.distributed.ring import ring_maxsim
+from pylate_fastmaxsim import maxsim, maxsim_from_hidden, splade_pool, xtr_scores
 from pylate_fastmaxsim.ops.projection import project_normalize
 
 DOCUMENTS = torch.randn(5, 6, 4)
@@ -16,7 +15,6 @@ OPERATORS = {
     "maxsim": lambda x: maxsim(x, DOCUMENTS),
     "maxsim of documents": lambda x: maxsim(DOCUMENTS, x, grad_filter="auto"),
     "xtr_scores": lambda x: xtr_scores(x, DOCUMENTS, k=3),
-    "ring_maxsim": lambda x: ring_maxsim(x, TokenBatch.from_padded(DOCUMENTS)),
     "project_normalize": lambda x: project_normalize(x, WEIGHT),
     "maxsim_from_hidden": lambda x: maxsim_from_hidden(DOCUMENTS, x, WEIGHT),
     "splade_pool": lambda x: splade_pool(x, WEIGHT),

@@ -8,9 +8,8 @@ from models import collated, load_model, sentences
 from pylate import losses
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim import TokenBatch, maxsim, maxsim_from_hidden, xtr_scores
+from pylate_fastmaxsim import maxsim, maxsim_from_hidden, xtr_scores
 from pylate_fastmaxsim.ops import grad_filter
-from pylate_fastmaxsim.ops.distributed.ring import ring_maxsim
 
 BF16_ROUNDING = 2.0**-9
 
@@ -73,13 +72,11 @@ def test_the_operator_differentiates_the_pairs_that_are_left(candidates):
 
 @pytest.mark.parametrize(
     "operator",
-    [maxsim, lambda q, d, **options: xtr_scores(q, d, 3, **options), lambda q, d, **options: ring(q, d, **options)],
-    ids=["maxsim", "xtr_scores", "ring_maxsim"],
+    [maxsim, lambda q, d, **options: xtr_scores(q, d, 3, **options)],
+    ids=["maxsim", "xtr_scores"],
 )
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_scores_can_be_changed_in_place(operator, compiled, request):
-    if compiled and "ring" in request.node.callspec.id:
-        pytest.skip("ring_maxsim talks to other processes, which a graph does not")
+def test_scores_can_be_changed_in_place(operator, compiled):
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(3, 4, 5, generator=generator, requires_grad=True)
     documents = torch.randn(6, 4, 5, generator=generator)
@@ -101,16 +98,11 @@ def test_scores_can_be_changed_in_place(operator, compiled, request):
     assert not torch.equal(gradient, expected), "something is dropped"
 
 
-def ring(queries, documents, **options):
-    return ring_maxsim(queries, TokenBatch.from_padded(documents), **options)
-
-
 def test_other_values_are_refused():
     vectors, weight = torch.ones(1, 1, 1), torch.ones(1, 1)
     calls = {
         "maxsim": lambda: maxsim(vectors, vectors, grad_filter="all"),
         "xtr_scores": lambda: xtr_scores(vectors, vectors, 1, grad_filter="all"),
-        "ring_maxsim": lambda: ring(vectors, vectors, grad_filter="all"),
         "maxsim_from_hidden": lambda: maxsim_from_hidden(vectors, vectors, weight, grad_filter="all"),
     }
     for name, call in calls.items():

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from numbers import Integral
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,18 +34,15 @@ from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.pylate.gradcache import CachedBatch
 from pylate_fastmaxsim.integrations.pylate.xtr import passing_tokens
-from pylate_fastmaxsim.integrations.score_metric import PooledScores, without_zeros
+from pylate_fastmaxsim.integrations.score_metric import PooledScores
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
 from pylate_fastmaxsim.ops.distributed.layout import DtypesDiffer
-from pylate_fastmaxsim.ops.distributed.ring import ring_maxsim
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.pooled import Max, check_pooling, state_bytes
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.tokens import TokenBatch
 
 Features = list[dict[str, Tensor]]
-
-Result = TypeVar("Result")
 
 NOT_ACCELERATED = "%s is not accelerated (running PyLate's padded implementation): %s."
 
@@ -159,10 +155,7 @@ def contrastive(self: Contrastive, options: Options, features: Features, labels:
 
     def loss_of(queries: Tensor, scored: _Scored) -> Tensor:
         # All at once, whatever score_mini_batch_size says: it bounds the memory of similarities, and there are none.
-        if _in_ring(self, options):
-            scores = _score_in_ring(queries, queries_mask, scored)
-        else:
-            scores = _score(queries, queries_mask, _gather(scored) if self.gather_across_devices else scored)
+        scores = _score(queries, queries_mask, _gather(scored) if self.gather_across_devices else scored)
         reduction = "mean" if self.size_average else "sum"
         loss = F.cross_entropy(scores / self.temperature, targets, reduction=reduction)
         return loss * get_world_size() if self.gather_across_devices else loss
@@ -224,8 +217,7 @@ def _loss_in_chunks(
     queries, so those of Contrastive times the batch size.
     """
     targets = _targets(len(queries), columns, self.gather_across_devices, queries.device)
-    losses_of_chunks = _losses_in_ring if _in_ring(self, scored.options) else _losses_of_chunks
-    loss = torch.stack(losses_of_chunks(self, queries, queries_mask, scored, targets)).sum()
+    loss = torch.stack(_losses_of_chunks(self, queries, queries_mask, scored, targets)).sum()
     return loss / len(queries) if self.size_average else loss
 
 
@@ -245,26 +237,6 @@ def _losses_of_chunks(
         return _sum_of_losses(self, scores, targets[chunk])
 
     return losses_of_chunks(documents.values, count, chunks, loss_of)
-
-
-def _losses_in_ring(
-    self: CachedContrastive, queries: Tensor, queries_mask: Tensor | None, scored: _Scored, targets: Tensor
-) -> list[Tensor]:
-    # One round for all queries; only what the loss makes of their scores comes in chunks.
-    scores = _score_in_ring(queries, queries_mask, scored)
-    gradient = scores.detach()
-    losses = []
-    for chunk in _chunks(self, len(queries), queries_at_once(0, scores.shape[1], 0)):
-        leaf = scores[chunk].detach().requires_grad_(scores.requires_grad)
-        loss = _sum_of_losses(self, leaf, targets[chunk])
-        if scores.requires_grad:
-            loss.backward()
-            # In the place of the scores, which nothing needs any more.
-            gradient[chunk] = leaf.grad
-        losses.append(loss.detach())
-    if scores.requires_grad:
-        scores.backward(gradient)
-    return losses
 
 
 def _chunks(self: CachedContrastive, count: int, at_once: int) -> Iterator[slice]:
@@ -347,56 +319,9 @@ def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candid
     return scored.metric.of_batches(batch, scored.documents, candidates, grad_filter)
 
 
-def _in_ring(loss: nn.Module, options: Options) -> bool:
-    """Whether the documents of other ranks are to come by, rather than to be gathered."""
-    distributed = dist.is_available() and dist.is_initialized()
-    if not (loss.gather_across_devices and options.ring and distributed):
-        return False
-    if passing_tokens(loss) is not None:
-        log_once(
-            "ring=True has no effect with XTR scores: the k-th largest similarity needs the documents of all ranks."
-        )
-        return False
-    return True
-
-
-def _score_in_ring(queries: Tensor, queries_mask: Tensor | None, scored: _Scored) -> Tensor:
-    documents, metric = scored.documents, scored.metric
-    batch = TokenBatch.from_padded(queries, queries_mask)
-    if metric is not None:
-        documents, batch = without_zeros(documents), without_zeros(batch)
-
-    def score(documents: TokenBatch) -> Tensor:
-        return ring_maxsim(
-            _as_wide(queries, documents),
-            documents,
-            queries_mask=None if batch.keep is None else batch.keep.view(queries.shape[:2]),
-            zero_floor=scored.zero_floor,
-            grad_filter=scored.options.grad_filter,
-            pooling=Max() if metric is None else metric.pooling,
-        )
-
-    scores = _in_one_dtype(score, documents)
-    return scores if metric is None else metric.normalized(scores, batch)
-
-
 def _as_wide(queries: Tensor, documents: TokenBatch) -> Tensor:
     # Documents may have become wider for those of other ranks; never are queries made narrower.
     return queries.to(torch.promote_types(queries.dtype, documents.values.dtype))
-
-
-def _in_one_dtype(exchange: Callable[[TokenBatch], Result], documents: TokenBatch) -> Result:
-    """What an exchange of the documents of all ranks makes of those of this one.
-
-    The head may be fused on some of them only, as where one has hooks, and float32 is then what the others have.
-    """
-    try:
-        return exchange(documents)
-    except DtypesDiffer as error:
-        widest = error.widest
-    if documents.values.dtype != widest:
-        log_once("Documents are scored in %s, the dtype that they have in another process.", widest)
-    return exchange(documents.with_values(documents.values.to(widest)))
 
 
 def _targets(batch_size: int, columns: int, gathered: bool, device: torch.device) -> Tensor:
@@ -406,10 +331,19 @@ def _targets(batch_size: int, columns: int, gathered: bool, device: torch.device
 
 
 def _gather(scored: _Scored) -> _Scored:
-    """The documents of all ranks, rank after rank, with gradients. Waits for the other ranks once."""
+    """The documents of all ranks, rank after rank, with gradients. Waits for the other ranks once.
+
+    The head may be fused on some of them only, as where one has hooks, and float32 is then what the others have.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         all_gather_with_gradients(scored.documents.values)  # for the warning that PyLate gives
         return scored
-    gather = partial(gather_documents, zero_floor=scored.zero_floor)
-    documents, zero_floor = _in_one_dtype(gather, scored.documents)
-    return replace(scored, documents=documents, zero_floor=zero_floor)
+    documents = scored.documents
+    try:
+        gathered, zero_floor = gather_documents(documents, scored.zero_floor)
+    except DtypesDiffer as error:
+        if documents.values.dtype != error.widest:
+            log_once("Documents are scored in %s, the dtype that they have in another process.", error.widest)
+        documents = documents.with_values(documents.values.to(error.widest))
+        gathered, zero_floor = gather_documents(documents, scored.zero_floor)
+    return replace(scored, documents=gathered, zero_floor=zero_floor)

@@ -40,7 +40,6 @@ class _Sizes(NamedTuple):
     dim: Any
     dtype: Any
     floored: Any
-    in_ring: Any
 
 
 @dataclass(frozen=True)
@@ -76,26 +75,22 @@ def rank_and_ranks() -> tuple[int, int]:
     return 0, 1
 
 
-def describe(documents: TokenBatch, zero_floor: Tensor | None, in_ring: bool = False) -> Shards:
+def describe(documents: TokenBatch, zero_floor: Tensor | None) -> Shards:
     """Exchange the layout of the documents of all ranks. Waits for the other ranks once.
-
-    ``in_ring``: whether this rank passes documents on in a ring rather than gathers them.
 
     Raises
     ------
     ValueError
-        The ranks differ in the number of documents, in d, in dtype, in whether there is a ``zero_floor`` or in
-        ``in_ring``.
+        The ranks differ in the number of documents, in d, in dtype or in whether there is a ``zero_floor``.
     """
     rows, dtype = len(documents.values), _DTYPES.index(documents.values.dtype)
-    sizes = _Sizes(rows, documents.max_length, len(documents), documents.dim, dtype, zero_floor is not None, in_ring)
+    sizes = _Sizes(rows, documents.max_length, len(documents), documents.dim, dtype, zero_floor is not None)
     of_all = _Sizes(*zip(*_numbers_of_all(sizes, documents.device), strict=True))
     # Every rank raises the same error, before anything is sent in a size that another rank does not expect.
     for what, of_ranks in (
         ("have the same number of documents", of_all.documents),
         ("have documents of the same d", of_all.dim),
         ("give a zero_floor or none must", [bool(given) for given in of_all.floored]),
-        ("pass documents in a ring or none must", [bool(passed) for passed in of_all.in_ring]),
     ):
         if len(set(of_ranks)) > 1:
             raise ValueError(f"maxsim across ranks: all must {what}, got {', '.join(map(str, of_ranks))}.")

@@ -130,7 +130,7 @@ def with_defaults(values: dict[str, Any], section: type) -> dict[str, Any]:
     --------
     >>> from pylate_fastmaxsim.recipes.config.parse import with_defaults
     >>> from pylate_fastmaxsim.recipes.config.schema import FastSection
-    >>> with_defaults({"enabled": False, "ring": True}, FastSection)["padding_free"]
+    >>> with_defaults({"enabled": False, "compile": True}, FastSection)["padding_free"]
     True
     """
     hints = typing.get_type_hints(section)

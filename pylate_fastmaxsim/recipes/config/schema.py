@@ -388,7 +388,7 @@ class TrainingSection:
 class FastSection:
     """Whether pylate-fastmaxsim is switched on, and the options of ``pylate_fastmaxsim.enable``.
 
-    ``stock_masking``, ``ring`` and ``fused_head`` concern ``model.kind`` colbert only, ``padding_free`` and ``compile``
+    ``stock_masking`` and ``fused_head`` concern ``model.kind`` colbert only, ``padding_free`` and ``compile``
     also multi_vector and splade; ``grad_filter`` is for losses of late interaction.
     """
 
@@ -397,7 +397,6 @@ class FastSection:
     compile: bool = False
     stock_masking: bool = False
     grad_filter: Literal["auto"] | None = None
-    ring: bool = False
     fused_head: bool = True
 
 

@@ -47,7 +47,6 @@ FREE_TO_CHANGE = {
     "fast.enabled",
     "fast.padding_free",
     "fast.compile",
-    "fast.ring",
     "fast.fused_head",
     "mining.batch_size",
     "mining.documents_per_part",

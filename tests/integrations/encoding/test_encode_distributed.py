@@ -62,7 +62,6 @@ def _ranks_that_differ(
     change: Callable | None = None,
     mode: str | None = None,
     queries: tuple[int, int] = (6, 6),
-    ring: bool = False,
     of_one: dict | None = None,
     **options,
 ) -> Callable[[str], None]:
@@ -86,7 +85,7 @@ def _ranks_that_differ(
             if change is not None:
                 change(core, rank)
             stock = step()
-            with pylate_fastmaxsim.enabled(stock_masking=True, ring=ring):
+            with pylate_fastmaxsim.enabled(stock_masking=True):
                 for _ in range(2):
                     assert step() == pytest.approx(stock, rel=1e-8, abs=1e-10)
                 assert mode is None or set(modes.chosen[unwrap(model)].values()) == {mode}
@@ -226,7 +225,7 @@ CASES = {
     "one finds a difference": _ranks_that_differ(fully_sharded, _find_a_difference, "padded"),
     "one has a hook": _ranks_that_differ(data_parallel, _hook, "padded"),
     "one has a hook, sharded": _ranks_that_differ(fully_sharded, _hook, "padded"),
-    "one changes masks": _ranks_that_differ(_unbuffered, _change_masks, ring=True, gather_across_devices=True),
+    "one changes masks": _ranks_that_differ(_unbuffered, _change_masks, gather_across_devices=True),
     "one changes masks, sharded": _ranks_that_differ(fully_sharded, _change_masks, gather_across_devices=True),
     "one has scores of its own": _ranks_that_differ(
         _unbuffered, of_one={"score_metric": lambda *args, **kwargs: ColBERTScores()(*args, **kwargs)}

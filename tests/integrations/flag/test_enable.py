@@ -191,7 +191,7 @@ def test_the_environment_decides(monkeypatch, caplog):
 def test_an_option_that_is_not_a_bool_is_an_error():
     with pytest.raises(TypeError, match="padding_free must be True, False or 'always', got 'no'"):
         pylate_fastmaxsim.enable(padding_free="no")
-    with pytest.raises(TypeError, match="ring must be True or False, got 1"), pylate_fastmaxsim.enabled(ring=1):
+    with pytest.raises(TypeError, match="compile must be True or False, got 1"), pylate_fastmaxsim.enabled(compile=1):
         pass
     assert current_options() is None
 

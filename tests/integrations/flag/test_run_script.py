@@ -41,10 +41,10 @@ def test_a_script_runs_accelerated(target, tmp_path):
         sys.executable,
         "-m",
         "pylate_fastmaxsim.run",
-        "--ring",
+        "--stock-masking",
         "--no-padding-free",
         *target,
-        "--ring",
+        "--stock-masking",
         "--",
         "x",
     ]
@@ -52,8 +52,8 @@ def test_a_script_runs_accelerated(target, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 7, done.stderr
     words, options, spawned = done.stdout.splitlines()
-    assert words == f"['--ring', '--', 'x'] {tmp_path} /of/the/script"
-    assert options.startswith("True Options(padding_free=False,") and "ring=True" in options
+    assert words == f"['--stock-masking', '--', 'x'] {tmp_path} /of/the/script"
+    assert options.startswith("True Options(padding_free=False,") and "stock_masking=True" in options
     assert spawned == "['Kept']"
     assert done.stderr.count("accelerated: fused MaxSim") == 1
 
@@ -109,8 +109,8 @@ def test_an_exception_prints_the_script_s_own_traceback(run, tmp_path, capsys):
     assert capsys.readouterr().err == plain.stderr
 
 
-@pytest.mark.parametrize("words", [["--", "--ring", "x", "--"], []])
-@pytest.mark.parametrize("begin", [["-m", "told"], ["--ring", "told.py"], ["--", "told.py"]])
+@pytest.mark.parametrize("words", [["--", "--stock-masking", "x", "--"], []])
+@pytest.mark.parametrize("begin", [["-m", "told"], ["--stock-masking", "told.py"], ["--", "told.py"]])
 def test_every_word_behind_the_script_is_the_script_s(run, begin, words, monkeypatch):
     ran = []
     monkeypatch.setattr(run_script, "run_as_python_does", lambda *arguments: ran.append(arguments))

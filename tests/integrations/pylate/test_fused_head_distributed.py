@@ -86,7 +86,7 @@ def _compare(
     return run
 
 
-def _hook_on_one_rank(loss_class, ring: bool, **options) -> Callable[[str], None]:
+def _hook_on_one_rank(loss_class, **options) -> Callable[[str], None]:
     """Under mixed precision a rank without a fused head has float32 embeddings, and all score in that then."""
 
     def run(folder: str) -> None:
@@ -109,7 +109,7 @@ def _hook_on_one_rank(loss_class, ring: bool, **options) -> Callable[[str], None
         stock = step()
         said = []
         with (
-            pylate_fastmaxsim.enabled(stock_masking=True, ring=ring),
+            pylate_fastmaxsim.enabled(stock_masking=True),
             mock.patch.object(pylate_losses, "log_once", lambda message, *values: said.append(message % values)),
         ):
             ours = step()
@@ -129,11 +129,9 @@ CASES = {
     "fsdp2 packed cached": _compare(fully_sharded, losses.CachedContrastive, packed=True, mini_batch_size=2),
     "fsdp1": _compare(flat_sharded, losses.Contrastive),
     "fsdp1 packed": _compare(flat_sharded, losses.Contrastive, packed=True),
+    "hook on one rank": _hook_on_one_rank(losses.Contrastive),
+    "hook on one rank cached": _hook_on_one_rank(losses.CachedContrastive, mini_batch_size=2),
 }
-for _ring in (False, True):
-    _how = "ring" if _ring else "gathered"
-    CASES[f"hook on one rank {_how}"] = _hook_on_one_rank(losses.Contrastive, _ring)
-    CASES[f"hook on one rank {_how} cached"] = _hook_on_one_rank(losses.CachedContrastive, _ring, mini_batch_size=2)
 
 
 @pytest.mark.process

@@ -150,9 +150,9 @@ def test_off_again_everything_is_as_it_came(model, caplog):
     assert "Sentence Transformers" in caplog.text and " accelerated: fused MaxSim" in caplog.text
 
 
-def test_options_that_only_pylate_has(caplog, monkeypatch):
+def test_an_option_that_only_pylate_has(caplog, monkeypatch):
     # Another host may be there too.
     of_sentence_transformers = tuple(host for host in hosts.HOSTS if host.name == "Sentence Transformers")
     monkeypatch.setattr(hosts, "HOSTS", of_sentence_transformers)
-    pylate_fastmaxsim.enable(ring=True, stock_masking=True)
-    assert "stock_masking=True and ring=True has no effect: only PyLate's losses take it." in caplog.text
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert "stock_masking=True has no effect: only PyLate's losses take it." in caplog.text

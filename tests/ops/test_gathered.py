@@ -1,0 +1,201 @@
+"""Documents gathered in 2 and 4 processes have the scores and gradients of one, and losses on them those of PyLate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import attend_to_own_document, features, load_model, sentences
+from pooled_definitions import PlainScores
+from pylate import losses
+from ranks import loss_and_gradients, run_cases
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TokenBatch, TopK, maxsim, pooled_scores
+from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
+from pylate_fastmaxsim.ops.distributed.gather import gather_documents
+from pylate_fastmaxsim.ops.pooled import Pooling
+
+DIM = 8
+
+
+def _documents(rank: int, count: int, longest: int, dtype: torch.dtype) -> TokenBatch:
+    """Documents of a rank, with lengths of its own and masked tokens; those of rank 1 have no token at all."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    lengths = torch.randint(0, longest * (rank + 1), (count,), generator=generator)
+    if rank == 1:
+        lengths.zero_()
+    rows = int(lengths.sum())
+    values = torch.randn(rows, DIM, generator=generator, dtype=torch.float64).to(dtype)
+    keep = torch.rand(rows, generator=generator) < 0.8
+    return TokenBatch(values, lengths.cumsum(0) - lengths, lengths, max([0, *lengths.tolist()]), keep)
+
+
+def _queries(rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Queries of a rank, in a number of its own."""
+    generator = torch.Generator().manual_seed(rank)
+    queries = torch.randn(3 + rank, 5, DIM, generator=generator, dtype=torch.float64).to(dtype)
+    return queries, torch.rand(3 + rank, 5, generator=generator) < 0.9
+
+
+def _together(batches: list[TokenBatch]) -> TokenBatch:
+    starts = [batch.starts + sum(len(b.values) for b in batches[:rank]) for rank, batch in enumerate(batches)]
+    return TokenBatch(
+        torch.cat([batch.values for batch in batches]),
+        torch.cat(starts),
+        torch.cat([batch.lengths for batch in batches]),
+        max(batch.max_length for batch in batches),
+        torch.cat([batch.keep for batch in batches]),
+    )
+
+
+def _operator(
+    dtype: torch.dtype = torch.float64, tolerance: float = 1e-12, floor: bool = False, pooling: Pooling = Max()
+) -> Callable[[str], None]:
+    """This rank's queries against gathered documents, as all queries and all documents in one process."""
+
+    def score(queries: Tensor, mask: Tensor, documents: TokenBatch, zero_floor: Tensor | None) -> Tensor:
+        if floor:
+            return maxsim(queries, documents, queries_mask=mask, zero_floor=zero_floor)
+        return pooled_scores(queries, documents, queries_mask=mask, pooling=pooling)
+
+    def run(folder: str) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        shards = [_documents(other, 6, 7, dtype) for other in range(ranks)]
+        queries = [_queries(other, dtype) for other in range(ranks)]
+        floors = [torch.arange(6) % (2 + other) == 0 if floor else None for other in range(ranks)]
+        weights = [
+            torch.randn(3 + other, 6 * ranks, generator=torch.Generator().manual_seed(other)).pow(9)
+            for other in range(ranks)
+        ]
+        everything = _together(shards)
+        everything.values.requires_grad_()
+        expected, grad_queries = [], []
+        for (values, mask), weight in zip(queries, weights, strict=True):
+            values.requires_grad_()
+            scores = score(values, mask, everything, torch.cat(floors) if floor else None)
+            scores.backward(weight.to(scores.dtype))
+            expected.append(scores.detach())
+            grad_queries.append(values.grad)
+
+        values = queries[rank][0].detach().requires_grad_()
+        documents = shards[rank].with_values(shards[rank].values.detach().requires_grad_())
+        scores = score(values, queries[rank][1], *gather_documents(documents, floors[rank]))
+        scores.backward(weights[rank].to(scores.dtype))
+        first = sum(len(shard.values) for shard in shards[:rank])
+        of_documents = everything.values.grad[first : first + len(shards[rank].values)]
+        for name, our, gold in (
+            ("scores", scores.detach(), expected[rank]),
+            ("queries", values.grad, grad_queries[rank]),
+            ("documents", documents.values.grad, of_documents),
+        ):
+            assert our.dtype == gold.dtype and our.shape == gold.shape, name
+            assert (our - gold).abs().max() <= tolerance * gold.abs().max() if our.numel() else True, name
+
+    return run
+
+
+def _different_counts(folder: str) -> None:
+    with pytest.raises(ValueError, match="all must have the same number of documents, got .*6, 7"):
+        gather_documents(_documents(dist.get_rank(), 6 + dist.get_rank(), 7, torch.float32))
+
+
+def _different_kinds(folder: str) -> None:
+    """What only the ranks together can see is an error on all of them, before they exchange anything else."""
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    plain, floor = torch.ones(2, 5, DIM), torch.ones(2, dtype=torch.bool)
+    for values, zero_floor, sentence in (
+        (torch.ones(2, 5, DIM + 1), None, f"must have documents of the same d, got {DIM}, .*{DIM + 1}.$"),
+        (plain.double(), None, "must have documents of one dtype, got torch.float32, .*torch.float64.$"),
+        (plain, floor, "must give a zero_floor or none must, got False, .*True.$"),
+    ):
+        values, zero_floor = (values, zero_floor) if odd else (plain, None)
+        with pytest.raises(ValueError, match=f"maxsim across ranks: all {sentence}"):
+            gather_documents(TokenBatch.from_padded(values), zero_floor)
+        # Nothing is left on its way.
+        documents, _ = gather_documents(TokenBatch.from_padded(plain))
+        assert maxsim(torch.ones(1, 3, DIM), documents).unique().tolist() == [3 * DIM]
+
+
+def _second_derivatives(folder: str) -> None:
+    documents = TokenBatch.from_padded(torch.randn(2, 5, DIM, requires_grad=True))
+    scores = maxsim(torch.randn(1, 3, DIM, requires_grad=True), gather_documents(documents)[0])
+    (first,) = torch.autograd.grad(scores.square().sum(), documents.values, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+
+
+def _batch(model, rank: int, queries: int = 6):
+    longest = (6, 40, 2, 20)[rank]
+    texts = [sentences(queries, longest=8, seed=rank)]
+    texts += [sentences(queries, longest=longest, seed=10 * column + rank) for column in (1, 2)]
+    if rank == 1:
+        # Nothing but tokens of the skiplist, beside those that every document has.
+        texts[2] = [". !"] * queries
+    return features(model, *texts)
+
+
+def _losses(loss_class, packed: bool = False, pooling: Pooling = Max(), **options) -> Callable[[str], None]:
+    """A loss in float32 as in stock, which is given another pooling as a ``score_metric`` in plain PyTorch."""
+
+    def run(folder: str) -> None:
+        core = load_model(f"{folder}/modernbert", document_length=32)
+        batch = _batch(core, dist.get_rank())
+        loss_function = loss_class(DistributedDataParallel(core), gather_across_devices=True, **options)
+        step = partial(loss_and_gradients, core, loss_function, batch)
+        metric = options.get("score_metric", PooledScores(pooling))
+        pooled = metric.pooling != Max()
+        default = loss_function.score_metric
+        if pooled:
+            loss_function.score_metric = PlainScores(metric)
+        expected, others = step()
+        loss_function.score_metric = default
+        if packed:
+            encoding_attention.variable_length_attention = attend_to_own_document
+        with pylate_fastmaxsim.enabled(stock_masking=not pooled, pooling=pooling):
+            loss, gradients = step()
+        assert loss == pytest.approx(expected, rel=1e-5)
+        largest = max(gradient.abs().max() for gradient in gradients.values())
+        for name, gradient in others.items():
+            assert (gradients[name] - gradient).abs().max() <= 1e-5 * largest, name
+
+    return run
+
+
+CASES = {
+    "operator": _operator(),
+    "operator with a floor": _operator(floor=True),
+    "operator in bfloat16": _operator(torch.bfloat16, 1e-2),
+    "operator with top-k": _operator(pooling=TopK(3)),
+    "operator with softmax": _operator(pooling=Softmax(0.5)),
+    "operator with log-sum-exp": _operator(pooling=LogSumExp(0.5)),
+    "different counts": _different_counts,
+    "different kinds": _different_kinds,
+    "second derivatives": _second_derivatives,
+    "contrastive": _losses(losses.Contrastive),
+    "contrastive packed": _losses(losses.Contrastive, packed=True),
+    "cached": _losses(losses.CachedContrastive, mini_batch_size=2),
+    "cached packed": _losses(losses.CachedContrastive, mini_batch_size=2, packed=True),
+    "cached chunks": _losses(losses.CachedContrastive, mini_batch_size=3, score_mini_batch_size=2),
+    "contrastive top-k": _losses(losses.Contrastive, pooling=TopK(3)),
+    "cached metric": _losses(
+        losses.CachedContrastive, mini_batch_size=2, score_metric=PooledScores(Softmax(0.1), length_normalize=True)
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.smoke), 4])
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    return run_cases(__name__, request.param, tmp_path_factory.mktemp("gathered"))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("case", CASES)
+def test_gathered(outcomes, case):
+    for rank, outcome in enumerate(outcomes(case)):
+        assert outcome == "passed", f"rank {rank}: {outcome}"
