@@ -299,7 +299,7 @@ def won(
                 weight = weight * d_scales[document]
             token = winner + d_starts[document]
             row = block[:, None].expand(token.shape)
-            # A pair of weight 0, as gradient filtering leaves it, gathers nothing, not even NaN.
+            # A pair of weight 0, as the softmax of a loss leaves many, gathers nothing, not even NaN.
             wins = (winner != none) & (weight != 0)
             bag_sizes = wins.sum(dim=1)
             if bool(wins.all()):

@@ -24,8 +24,6 @@ from pylate_fastmaxsim.integrations.options import (
 from pylate_fastmaxsim.integrations.patching.known_sources import code_of, host_function, not_known, unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet
 from pylate_fastmaxsim.integrations.patching.provenance import defined_in
-from pylate_fastmaxsim.ops import grad_filter as grad_filters
-from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.pooled import Max, Pooling, check_pooling
 
 _logger = logging.getLogger("pylate_fastmaxsim")
@@ -68,7 +66,6 @@ def enable(
     padding_free: PaddingFree = True,
     compile: bool = False,
     stock_masking: bool = False,
-    grad_filter: GradFilter = None,
     fused_head: bool = True,
     pooling: Pooling = Max(),
 ) -> None:
@@ -111,9 +108,6 @@ def enable(
     stock_masking
         Let a masked document token count with similarity 0, as stock PyLate does, to reproduce
         runs that were made with it. PyLate only.
-    grad_filter
-        ``"auto"``: the backward of a loss's scores skips pairs of a query and a document whose gradients are too small
-        to matter. For each query, the skipped pairs hold at most 2**-12 of the sum of its absolute gradients.
     fused_head
         If the model ends with an ordinary Dense, project hidden states and normalise them in one pass. Token embeddings
         are computed in float32 on the chip and kept in the dtype that the encoder computes in. PyLate only.
@@ -130,8 +124,8 @@ def enable(
         Sentence Transformers from 5 up to but not including 7 can be imported. Of those that are installed and cannot
         be, a line of log says why they are left alone.
     ValueError
-        The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off, or ``grad_filter`` is neither
-        ``"auto"`` nor ``None``, or ``stock_masking=True`` comes with another pooling than ``Max()``.
+        The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off, or
+        ``stock_masking=True`` comes with another pooling than ``Max()``.
     TypeError
         ``pooling`` is not one, or another option is neither True nor False, nor is ``padding_free`` ``"always"``.
 
@@ -148,11 +142,10 @@ def enable(
     tensor([[1.]])
     >>> pylate_fastmaxsim.disable()
     """
-    grad_filters.check(grad_filter)
-    new = Options(padding_free, compile, stock_masking, grad_filter, fused_head, pooling)
+    new = Options(padding_free, compile, stock_masking, fused_head, pooling)
     check_pooling("enable", pooling)
     for name, value in vars(new).items():
-        if name in ("grad_filter", "pooling") or isinstance(value, bool) or (name, value) == ("padding_free", "always"):
+        if name == "pooling" or isinstance(value, bool) or (name, value) == ("padding_free", "always"):
             continue
         allowed = "True, False or 'always'" if name == "padding_free" else "True or False"
         raise TypeError(f"{name} must be {allowed}, got {value!r}.")
@@ -220,7 +213,6 @@ def enabled(
     padding_free: PaddingFree = True,
     compile: bool = False,
     stock_masking: bool = False,
-    grad_filter: GradFilter = None,
     fused_head: bool = True,
     pooling: Pooling = Max(),
 ) -> Iterator[None]:
@@ -244,7 +236,6 @@ def enabled(
             padding_free=padding_free,
             compile=compile,
             stock_masking=stock_masking,
-            grad_filter=grad_filter,
             fused_head=fused_head,
             pooling=pooling,
         )

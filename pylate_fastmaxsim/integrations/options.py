@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, Pooling, Softmax, TopK
 
 # "always": also where a model has code of somebody's own.
@@ -27,7 +26,6 @@ class Options:
     padding_free: PaddingFree = True
     compile: bool = False
     stock_masking: bool = False
-    grad_filter: GradFilter = None
     fused_head: bool = True
     pooling: Pooling = Max()
 

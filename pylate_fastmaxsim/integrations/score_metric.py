@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.operands import as_batch
 from pylate_fastmaxsim.ops.pooled import Max, Pooling, check_pooling, live_counts, pooled_scores
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -120,11 +119,10 @@ class PooledScores:
         queries: TokenBatch,
         documents: TokenBatch,
         candidates: Tensor | None = None,
-        grad_filter: GradFilter = None,
     ) -> Tensor:
         """Scores ``[Nq, Nd]``, or ``[Nq, K]`` of candidates; arguments as of :func:`~pylate_fastmaxsim.pooled_scores`."""
         queries, documents = _without_zeros(queries), _without_zeros(documents)
-        scores = pooled_scores(queries, documents, candidates, pooling=self.pooling, grad_filter=grad_filter)
+        scores = pooled_scores(queries, documents, candidates, pooling=self.pooling)
         if not self.length_normalize:
             return scores
         return scores / live_counts(queries.starts, queries.lengths, queries.keep).clamp(min=1)[:, None]

@@ -163,9 +163,9 @@ class ContrastiveDistillation(nn.Module):
         options = _options()
         batch = TokenBatch.from_padded(queries.to(torch.promote_types(queries.dtype, documents.values.dtype)), mask)
         if isinstance(options.pooling, Max):
-            scores = maxsim(batch, documents, zero_floor=zero_floor, grad_filter=options.grad_filter)
+            scores = maxsim(batch, documents, zero_floor=zero_floor)
         else:
-            scores = pooled_scores(batch, documents, pooling=options.pooling, grad_filter=options.grad_filter)
+            scores = pooled_scores(batch, documents, pooling=options.pooling)
         scores = scores / self.temperature
         # Not times the number of ranks, as in PyLate: the balance of the terms would depend on it.
         contrastive = F.cross_entropy(scores, own[:, 0])

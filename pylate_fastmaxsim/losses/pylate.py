@@ -39,7 +39,7 @@ class ContrastiveDistillation(contrastive_distillation.ContrastiveDistillation):
     the batch, and ``distillation_weight * KL(teacher / teacher_temperature || S / temperature)`` over the documents of
     each query, both as means over the queries; S are MaxSim scores. With ``mini_batch_size`` or ``mini_batch_tokens``
     in one pass of GradCache. The same with and without :func:`~pylate_fastmaxsim.enable`, with which it is
-    padding-free, and whose ``pooling``, ``grad_filter`` and ``stock_masking`` apply.
+    padding-free, and whose ``pooling`` and ``stock_masking`` apply.
 
     Parameters
     ----------

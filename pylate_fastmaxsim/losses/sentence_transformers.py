@@ -34,7 +34,7 @@ class ContrastiveDistillation(contrastive_distillation.ContrastiveDistillation):
     batch, and ``distillation_weight * KL(teacher / teacher_temperature || S / temperature)`` over the documents of each
     query, both as means over the queries; S are MaxSim scores. With ``mini_batch_size`` or ``mini_batch_tokens`` in one
     pass of GradCache. The same with and without :func:`~pylate_fastmaxsim.enable`, with which encoding is padding-free,
-    and whose ``pooling`` and ``grad_filter`` apply.
+    and whose ``pooling`` applies.
 
     ``MultiVectorDistillKLDivLoss`` multiplies by the square of its student temperature; here both terms have the same
     factor, whatever the temperature.

@@ -14,10 +14,8 @@ from pylate_fastmaxsim._tracing import is_plain, is_plain_backward
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.cpu import maxsim as blocked
-from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.compressed import SavedAsInt8, SavedDocuments, compressed_scores
 from pylate_fastmaxsim.ops.dispatch import runs_kernels
-from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.operands import check_numbers, check_winners, fake_scores, prepared, recording
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -30,7 +28,6 @@ def maxsim(
     queries_mask: Tensor | None = None,
     documents_mask: Tensor | None = None,
     zero_floor: Tensor | None = None,
-    grad_filter: GradFilter = None,
     save_documents: SavedDocuments = None,
 ) -> Tensor:
     """Score queries against documents: each live query token takes its best live document token; sum over query tokens.
@@ -58,10 +55,6 @@ def maxsim(
     zero_floor
         Documents whose maxima start at 0 instead of -inf, ``[Nd]``, bool. Set for documents with a masked token, it gives
         the scores of libraries that multiply masked tokens by 0 rather than leave them out.
-    grad_filter
-        ``"auto"``: the backward skips pairs of a query and a document whose gradients are too small to matter. For each
-        query they hold at most 2**-12 of the sum of its absolute gradients. ``None``: it skips only pairs of gradient
-        0.
     save_documents
         How documents are kept for the gradient of the queries. ``None``: as they are. ``"int8"``: rounded to int8 with a
         scale for each token, which takes half of bfloat16's memory where nothing else keeps the documents. Scores and the
@@ -75,10 +68,9 @@ def maxsim(
     Raises
     ------
     ValueError
-        Shapes, dtypes or devices do not fit together, ``grad_filter`` is neither ``"auto"`` nor ``None``, or
-        ``save_documents`` neither ``"int8"`` nor ``None``; or one of these, ``documents_mask`` or ``zero_floor`` comes with
-        a ``CompressedBatch``. On a CPU also: a mask holds more than 0 and 1, a candidate is out of range, or sequences
-        share rows where gradients are wanted.
+        Shapes, dtypes or devices do not fit together, ``save_documents`` is neither ``"int8"`` nor ``None``, or it,
+        ``documents_mask`` or ``zero_floor`` comes with a ``CompressedBatch``. On a CPU also: a mask holds more than 0
+        and 1, a candidate is out of range, or sequences share rows where gradients are wanted.
     TypeError
         An argument is of the wrong type.
     NotImplementedError
@@ -102,12 +94,11 @@ def maxsim(
     >>> maxsim(queries, documents, candidates=torch.tensor([[1, 1]]))
     tensor([[2., 2.]])
     """
-    grad_filters.check(grad_filter, "maxsim")
     if save_documents not in (None, "int8"):
         raise ValueError(f'maxsim: save_documents must be "int8" or None, got {save_documents!r}.')
     if isinstance(documents, CompressedBatch):
         for name, value in (
-            ("documents_mask", documents_mask), ("zero_floor", zero_floor), ("grad_filter", grad_filter),
+            ("documents_mask", documents_mask), ("zero_floor", zero_floor),
             ("save_documents", save_documents),
         ):  # fmt: skip
             if value is not None:
@@ -123,7 +114,7 @@ def maxsim(
         scores, _ = _Eager.apply(operands.q_values, operands.d_values, operands)
     else:
         scores, _ = _eager_forward(operands, False)
-    return grad_filters.filtered(scores) if differentiate and grad_filter else scores
+    return scores
 
 
 def _paths(values: Tensor) -> tuple[ModuleType, ModuleType]:

@@ -16,9 +16,7 @@ from pylate_fastmaxsim._operands import NUM_FIELDS, SCHEMA, PoolingNumbers, Scor
 from pylate_fastmaxsim._tracing import is_plain, is_plain_backward
 from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.cpu import pooled as blocked
-from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.dispatch import logger, runs_kernels
-from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.operands import check_numbers, check_winners, prepared, recording
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -88,7 +86,6 @@ def pooled_scores(
     pooling: Pooling,
     queries_mask: Tensor | None = None,
     documents_mask: Tensor | None = None,
-    grad_filter: GradFilter = None,
 ) -> Tensor:
     """Score queries against documents: each live query token pools its similarities to the live tokens of a document.
 
@@ -114,8 +111,6 @@ def pooled_scores(
         With padded queries: tokens that count, ``[Nq, Lq]``, bool or 0/1, any pattern. ``None``: all.
     documents_mask
         With padded documents: tokens that count, ``[Nd, Ld]``. ``None``: all.
-    grad_filter
-        As in :func:`~pylate_fastmaxsim.maxsim`.
 
     Returns
     -------
@@ -154,9 +149,8 @@ def pooled_scores(
     if is_maximum(pooling):
         return maxsim(
             queries, documents, candidates,
-            queries_mask=queries_mask, documents_mask=documents_mask, grad_filter=grad_filter,
+            queries_mask=queries_mask, documents_mask=documents_mask,
         )  # fmt: skip
-    grad_filters.check(grad_filter, "pooled_scores")
     operands = prepared("pooled_scores", queries, documents, candidates, queries_mask, documents_mask, None)
     numbers_ = numbers_of(pooling)
     differentiate = recording("pooled_scores", operands)
@@ -166,7 +160,7 @@ def pooled_scores(
         scores, _ = _Eager.apply(operands.q_values, operands.d_values, operands, numbers_)
     else:
         scores, _ = _eager_forward(operands, numbers_, False)
-    return grad_filters.filtered(scores) if differentiate and grad_filter else scores
+    return scores
 
 
 def is_maximum(pooling: Pooling) -> bool:

@@ -12,9 +12,7 @@ from torch import Tensor
 from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim.cpu import projection as blocked
-from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, runs_kernels
-from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.operands import as_batch, check_choice, refuse_transforms
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -34,7 +32,6 @@ def maxsim_from_hidden(
     queries_mask: Tensor | None = None,
     documents_mask: Tensor | None = None,
     zero_floor: Tensor | None = None,
-    grad_filter: GradFilter = None,
 ) -> Tensor:
     """Score by MaxSim from hidden states: ``Linear -> L2-normalise -> MaxSim``.
 
@@ -54,7 +51,7 @@ def maxsim_from_hidden(
         ``[d]``. ``None``: none.
     normalize
         Whether projected vectors are divided by their length.
-    candidates, zero_floor, grad_filter, queries_mask, documents_mask
+    candidates, zero_floor, queries_mask, documents_mask
         As in :func:`~pylate_fastmaxsim.maxsim`.
     project
         Which are hidden states: ``"documents"``, ``"queries"`` or ``"both"``. The others are token vectors.
@@ -85,7 +82,6 @@ def maxsim_from_hidden(
     if project not in ("documents", "queries", "both"):
         raise ValueError(f'maxsim_from_hidden: project must be "documents", "queries" or "both", got {project!r}.')
     # Before the projection, which is most of the work.
-    grad_filters.check(grad_filter, "maxsim_from_hidden")
     queries = as_batch("maxsim_from_hidden", "queries", queries, queries_mask)
     documents = as_batch("maxsim_from_hidden", "documents", documents, documents_mask)
     check_choice("maxsim_from_hidden", queries, documents, candidates, zero_floor)
@@ -93,7 +89,7 @@ def maxsim_from_hidden(
         queries = queries.with_values(project_normalize(queries.values, weight, bias, normalize))
     if project != "queries":
         documents = documents.with_values(project_normalize(documents.values, weight, bias, normalize))
-    return maxsim(queries, documents, candidates, zero_floor=zero_floor, grad_filter=grad_filter)
+    return maxsim(queries, documents, candidates, zero_floor=zero_floor)
 
 
 def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, normalize: bool = True) -> Tensor:

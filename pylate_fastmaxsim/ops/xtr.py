@@ -14,10 +14,8 @@ from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import NUM_FIELDS, SCHEMA, ScoringOperands, gradients_of
 from pylate_fastmaxsim.cpu import xtr as blocked
-from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops import maxsim as _maxsim  # noqa: F401  registers the backward
 from pylate_fastmaxsim.ops.dispatch import runs_kernels
-from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.operands import check_numbers, check_winners, fake_scores, prepared, recording
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -37,7 +35,6 @@ def xtr_scores(
     documents_mask: Tensor | None = None,
     zero_floor: Tensor | None = None,
     normalizer: Normalizer = "positive",
-    grad_filter: GradFilter = None,
 ) -> Tensor:
     """Score as XTR trains: of each query token only the k best document tokens of the whole batch count.
 
@@ -74,9 +71,6 @@ def xtr_scores(
         or 0.001 if none does; a token that does not pass counts as 0 in the maximum of its document. ``"retrieved"``, as
         in Sentence Transformers: those for which a token of the document passes, even at a negative similarity; the
         score is 0 if there is none.
-    grad_filter
-        ``"auto"``: the backward skips pairs of a query and a document whose gradients are too small to matter, of each
-        query at most 2**-12 of the sum of its absolute gradients. ``None``: it skips only those of gradient 0.
 
     Returns
     -------
@@ -86,9 +80,9 @@ def xtr_scores(
     Raises
     ------
     ValueError
-        k is less than 1, shapes, dtypes or devices do not fit together, ``normalizer`` or ``grad_filter`` is none of the
-        above, or ``zero_floor`` is given with ``normalizer="retrieved"``. On a CPU also: a mask holds more than 0 and 1,
-        a candidate is out of range, or sequences share rows where gradients are wanted.
+        k is less than 1, shapes, dtypes or devices do not fit together, ``normalizer`` is none of the two, or
+        ``zero_floor`` is given with ``normalizer="retrieved"``. On a CPU also: a mask holds more than 0 and 1, a
+        candidate is out of range, or sequences share rows where gradients are wanted.
     TypeError
         An argument is of the wrong type.
     NotImplementedError
@@ -115,7 +109,6 @@ def xtr_scores(
     if isinstance(k, int):
         k = min(k, sys.maxsize)  # more tokens there cannot be
     _check_normalizer(normalizer, zero_floor)
-    grad_filters.check(grad_filter, "xtr_scores")
     operands = prepared("xtr_scores", queries, documents, candidates, queries_mask, documents_mask, zero_floor)
     differentiate = recording("xtr_scores", operands)
     count_retrieved = normalizer == "retrieved"
@@ -123,7 +116,7 @@ def xtr_scores(
         scores, *_ = _Eager.apply(operands.q_values, operands.d_values, operands, k, count_retrieved)
     else:
         scores, *_ = torch.ops.pylate_fastmaxsim.xtr_forward(*operands, k, count_retrieved, differentiate)
-    return grad_filters.filtered(scores) if differentiate and grad_filter else scores
+    return scores
 
 
 def _check_normalizer(normalizer: Normalizer, zero_floor: Tensor | None) -> None:

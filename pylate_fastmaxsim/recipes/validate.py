@@ -57,9 +57,9 @@ MULTI_VECTOR_MODEL_KEYS = (
     "trust_remote_code",
     "attn_implementation",
 )
-VISUAL_FAST_KEYS = ("enabled", "grad_filter")
+VISUAL_FAST_KEYS = ("enabled",)
 SPLADE_FAST_KEYS = ("enabled", "padding_free", "compile")
-MULTI_VECTOR_FAST_KEYS = ("enabled", "padding_free", "compile", "grad_filter")
+MULTI_VECTOR_FAST_KEYS = ("enabled", "padding_free", "compile")
 LOSS_OPTIONS = {
     "contrastive": {"temperature", "size_average", "score_mini_batch_size", "gather_across_devices", "pooling"},
     "cached_contrastive": {

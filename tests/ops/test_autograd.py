@@ -13,7 +13,7 @@ DOCUMENTS = torch.randn(5, 6, 4)
 WEIGHT = torch.randn(4, 4)
 OPERATORS = {
     "maxsim": lambda x: maxsim(x, DOCUMENTS),
-    "maxsim of documents": lambda x: maxsim(DOCUMENTS, x, grad_filter="auto"),
+    "maxsim of documents": lambda x: maxsim(DOCUMENTS, x),
     "xtr_scores": lambda x: xtr_scores(x, DOCUMENTS, k=3),
     "project_normalize": lambda x: project_normalize(x, WEIGHT),
     "maxsim_from_hidden": lambda x: maxsim_from_hidden(DOCUMENTS, x, WEIGHT),

@@ -18,7 +18,7 @@ def problem():
 
 
 def test_options_of_vectors_are_refused(problem):
-    for option in ({"zero_floor": torch.ones(6).bool()}, {"grad_filter": "auto"}, {"save_documents": "int8"}):
+    for option in ({"zero_floor": torch.ones(6).bool()}, {"save_documents": "int8"}):
         with pytest.raises(
             ValueError, match=f"maxsim: {next(iter(option))} goes with documents that are not compressed"
         ):

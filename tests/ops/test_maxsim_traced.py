@@ -124,9 +124,7 @@ def test_compiled_autograd_takes_the_backward_whole():
     torch.testing.assert_close((queries.grad, documents.grad), expected)
 
 
-@pytest.mark.parametrize(
-    "function", [maxsim, partial(xtr_scores, k=4, grad_filter="auto")], ids=["maxsim", "xtr_scores"]
-)
+@pytest.mark.parametrize("function", [maxsim, partial(xtr_scores, k=4)], ids=["maxsim", "xtr_scores"])
 def test_an_exported_program_has_gradients_or_says_that_it_has_none(function):
     def vectors(*shape):
         return torch.randn(*shape, dtype=torch.float64, requires_grad=True)

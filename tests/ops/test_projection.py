@@ -202,7 +202,6 @@ def test_what_does_not_fit_gets_one_sentence(arguments, message):
         ({"candidates": torch.zeros(3, 1, dtype=torch.int64)}, ValueError, r"candidates must be int64 \[Nq, K\] with"),
         ({"candidates": [[0]]}, TypeError, "candidates must be a tensor"),
         ({"zero_floor": torch.zeros(3)}, ValueError, r"zero_floor must be bool \[Nd\] with Nd = 2"),
-        ({"grad_filter": "all"}, ValueError, "grad_filter must be"),
         ({"documents_mask": torch.ones(2, 2)}, ValueError, r"documents_mask must be \[N, L\] = \[2, 3\]"),
     ],
 )

@@ -192,8 +192,8 @@ def _live(embeddings: Tensor) -> _Live:
 def _score(options: Options, queries: _Live, documents: _Live, candidates: Tensor | None = None) -> Tensor:
     given = queries.tokens, documents.tokens, candidates
     if isinstance(options.pooling, Max):
-        return maxsim(*given, zero_floor=documents.has_zeros, grad_filter=options.grad_filter)
-    return pooled_scores(*given, pooling=options.pooling, grad_filter=options.grad_filter)
+        return maxsim(*given, zero_floor=documents.has_zeros)
+    return pooled_scores(*given, pooling=options.pooling)
 
 
 def _smooth_score(
@@ -202,7 +202,7 @@ def _smooth_score(
     if not isinstance(options.pooling, Max):
         log_once(_OWN_POOLING)
     pooling = LogSumExp(loss.tau)
-    return pooled_scores(queries, documents, candidates, pooling=pooling, grad_filter=options.grad_filter)
+    return pooled_scores(queries, documents, candidates, pooling=pooling)
 
 
 def _counts(queries: Tensor) -> Tensor:

@@ -310,13 +310,12 @@ def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: 
 
 def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candidates: Tensor | None = None) -> Tensor:
     batch = TokenBatch.from_padded(_as_wide(queries, scored.documents), queries_mask)
-    grad_filter = scored.options.grad_filter
     if scored.k is not None:
-        options = {"zero_floor": scored.zero_floor, "grad_filter": grad_filter}
-        return xtr_scores(batch, scored.documents, scored.k, candidates, **options).float()  # as in PyLate
+        scores = xtr_scores(batch, scored.documents, scored.k, candidates, zero_floor=scored.zero_floor)
+        return scores.float()  # as in PyLate
     if scored.metric is None:
-        return maxsim(batch, scored.documents, candidates, zero_floor=scored.zero_floor, grad_filter=grad_filter)
-    return scored.metric.of_batches(batch, scored.documents, candidates, grad_filter)
+        return maxsim(batch, scored.documents, candidates, zero_floor=scored.zero_floor)
+    return scored.metric.of_batches(batch, scored.documents, candidates)
 
 
 def _as_wide(queries: Tensor, documents: TokenBatch) -> Tensor:

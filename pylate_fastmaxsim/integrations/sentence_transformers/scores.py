@@ -116,9 +116,7 @@ def _score(
 ) -> Tensor:
     """``counts``: the number of tokens of each query, for the mean over them."""
     check(queries.values, documents.values, 2, 2)
-    scores = pooled_scores(
-        queries, documents, candidates, pooling=options.pooling, grad_filter=options.grad_filter
-    ).float()
+    scores = pooled_scores(queries, documents, candidates, pooling=options.pooling).float()
     empty = documents.lengths == 0
     scores = _fill_empty_document_scores(scores, empty if candidates is None else empty[candidates])
     return scores if counts is None else scores / counts.to(scores)[:, None]

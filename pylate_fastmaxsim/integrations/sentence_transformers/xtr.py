@@ -61,8 +61,6 @@ def _score(options: Options, queries, documents, queries_mask, documents_mask, t
         raise FallbackToHost("queries and documents differ in number")
     check(queries.values, documents.values, 2, 2)
     candidates = candidates if own else None
-    scores = xtr_scores(
-        queries, documents, top_k, candidates, normalizer="retrieved", grad_filter=options.grad_filter
-    ).float()
+    scores = xtr_scores(queries, documents, top_k, candidates, normalizer="retrieved").float()
     empty = documents.lengths == 0
     return _fill_empty_document_scores(scores, empty if candidates is None else empty[candidates])

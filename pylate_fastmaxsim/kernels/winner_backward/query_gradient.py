@@ -66,7 +66,7 @@ def query_gradient_kernel(
                             mask=live & in_slots & (rank < RANKS),
                             other=SENTINEL,
                         ).to(tl.int32)
-                        # A pair of weight 0, as gradient filtering leaves it, gathers nothing.
+                        # A pair of weight 0, as the softmax of a loss leaves many, gathers nothing.
                         won = (winner != SENTINEL) & (weight != 0.0)
                         token = tl.load(
                             d_values + (start + winner)[:, None] * DIM + column[None, :],

@@ -389,14 +389,13 @@ class FastSection:
     """Whether pylate-fastmaxsim is switched on, and the options of ``pylate_fastmaxsim.enable``.
 
     ``stock_masking`` and ``fused_head`` concern ``model.kind`` colbert only, ``padding_free`` and ``compile``
-    also multi_vector and splade; ``grad_filter`` is for losses of late interaction.
+    also multi_vector and splade.
     """
 
     enabled: bool = True
     padding_free: bool = True
     compile: bool = False
     stock_masking: bool = False
-    grad_filter: Literal["auto"] | None = None
     fused_head: bool = True
 
 

@@ -63,7 +63,7 @@ def test_everything_is_replaced_and_put_back():
 def test_a_library_that_cannot_be_imported_is_tried_once(tmp_path):
     (tmp_path / "colpali_engine").mkdir()
     (tmp_path / "colpali_engine" / "__init__.py").write_text("print('tried')\nraise RuntimeError('broken')\n")
-    program = "import pylate_fastmaxsim as f\nf.enable()\nf.enable(grad_filter='auto')"
+    program = "import pylate_fastmaxsim as f\nf.enable()\nf.enable(compile=True)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "tried\n", done.stderr

@@ -94,16 +94,6 @@ def test_losses_in_groups_and_in_chunks(model, monkeypatch):
     assert asked == [(12, 12, 4)]  # tokens of a query, documents, and the four winners of each, a byte each
 
 
-def test_grad_filter_drops_little(model, packed):
-    loss_function, batch = losses.Contrastive(model, temperature=0.02), batch_of(model)
-    with pylate_fastmaxsim.enabled(pooling=TopK(4)):
-        exact = run(loss_function, batch)
-    pylate_fastmaxsim.enable(pooling=TopK(4), grad_filter="auto")
-    ours = run(loss_function, batch)
-    assert_equal(ours, exact, 1e-3)
-    assert any(not torch.equal(gradient, exact[1][name]) for name, gradient in ours[1].items())
-
-
 def test_a_pooling_that_changes_while_training(model, packed):
     metric = PooledScores(Softmax(1.0))
     loss_function, batch = losses.Contrastive(model, score_metric=metric), batch_of(model)

@@ -80,7 +80,7 @@ def test_options_that_change_between_the_passes(undropped, packed):
     stock = run(model, loss)
     pylate_fastmaxsim.enable()
     model.zero_grad(set_to_none=True)
-    with pylate_fastmaxsim.enabled(grad_filter="auto"):
+    with pylate_fastmaxsim.enabled(compile=True):
         value = loss(batch_of(model))
     value.backward()
     assert_equal(found(model, value), stock)

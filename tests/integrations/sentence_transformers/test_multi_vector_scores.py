@@ -176,15 +176,13 @@ def test_half_precision_is_summed_in_float32():
         (sentence_transformers_xtr, "xtr_scores", (scoring.xtr_scores,)),
     ],
 )
-def test_one_call_with_the_gradient_filter_scores_all_groups(monkeypatch, module, operator, functions):
+def test_one_call_scores_all_groups(monkeypatch, module, operator, functions):
     seen, original = [], getattr(module, operator)
-    monkeypatch.setattr(
-        module, operator, lambda *args, **kwargs: seen.append(kwargs["grad_filter"]) or original(*args, **kwargs)
-    )
-    pylate_fastmaxsim.enable(grad_filter="auto")
+    monkeypatch.setattr(module, operator, lambda *args, **kwargs: seen.append(operator) or original(*args, **kwargs))
+    pylate_fastmaxsim.enable()
     for function in functions:
         function(QUERIES, GROUPS)
-    assert seen == ["auto"] * len(functions)
+    assert seen == [operator] * len(functions)
 
 
 @pytest.mark.compile

@@ -135,10 +135,10 @@ def test_a_bad_file_gets_one_sentence(content, sentence, tmp_path):
 
 
 def test_options_of_the_flag_that_do_not_concern_pages_are_refused():
-    other = {"grad_filter": "auto", **dict.fromkeys(("enabled", "padding_free", "fused_head"), False)}
+    other = dict.fromkeys(("enabled", "padding_free", "fused_head"), False)
     for name in dataclasses.asdict(FastSection()):
         override = f"fast.{name}={json.dumps(other.get(name, True))}"
-        if name in ("enabled", "grad_filter"):
+        if name == "enabled":
             assert load_recipe(COLQWEN, [override]).fast != load_recipe(COLQWEN).fast
             continue
         with pytest.raises(RecipeError, match=f"^fast.{name} does not apply to model.kind colqwen2.$"):

@@ -43,7 +43,6 @@ MINING = "{teacher: some/teacher, pairs: {source: hub, name: some/rows}}"
             "loss.temperature does not apply to loss.objective margin_mse, which compares scores as they are.",
         ),
         ("training.query_learning_rate=0.1", "training.query_learning_rate applies to model.inference_free only."),
-        ("fast.grad_filter=auto", "fast.grad_filter does not apply to model.kind splade."),
         ("fast.fused_head=false", "fast.fused_head does not apply to model.kind splade."),
         ("fast.stock_masking=true", "fast.stock_masking does not apply to model.kind splade."),
         (

@@ -42,7 +42,7 @@ training: {{per_device_train_batch_size: 4, gradient_accumulation_steps: 1, num_
   max_grad_norm: 1.0, optim: adamw_torch, seed: 42, precision: auto, gradient_checkpointing: false,
   batch_sampler: batch_sampler, dataloader_drop_last: true, dataloader_num_workers: 0, logging_steps: 1, save_steps: 4,
   save_total_limit: 2, report_to: none, use_cpu: true}}
-fast: {{enabled: false, padding_free: true, compile: false, stock_masking: false, grad_filter: null,
+fast: {{enabled: false, padding_free: true, compile: false, stock_masking: false,
   fused_head: true}}
 evaluation: {{rows: 24, beir: null, split: test, nano_beir: null, batch_size: 32}}
 mining: null
