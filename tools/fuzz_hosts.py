@@ -379,7 +379,7 @@ class PyLate(LateInteraction):
     poolings = (Max(), TopK(3), Softmax(0.3), LogSumExp(0.1))
 
     def options(self, draw: Draw) -> dict[str, object]:
-        options = super().options(draw) | {"fused_head": draw("fused_head", True, False)}
+        options = super().options(draw)
         # What stock has without this package knows no masking of stock's.
         own, metric = self.loss_names(draw)[-1] == "ContrastiveDistillation", self.metric(draw)
         options["pooling"] = Max() if metric or own else draw("pooling", *self.poolings, often=0.8)

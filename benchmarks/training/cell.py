@@ -204,7 +204,7 @@ def run_cell(options: argparse.Namespace) -> dict:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     synchronize = torch.cuda.synchronize if cuda else lambda: None
     if options.path == "fast":
-        pylate_fastmaxsim.enable(compile=options.compile, fused_head=options.fused_head)
+        pylate_fastmaxsim.enable(compile=options.compile)
     with tempfile.TemporaryDirectory() as directory:
         model = build_model(Path(directory), options.layers, options.document_length, options.encoder)
         model = model.to(device)
@@ -316,7 +316,6 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="profile steps after the timing: their kernels")
-    parser.add_argument("--no-fused-head", dest="fused_head", action="store_false", help="of the fast path only")
     parser.add_argument("--negatives", type=int, default=1)
     parser.add_argument("--document-length", type=int, default=DOCUMENT_LENGTH)
     parser.add_argument("--mean-tokens", type=float, default=MEAN_TOKENS, help="per document, before truncation")

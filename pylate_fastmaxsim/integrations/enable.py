@@ -66,7 +66,6 @@ def enable(
     padding_free: PaddingFree = True,
     compile: bool = False,
     stock_masking: bool = False,
-    fused_head: bool = True,
     pooling: Pooling = Max(),
 ) -> None:
     """Make PyLate, colpali-engine and Sentence Transformers' MultiVectorEncoder score without a similarity tensor.
@@ -108,9 +107,6 @@ def enable(
     stock_masking
         Let a masked document token count with similarity 0, as stock PyLate does, to reproduce
         runs that were made with it. PyLate only.
-    fused_head
-        If the model ends with an ordinary Dense, project hidden states and normalise them in one pass. Token embeddings
-        are computed in float32 on the chip and kept in the dtype that the encoder computes in. PyLate only.
     pooling
         How a query token pools its similarities to the tokens of a document, in every score that is accelerated:
         ``Max()``, ``TopK(k)``, ``Softmax(temperature)`` or ``LogSumExp(temperature)``; see
@@ -142,7 +138,7 @@ def enable(
     tensor([[1.]])
     >>> pylate_fastmaxsim.disable()
     """
-    new = Options(padding_free, compile, stock_masking, fused_head, pooling)
+    new = Options(padding_free, compile, stock_masking, pooling)
     check_pooling("enable", pooling)
     for name, value in vars(new).items():
         if name == "pooling" or isinstance(value, bool) or (name, value) == ("padding_free", "always"):
@@ -213,7 +209,6 @@ def enabled(
     padding_free: PaddingFree = True,
     compile: bool = False,
     stock_masking: bool = False,
-    fused_head: bool = True,
     pooling: Pooling = Max(),
 ) -> Iterator[None]:
     """:func:`enable` for the length of a ``with`` block. Afterwards the options from before are in force again.
@@ -236,7 +231,6 @@ def enabled(
             padding_free=padding_free,
             compile=compile,
             stock_masking=stock_masking,
-            fused_head=fused_head,
             pooling=pooling,
         )
         _blocks.append(block)

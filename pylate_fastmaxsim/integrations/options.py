@@ -26,7 +26,6 @@ class Options:
     padding_free: PaddingFree = True
     compile: bool = False
     stock_masking: bool = False
-    fused_head: bool = True
     pooling: Pooling = Max()
 
 

@@ -159,7 +159,6 @@ def script_parser(prog: str, description: str) -> argparse.ArgumentParser:
     padding.add_argument("--padding-free", choices=["always"], help="also with modules or hooks of your own")
     parser.add_argument("--compile", action="store_true", help="compile the encoder's layers")
     parser.add_argument("--stock-masking", action="store_true", help="masked tokens have similarity 0, as in PyLate")
-    parser.add_argument("--no-fused-head", dest="fused_head", action="store_false", help="project, then normalize")
     parser.add_argument("--pooling", type=_pooling, help="max, top_k=K, softmax=T or log_sum_exp=T, in place of MaxSim")
     parser.add_argument("-m", dest="as_module", action="store_true", default=False, help="run a module")
     # The script and its arguments together: between two positionals argparse would drop a `--`.

@@ -8,7 +8,7 @@ from pylate_fastmaxsim.recipes.plugin import switched
 
 
 def test_every_option_of_the_fast_section_reaches_the_flag():
-    section = FastSection(padding_free=False, compile=True, stock_masking=True, fused_head=False)
+    section = FastSection(padding_free=False, compile=True, stock_masking=True)
     assert all(value != getattr(FastSection(), key) for key, value in asdict(section).items() if key != "enabled")
     with switched(section):
         # Scores are pooled as loss.pooling says.

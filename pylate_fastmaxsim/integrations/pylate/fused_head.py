@@ -115,8 +115,7 @@ def unit_embeddings(model: nn.Module, features: dict[str, Tensor], masks_stay: b
 
 def _head(model: nn.Module) -> Dense | None:
     """The module to ask, or None, with a line of log, where projection and normalisation stay apart."""
-    options = current_options()
-    if options is None or not options.fused_head:
+    if current_options() is None:
         return None
     core = unsharded(unwrap(model))
     last = unsharded(core[-1]) if isinstance(core, nn.Sequential) else core

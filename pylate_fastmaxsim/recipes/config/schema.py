@@ -388,7 +388,7 @@ class TrainingSection:
 class FastSection:
     """Whether pylate-fastmaxsim is switched on, and the options of ``pylate_fastmaxsim.enable``.
 
-    ``stock_masking`` and ``fused_head`` concern ``model.kind`` colbert only, ``padding_free`` and ``compile``
+    ``stock_masking`` concerns ``model.kind`` colbert only, ``padding_free`` and ``compile``
     also multi_vector and splade.
     """
 
@@ -396,7 +396,6 @@ class FastSection:
     padding_free: bool = True
     compile: bool = False
     stock_masking: bool = False
-    fused_head: bool = True
 
 
 @dataclass(frozen=True)

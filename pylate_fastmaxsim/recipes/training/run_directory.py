@@ -47,7 +47,6 @@ FREE_TO_CHANGE = {
     "fast.enabled",
     "fast.padding_free",
     "fast.compile",
-    "fast.fused_head",
     "mining.batch_size",
     "mining.documents_per_part",
     "mining.rows_per_part",

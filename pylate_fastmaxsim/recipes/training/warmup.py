@@ -182,7 +182,7 @@ def shapes_of_recipe(
                 masked=(masked,),
                 zero_floor=recipe.fast.stock_masking,
                 poolings=poolings,
-                hidden=heads[0].in_features if len(heads) == 1 and recipe.fast.fused_head else None,
+                hidden=heads[0].in_features if len(heads) == 1 else None,
             )
             for queries in {at_once, size % at_once or at_once}
         ]

@@ -83,10 +83,10 @@ def test_enable_is_called_once_a_host_is_there(run, tmp_path, monkeypatch, caplo
     monkeypatch.setattr(run_script, "HOST_PACKAGES", names)
     monkeypatch.setattr(run_script, "brings_host", lambda name: True)
     monkeypatch.setattr(run_script, "enable", lambda **given: calls.append((given, sorted(names & sys.modules.keys()))))
-    run(["--padding-free", "always", "--no-fused-head", "--pooling", "top_k=4", "train.py"])
+    run(["--padding-free", "always", "--compile", "--pooling", "top_k=4", "train.py"])
     for name in names:
         sys.modules.pop(name, None)
-    options = {"padding_free": "always", "fused_head": False, "pooling": TopK(4)}
+    options = {"padding_free": "always", "compile": True, "pooling": TopK(4)}
     assert calls == [(options, loaded) for loaded in hosts]
     assert ("Nothing was accelerated" in caplog.text) == (not hosts)
 

@@ -64,10 +64,6 @@ def test_loss_and_gradients_are_those_of_stock_in_float32(encoder, mode, project
     assert projected
     assert ours[0].item() == pytest.approx(stock[0].item(), rel=1e-5)
     assert distance(ours, stock) < 1e-5
-    projected.clear()
-    with pylate_fastmaxsim.enabled(stock_masking=True, fused_head=False):
-        run(loss_function, batch, labels)
-    assert not projected
 
 
 @pytest.mark.compile

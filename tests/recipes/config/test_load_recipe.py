@@ -135,7 +135,7 @@ def test_a_bad_file_gets_one_sentence(content, sentence, tmp_path):
 
 
 def test_options_of_the_flag_that_do_not_concern_pages_are_refused():
-    other = dict.fromkeys(("enabled", "padding_free", "fused_head"), False)
+    other = dict.fromkeys(("enabled", "padding_free"), False)
     for name in dataclasses.asdict(FastSection()):
         override = f"fast.{name}={json.dumps(other.get(name, True))}"
         if name == "enabled":

@@ -43,7 +43,7 @@ MINING = "{teacher: some/teacher, pairs: {source: hub, name: some/rows}}"
             "loss.temperature does not apply to loss.objective margin_mse, which compares scores as they are.",
         ),
         ("training.query_learning_rate=0.1", "training.query_learning_rate applies to model.inference_free only."),
-        ("fast.fused_head=false", "fast.fused_head does not apply to model.kind splade."),
+        ("fast.fused_head=false", "fast.fused_head is not a key of a recipe; allowed here: enabled, padding_free, "),
         ("fast.stock_masking=true", "fast.stock_masking does not apply to model.kind splade."),
         (
             "training.log_gradient_concentration=5",

@@ -42,8 +42,7 @@ training: {{per_device_train_batch_size: 4, gradient_accumulation_steps: 1, num_
   max_grad_norm: 1.0, optim: adamw_torch, seed: 42, precision: auto, gradient_checkpointing: false,
   batch_sampler: batch_sampler, dataloader_drop_last: true, dataloader_num_workers: 0, logging_steps: 1, save_steps: 4,
   save_total_limit: 2, report_to: none, use_cpu: true}}
-fast: {{enabled: false, padding_free: true, compile: false, stock_masking: false,
-  fused_head: true}}
+fast: {{enabled: false, padding_free: true, compile: false, stock_masking: false}}
 evaluation: {{rows: 24, beir: null, split: test, nano_beir: null, batch_size: 32}}
 mining: null
 """
@@ -167,7 +166,7 @@ def test_other_masking_is_said(tmp_path, caplog):
     for section, keys in {"fast": {"enabled": False, "stock_masking": True}, "loss": {"pooling": {"top_k": 2}}}.items():
         file = write(tmp_path, values | {section: keys})
         training.train(load_recipe(file), resume=False)
-        assert not warnings(file, "fast.enabled=true", "fast.fused_head=false")
+        assert not warnings(file, "fast.enabled=true", "fast.padding_free=false")
 
 
 def test_the_record_is_replaced_when_the_new_one_is_complete(trained, tmp_path, monkeypatch):
