@@ -138,7 +138,7 @@ def train(model, pairs: dict[str, list[str]], pooling: Pooling, seed: int, setti
     from pylate import losses, utils
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 
-    from pylate_fastmaxsim.recipes.training.callbacks import LogGradientConcentration
+    from pylate_fastmaxsim.recipes.trainers.callbacks import LogGradientConcentration
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = SentenceTransformerTrainer(

@@ -35,7 +35,7 @@ def measure(options: argparse.Namespace) -> dict:
 
     import pylate_fastmaxsim
     from pylate_fastmaxsim.recipes.models.encode import encode
-    from pylate_fastmaxsim.recipes.training.callbacks import LogGradientConcentration
+    from pylate_fastmaxsim.recipes.trainers.callbacks import LogGradientConcentration
 
     cuda = torch.cuda.is_available()
 

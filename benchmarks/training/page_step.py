@@ -90,7 +90,7 @@ def build_model(kind: str, tiny: bool):
     from peft import LoraConfig, get_peft_model
     from transformers import PaliGemmaConfig, Qwen2VLConfig
 
-    from pylate_fastmaxsim.recipes.models.visual import work_around_transformers
+    from pylate_fastmaxsim.recipes.kinds.pages import work_around_transformers
 
     text, vision = dict(TEXT[kind]), dict(VISION[kind])
     if tiny:

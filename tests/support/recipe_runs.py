@@ -11,8 +11,8 @@ from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 from pylate_fastmaxsim.cli.commands import app
+from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint
 from pylate_fastmaxsim.recipes.training import train as training
-from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint
 
 
 def command(name: str, recipe: Path, *overrides: str):

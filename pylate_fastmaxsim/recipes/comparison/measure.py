@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformerTrainingArguments
-from transformers import TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging as transformers_logging
 
 from pylate_fastmaxsim._memory import PeakMemory, is_out_of_memory
 from pylate_fastmaxsim.comparison.gate import Gate
 from pylate_fastmaxsim.comparison.runs import FINISHED, NO_BATCH, OUT_OF_MEMORY, KeptWarnings, environment
-from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.comparison.counters import Counted
-from pylate_fastmaxsim.recipes.comparison.phases import MEASURED_STEPS, WARM_UP_STEPS, median_phases
+from pylate_fastmaxsim.recipes.comparison.phases import MEASURED_STEPS, WARM_UP_STEPS, Phases, median_phases
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
+from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.models.retriever import Retriever
@@ -113,7 +113,7 @@ def _train(
     gate: Gate | None,
 ) -> tuple[PeakMemory, TrainerState]:
     with open(steps_file, "w", encoding="utf-8") as lines:
-        trainer = build_trainer(recipe, model, rows, arguments, backend(recipe.model, __package__).MeasuredTrainer)
+        trainer = build_trainer(recipe, model, rows, arguments, trainer_with(Counted, recipe))
         trainer.add_callback(_StepWriter(trainer, lines, gate))
         memory = PeakMemory(arguments.device)
         if gate:
@@ -127,11 +127,17 @@ def _train(
     return memory, trainer.state
 
 
+def trainer_with(mixin: type, recipe: Recipe) -> type[Trainer]:
+    """The trainer of the host, which also measures."""
+    kind = kind_of(recipe.model)
+    return type(f"{mixin.__name__}Trainer", (mixin, kind.plain_trainer), {"kind": kind})
+
+
 def _phases(
     recipe: Recipe, model: Retriever, rows: Dataset, arguments: SentenceTransformerTrainingArguments
 ) -> dict[str, float]:
     """Seconds of each phase of a step, in a few more steps of the trained model."""
-    trainer = build_trainer(recipe, model, rows, arguments, backend(recipe.model, __package__).PhaseTrainer)
+    trainer = build_trainer(recipe, model, rows, arguments, trainer_with(Phases, recipe))
     trainer.train()
     return median_phases(trainer.laps)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from datasets import Dataset, IterableDataset, Sequence, Value, concatenate_datasets
+from datasets import Dataset, IterableDataset, concatenate_datasets
 
-from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
 from pylate_fastmaxsim.recipes.data.delimited import names_of_rows, names_of_texts
 from pylate_fastmaxsim.recipes.data.distillation import load_distillation, number_of_ways
@@ -15,10 +14,11 @@ from pylate_fastmaxsim.recipes.data.judgements import JUDGEMENT_COLUMNS, is_trec
 from pylate_fastmaxsim.recipes.data.lists import first_of_lists, one_text_a_column
 from pylate_fastmaxsim.recipes.data.passages import ID_KEYS, TEXT_KEYS, text_key_of
 from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, progress_shown
-from pylate_fastmaxsim.recipes.data.text import check_first, is_id, query_named, require_text
+from pylate_fastmaxsim.recipes.data.text import check_first, is_id, require_text
 from pylate_fastmaxsim.recipes.data.triples import has_lists, read_triples
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.types import FILE_TYPES, file_type
+from pylate_fastmaxsim.recipes.kind import kind_of
 
 
 def load_rows(recipe: Recipe) -> Dataset:
@@ -53,15 +53,7 @@ def _load_checked(recipe: Recipe) -> Dataset:
         with progress_shown():
             options = {"n_ways": recipe.data.n_ways}
             dataset = dataset.map(first_of_lists, fn_kwargs=options, batched=True, desc="Reading lists")
-    return fitted(recipe, dataset)
-
-
-def fitted(recipe: Recipe, dataset: Dataset) -> Dataset:
-    """Rows whose columns fit the loss and the host, by their names and types."""
-    if recipe.model.kind == "colbert":
-        dataset = query_named(dataset)
-    backend(recipe.model, __package__).check_columns(recipe, dataset, dataset.column_names)
-    return _scores_as_floats(dataset) if recipe.loss.name == "distillation" else dataset
+    return kind_of(recipe.model).fitted(recipe, dataset)
 
 
 def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:
@@ -106,14 +98,6 @@ def _load_texts(data: DataSection, name: str, file: str) -> TextTable:
     return TextTable(
         f"data.{name}", Path(file).name, ids, table if text == "text" else table.rename_column(text, "text")
     )
-
-
-def _scores_as_floats(dataset: Dataset) -> Dataset:
-    """Scores as floats: PyLate's loss and evaluator fail on integers."""
-    scores = dataset.column_names[-1]
-    if "int" not in dataset.features[scores].feature.dtype:
-        return dataset
-    return dataset.cast_column(scores, Sequence(Value("float32")))
 
 
 def load_columns(data: DataSection, section: str) -> Dataset:

@@ -9,10 +9,11 @@ from datasets import Dataset, Features, IterableDataset
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.lists import Spread, asks_for_negatives, first_of_lists
-from pylate_fastmaxsim.recipes.data.rows import fitted, open_rows, used_columns
+from pylate_fastmaxsim.recipes.data.rows import open_rows, used_columns
 from pylate_fastmaxsim.recipes.data.tables import table_failure
 from pylate_fastmaxsim.recipes.data.text import check_first
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.kind import kind_of
 
 # Rows are shuffled within it, with ``data.seed``.
 BUFFER = 10_000
@@ -83,7 +84,7 @@ class _Read:
         if self.recipe.data.n_ways is not None:
             batch = first_of_lists(batch, self.recipe.data.n_ways)
         try:
-            return fitted(self.recipe, Dataset.from_dict(batch))
+            return kind_of(self.recipe.model).fitted(self.recipe, Dataset.from_dict(batch))
         except pa.ArrowException as error:
             raise RecipeError(
                 f"data: a column holds values of several types in the rows from number {numbers[0]} on: {first_line(error)}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset
+from datasets import Dataset, Sequence, Value
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.lists import list_lengths
@@ -98,6 +98,14 @@ def query_named(dataset: Dataset) -> Dataset:
     if is_id(query) or is_query(query):
         return dataset
     return dataset.rename_column(query, "query") if "query" not in documents else dataset
+
+
+def scores_as_floats(dataset: Dataset) -> Dataset:
+    """Scores, the last column, as floats: PyLate's loss fails on integers."""
+    scores = dataset.column_names[-1]
+    if "int" not in dataset.features[scores].feature.dtype:
+        return dataset
+    return dataset.cast_column(scores, Sequence(Value("float32")))
 
 
 def require_query_first(documents: list[str], query: str) -> None:

@@ -1,52 +1,50 @@
-"""Held-out rows of texts as a retrieval task."""
+"""Held-out rows as a collection, and the metrics of each row by itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor
-from torch.nn import functional as F
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection
+from pylate_fastmaxsim.recipes.kind import kind_of
 
 
 def names_of_metrics(recipe: Recipe, held_out: Dataset) -> list[str]:
-    """nDCG@10, and ``kl_divergence`` for rows with teacher scores or ``accuracy`` for rows with negatives."""
-    if recipe.loss.name == "distillation":
-        return ["ndcg@10", "kl_divergence"]
-    return ["ndcg@10", "accuracy"] if len(held_out.column_names) > 2 else ["ndcg@10"]
+    """nDCG@10, and of texts ``kl_divergence`` for rows with teacher scores or ``accuracy`` for rows with negatives."""
+    if recipe.model.visual or len(held_out.column_names) == 2:
+        return ["ndcg@10"]
+    return ["ndcg@10", "kl_divergence" if recipe.loss.name == "distillation" else "accuracy"]
 
 
-@dataclass(frozen=True)
-class HeldOutTask:
-    """Ids of queries and documents by their texts, and the relevant documents of each query."""
-
-    queries: dict[str, str]
-    documents: dict[str, str]
-    relevant: dict[str, set[str]]
-
-
-def task_of(recipe: Recipe, held_out: Dataset) -> HeldOutTask:
+def collection_of(recipe: Recipe, held_out: Dataset) -> Collection:
     """The held-out queries, over all held-out documents.
 
     The relevant document of a query is its first one, or for distillation the teacher's best. Equal texts are one query
     or one document, so that a query that stands in several rows has the relevant documents of all of them.
     """
-    task = HeldOutTask({}, {}, {})
+    if recipe.model.visual:
+        # Of Pillow, which comes with the extra of these models.
+        from pylate_fastmaxsim.recipes.evaluation.pages import collection_of_pages
+
+        return collection_of_pages(held_out)
+    queries: dict[str, str] = {}
+    documents: dict[str, str] = {}
+    judgements: dict[str, dict[str, int]] = {}
     for number, row in enumerate(held_out):
-        text, documents = texts_of(recipe, row)
+        text, own = texts_of(recipe, row)
         best = 0
         if recipe.loss.name == "distillation":
             scores = list(row.values())[-1]
             best = scores.index(max(scores))
-        query = task.queries.setdefault(text, f"q{number}")
-        ids = [task.documents.setdefault(document, f"d{number}-{place}") for place, document in enumerate(documents)]
-        task.relevant.setdefault(query, set()).add(ids[best])
-    return task
+        query = queries.setdefault(text, f"q{number}")
+        ids = [documents.setdefault(document, f"d{number}-{place}") for place, document in enumerate(own)]
+        judgements.setdefault(query, {})[ids[best]] = 1
+    corpus = Dataset.from_dict({"_id": list(documents.values()), "text": list(documents)})
+    return Collection(corpus, {query: text for text, query in queries.items()}, judgements)
 
 
 def texts_of(recipe: Recipe, row: dict[str, Any]) -> tuple[str, list[str]]:
@@ -55,18 +53,12 @@ def texts_of(recipe: Recipe, row: dict[str, Any]) -> tuple[str, list[str]]:
     return query, columns[0] if recipe.loss.name == "distillation" else columns
 
 
-def collection_of_task(task: HeldOutTask) -> Collection:
-    """The same as a collection, every relevant document of grade 1."""
-    return Collection(
-        Dataset.from_dict({"_id": list(task.documents.values()), "text": list(task.documents)}),
-        {query: text for text, query in task.queries.items()},
-        {query: dict.fromkeys(sorted(documents), 1) for query, documents in task.relevant.items()},
+def places_of_rows(recipe: Recipe, rows: Dataset, collection: Collection) -> tuple[Tensor, Tensor]:
+    """Where the query ``[N]`` and the documents ``[N, n]`` of each row are among those of :func:`collection_of`."""
+    queries, documents = (
+        {text: place for place, text in enumerate(texts)}
+        for texts in (collection.queries.values(), collection.corpus["text"])
     )
-
-
-def places_of_rows(recipe: Recipe, rows: Dataset, task: HeldOutTask) -> tuple[Tensor, Tensor]:
-    """Where the query ``[N]`` and the documents ``[N, n]`` of each row are among those of a task."""
-    queries, documents = ({text: place for place, text in enumerate(texts)} for texts in (task.queries, task.documents))
     found = [texts_of(recipe, row) for row in rows]
     return (
         torch.tensor([queries[query] for query, _ in found]),
@@ -74,14 +66,9 @@ def places_of_rows(recipe: Recipe, rows: Dataset, task: HeldOutTask) -> tuple[Te
     )
 
 
-def metrics_of_rows(recipe: Recipe, rows: Dataset, scores: Tensor, temperature: float = 1.0) -> dict[str, float]:
-    """``kl_divergence`` or ``accuracy`` of the scores ``[N, n]`` (float64) of the query of each row and its documents.
-
-    The KL divergence is that of scores divided by ``temperature``, times the square of that.
-    """
+def metrics_of_rows(recipe: Recipe, rows: Dataset, scores: Tensor) -> dict[str, float]:
+    """``kl_divergence`` or ``accuracy`` of the scores ``[N, n]`` (float64) of the query of each row and its documents."""
     if recipe.loss.name != "distillation":
         return {"accuracy": float((scores[:, 0] > scores[:, 1]).double().mean())}
     teacher = torch.tensor(rows[:][rows.column_names[-1]], dtype=torch.float64)
-    student, teacher = ((each / temperature).log_softmax(1) for each in (scores, teacher))
-    divergence = F.kl_div(student, teacher, log_target=True, reduction="batchmean") * temperature**2
-    return {"kl_divergence": float(divergence)}
+    return {"kl_divergence": float(kind_of(recipe.model).divergence(recipe.loss, scores, teacher))}

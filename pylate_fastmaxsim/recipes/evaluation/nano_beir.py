@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
-from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.tables import progress_shown, table_failure
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection
+from pylate_fastmaxsim.recipes.kind import kind_of
 
 if TYPE_CHECKING:
     from sentence_transformers.evaluation import InformationRetrievalEvaluator, NanoBEIREvaluator
@@ -44,7 +44,7 @@ def load_nano_beir(recipe: Recipe) -> NanoBEIREvaluator:
     """
     try:
         with progress_shown():
-            return backend(recipe.model, __package__).nano_beir_evaluator(recipe)
+            return kind_of(recipe.model).nano_beir_evaluator(recipe)
     except Exception as error:  # as in load_table
         raise table_failure(KEY, error) from error
 

@@ -14,6 +14,7 @@ from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.ops.pooled import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import compressor, needs_codec, sampled, train_codec
 from pylate_fastmaxsim.recipes.evaluation.beir import PAGES, Collection, document_texts, is_of_pages, is_query, titles
+from pylate_fastmaxsim.recipes.evaluation.sparse import Sparsity
 from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, Encoded, encode, exact_search
 from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
 
@@ -32,11 +33,13 @@ def evaluate_collection(
     pooling: Pooling = Max(),
     corpus_format: str | None = None,
 ) -> dict[str, float]:
-    """nDCG@10, MRR@10 and Recall@100 of exact search, averaged over the judged queries.
+    """nDCG@10, MRR@10 and Recall@100 of exact search, averaged over the judged queries; of sparse vectors also sparsity.
 
     ``pooling`` and ``corpus_format`` are those of late interaction; a sparse or static model has none.
     """
-    return metrics_of(retrieve(model, collection, batch_size, pooling, corpus_format), collection)
+    sparsity = Sparsity()
+    found = retrieve(model, collection, batch_size, pooling, corpus_format, sparsity)
+    return metrics_of(found, collection) | sparsity.metrics()
 
 
 def retrieve(
@@ -45,6 +48,7 @@ def retrieve(
     batch_size: int,
     pooling: Pooling = Max(),
     corpus_format: str | None = None,
+    sparsity: Sparsity | None = None,
 ) -> Ranking:
     """The 100 best documents of each query.
 
@@ -57,7 +61,7 @@ def retrieve(
         format = train_codec(key, format, shown(sample, len(sampled(len(collection.corpus))), "Encoding a sample"))
     queries = encode(model, list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
     documents = map(compressor(key, format), encode_corpus(model, collection.corpus, batch_size))
-    documents = shown(documents, len(collection.corpus), "Searching")
+    documents = (sparsity or Sparsity()).counted(queries, shown(documents, len(collection.corpus), "Searching"))
     return ranking(collection, *exact_search(queries, documents, DEPTH + 1, pooling), DEPTH)
 
 

@@ -1,93 +1,14 @@
-"""Evaluation of SPLADE models by exact sparse search: the metrics of the ranking, and how sparse the vectors are."""
+"""How sparse the vectors of a learned-sparse model are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 
-import numpy as np
 import torch
-from datasets import Dataset
-from sentence_transformers import SparseEncoder
-from sentence_transformers.sparse_encoder.evaluation import SparseNanoBEIREvaluator
-from torch import Tensor
 
-from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.evaluation import held_out
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection
-from pylate_fastmaxsim.recipes.evaluation.finite import only_finite
-from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS, mean_over_sets
-from pylate_fastmaxsim.recipes.evaluation.ranking import DEPTH, METRICS, encode_corpus, metrics_of, ranking, shown
-from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
-from pylate_fastmaxsim.recipes.models.encode import encode, exact_search
 from pylate_fastmaxsim.sparse import SparseBatch
 
 SPARSITY = ("flops", "query_nonzeros", "document_nonzeros")
-
-
-def evaluate(recipe: Recipe, model: SparseEncoder, data: RecipeData) -> dict[str, float]:
-    """Metrics by name, of the one of the three that the recipe has, and :func:`sparsity` of the same texts."""
-    batch_size = recipe.evaluation.batch_size
-    with only_finite(model):
-        if data.collection is not None:
-            return evaluate_collection(model, data.collection, batch_size)
-        if data.nano_beir is not None:
-            return mean_over_sets(data.nano_beir, partial(evaluate_collection, model, batch_size=batch_size))
-        return evaluate_held_out(recipe, model, data.held_out)
-
-
-def names_of_metrics(recipe: Recipe, data: RecipeData) -> list[str]:
-    """The names of what :func:`evaluate` returns."""
-    names = METRICS if data.held_out is None else held_out.names_of_metrics(recipe, data.held_out)
-    return [*names, *SPARSITY]
-
-
-def nano_beir_evaluator(recipe: Recipe) -> SparseNanoBEIREvaluator:
-    """The evaluator of Sentence Transformers, of which only the queries, documents and judgements are used."""
-    return SparseNanoBEIREvaluator(recipe.evaluation.nano_beir, **OPTIONS)
-
-
-def evaluate_collection(model: SparseEncoder, collection: Collection, batch_size: int) -> dict[str, float]:
-    """nDCG@10, MRR@10 and Recall@100 of exact search, and the sparsity of the judged queries and all documents."""
-    queries = encode(model, list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
-    counted = TermCounts(queries.vocabulary)
-    documents = shown(encode_corpus(model, collection.corpus, batch_size), len(collection.corpus), "Searching")
-    found = ranking(collection, *exact_search(queries, counted.passing(documents), DEPTH + 1), DEPTH)
-    return metrics_of(found, collection) | sparsity(TermCounts(queries.vocabulary).add(queries), counted)
-
-
-def evaluate_held_out(recipe: Recipe, model: SparseEncoder, rows: Dataset) -> dict[str, float]:
-    """nDCG@10 over the documents of all rows, and ``kl_divergence`` or ``accuracy`` as for other text encoders.
-
-    The KL divergence is that of softmaxes of the scores as they are, without a temperature.
-    """
-    task = held_out.task_of(recipe, rows)
-    collection = held_out.collection_of_task(task)
-    batch_size = recipe.evaluation.batch_size
-    queries = encode(model, list(task.queries), batch_size, is_query=True, show_progress=True)
-    documents = SparseBatch.concatenate(
-        shown(encode_corpus(model, collection.corpus, batch_size), len(task.documents), "Encoding documents")
-    )
-    found = ranking(collection, *exact_search(queries, [documents], DEPTH), DEPTH)
-    metrics = metrics_of(found, collection, ["ndcg@10"])
-    if len(held_out.names_of_metrics(recipe, rows)) > 1:
-        scores = _scores_of_rows(recipe, rows, queries, documents, task)
-        metrics |= held_out.metrics_of_rows(recipe, rows, scores)
-    counts = [TermCounts(batch.vocabulary).add(batch) for batch in (queries, documents)]
-    return metrics | sparsity(*counts)
-
-
-def _scores_of_rows(
-    recipe: Recipe, rows: Dataset, queries: SparseBatch, documents: SparseBatch, task: held_out.HeldOutTask
-) -> Tensor:
-    """Scores ``[N, n]`` (float64) of the query of each row and its own documents."""
-    own_queries, candidates = held_out.places_of_rows(recipe, rows, task)
-    own_queries = own_queries.repeat_interleave(candidates.shape[1])
-    left, right = (
-        batch.to_scipy().astype(np.float64)[own.numpy()]
-        for batch, own in ((queries, own_queries), (documents, candidates.flatten()))
-    )
-    return torch.from_numpy(np.asarray((left * right).sum(axis=1))).reshape(candidates.shape)
 
 
 class TermCounts:
@@ -127,3 +48,21 @@ def sparsity(queries: TermCounts, documents: TermCounts) -> dict[str, float]:
     """
     shares = [each.counts.double() / max(1, each.texts) for each in (queries, documents)]
     return dict(zip(SPARSITY, map(float, (shares[0] @ shares[1], *(share.sum() for share in shares))), strict=True))
+
+
+class Sparsity:
+    """:func:`sparsity` of what is searched; nothing of token embeddings."""
+
+    def __init__(self) -> None:
+        self._sides: list[TermCounts] = []
+
+    def counted(self, queries: object, documents: Iterable) -> Iterable:
+        """The same batches of documents, each counted as it goes by, beside the queries."""
+        if not isinstance(queries, SparseBatch):
+            return documents
+        self._sides = [TermCounts(queries.vocabulary).add(queries), TermCounts(queries.vocabulary)]
+        return self._sides[1].passing(documents)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the documents that went by."""
+        return sparsity(*self._sides) if self._sides else {}

@@ -14,9 +14,9 @@ from tokenizers import models as tokenizer_models
 from tokenizers.trainers import BpeTrainer
 from transformers import ModernBertConfig, PreTrainedTokenizerFast, set_seed
 
-from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import BuildSection, ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.kind import kind_of
 
 SPECIAL_TOKENS = {
     "pad_token": "[PAD]",
@@ -40,13 +40,13 @@ def _one_sentence() -> Iterator[None]:
 
 def build_model(section: ModelSection, texts: Iterable[str], seed: int, directory: Path) -> None:
     """Train a tokenizer on ``texts``, draw the weights from ``seed``, and save a ColBERT or a SPLADE in ``directory``."""
-    kind = backend(section, __package__)
+    kind = kind_of(section)
     tokenizer = train_tokenizer(texts, section.build.vocab_size)
     set_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         with _one_sentence():
-            encoder = kind.ENCODER_CLASS(_configuration(section.build, tokenizer))
+            encoder = kind.encoder_class(_configuration(section.build, tokenizer))
         encoder.save_pretrained(folder)
         set_seed(seed)
         with _one_sentence():

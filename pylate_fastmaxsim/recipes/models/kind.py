@@ -11,8 +11,7 @@ from sentence_transformers import SparseEncoder
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.models.load import CONFIG_FILE, is_missing_folder, load_model, model_failure, model_type
-from pylate_fastmaxsim.recipes.models.retriever import TextRetriever, VisualRetriever
-from pylate_fastmaxsim.recipes.models.sparse import require_inner_product
+from pylate_fastmaxsim.recipes.models.retriever import TextRetriever, VisualRetriever, require_inner_product
 from pylate_fastmaxsim.retrieval.static.files import DESCRIPTION_FILE as STATIC_FILE
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 

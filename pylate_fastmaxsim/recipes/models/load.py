@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, set_seed
 
 from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.models.retriever import Retriever, encoder_of
 
 CONFIG_FILE = "config_sentence_transformers.json"
@@ -49,7 +49,7 @@ def load_trained(section: ModelSection, checkpoint: Path, device: torch.device |
 
 
 def _load(section: ModelSection, device: torch.device | str, seed: int, key: str, checkpoint: Path | None) -> Retriever:
-    kind = backend(section, __package__)
+    kind = kind_of(section)
     loaded = section if checkpoint is None else replace(section, name_or_path=str(checkpoint))
     set_seed(seed)
     try:

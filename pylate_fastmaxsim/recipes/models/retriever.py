@@ -12,6 +12,8 @@ from sentence_transformers import SparseEncoder
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pylate_fastmaxsim.recipes.errors import RecipeError
+
 if TYPE_CHECKING:
     from colpali_engine.utils.processing_utils import BaseVisualRetrieverProcessor
     from peft import PeftModel
@@ -62,3 +64,11 @@ def is_multi_vector(model: object) -> bool:
     """Whether a model is a MultiVectorEncoder, which Sentence Transformers has from release 6 on."""
     kind = getattr(sentence_transformers, "MultiVectorEncoder", None)
     return kind is not None and isinstance(model, kind)
+
+
+def require_inner_product(model: SparseEncoder, key: str, name: str) -> None:
+    """Refuse a model with another similarity, which exact sparse search has not."""
+    if model.similarity_fn_name != "dot":
+        raise RecipeError(
+            f"{key} {name} must score by the inner product (dot), but its similarity is {model.similarity_fn_name}."
+        )

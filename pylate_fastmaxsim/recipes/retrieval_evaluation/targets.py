@@ -14,7 +14,7 @@ from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
 from pylate_fastmaxsim.recipes.config.shipped import is_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection, load_collection
-from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of_task, task_of
+from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.kind import load_retriever, saved_class
 from pylate_fastmaxsim.recipes.models.load import load_trained
@@ -143,11 +143,7 @@ def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> 
         raise RecipeError(f"{first.name} has {has}; name one collection with --beir.")
     prepared, name = prepare(first), f"rows held out by {first.name}"
     held_out = load_data(prepared).held_out
-    if not visual:
-        return name, collection_of_task(task_of(prepared, held_out))
-    from pylate_fastmaxsim.recipes.evaluation.visual import collection_of_pages
-
-    return name, collection_of_pages(held_out)
+    return name, collection_of(prepared, held_out)
 
 
 def _evaluated_on(recipe: Recipe) -> Any:

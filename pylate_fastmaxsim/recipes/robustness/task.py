@@ -77,10 +77,10 @@ def task_of(recipe: Recipe, data: RecipeData, limits: Limits) -> Task:
 
 def _held_out_task(recipe: Recipe, data: RecipeData, limits: Limits) -> Task:
     """As the evaluation of held-out rows; the texts to append are positives that were trained on."""
-    found = held_out.task_of(recipe, data.held_out)
-    queries, corpus = list(found.queries), list(found.documents)
-    place = {name: number for number, name in enumerate(found.documents.values())}
-    gold = [{place[name]: 1.0 for name in found.relevant[query]} for query in found.queries.values()]
+    found = held_out.collection_of(recipe, data.held_out)
+    queries, corpus = list(found.queries.values()), found.corpus["text"][:]
+    place = {name: number for number, name in enumerate(found.corpus["_id"])}
+    gold = [{place[name]: 1.0 for name in found.judgements[query]} for query in found.queries]
     chosen, documents = _chosen(gold, len(corpus), limits)
     texts = [corpus[document] for document in documents]
     return Task(

@@ -10,9 +10,9 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import Trainer, get_scheduler
 from transformers.integrations import is_tensorboard_available, is_wandb_available
 
-from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.models.hardware import gpu_has_bf16
 
 REPORTERS = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
@@ -46,12 +46,12 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
     precision = _precision(recipe, on_gpu)
     if options["report_to"] == "auto":
         options["report_to"] = [name for name, is_available in REPORTERS.items() if is_available()]
-    kind = backend(recipe.model, __package__)
+    kind = kind_of(recipe.model)
     try:
-        arguments = kind.ARGUMENTS_CLASS(
+        arguments = kind.arguments_class(
             **{
                 **options,
-                **kind.ARGUMENTS,
+                **kind.arguments,
                 "output_dir": recipe.output_dir,
                 "run_name": recipe.name,
                 "max_steps": recipe.training.max_steps or -1,

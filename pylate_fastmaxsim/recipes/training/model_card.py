@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from sentence_transformers import SentenceTransformerTrainer
+from sentence_transformers.evaluation import SentenceEvaluator
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
-from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
+from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.models.retriever import TextRetriever, encoder_of
 from pylate_fastmaxsim.recipes.pooling import described, final_pooling
 
 
 def name_recipe(folder: Path, recipe: Recipe) -> None:
     """Append recipe and versions to the card that the host library wrote into ``folder``."""
-    host = backend(recipe.model, __package__).HOST
+    host = kind_of(recipe.model).host
     with open(folder / "README.md", "a", encoding="utf-8") as card:
         card.write(
             f"\n## Training recipe\n\nTrained with the recipe `{recipe.name}` of pylate-fastmaxsim "
@@ -30,6 +31,26 @@ def name_recipe(folder: Path, recipe: Recipe) -> None:
                 f"\nPooling of the similarities, where MaxSim takes the maximum: {described(pooling)}. To score like this: "
                 f"`pylate_fastmaxsim.enable(pooling={final_pooling(pooling)})`.\n"
             )
+
+
+class RecipeEvaluation(SentenceEvaluator):
+    """What the card names as the source of the metrics of a recipe's evaluation."""
+
+    primary_metric = "ndcg@10"
+
+    def __init__(self, section: EvaluationSection) -> None:
+        super().__init__()
+        self.name = section.beir or ("NanoBEIR" if section.nano_beir else "held-out")
+
+    @property
+    def description(self) -> str:
+        return "Exact Search"
+
+
+def add_metrics(recipe: Recipe, model: TextRetriever, metrics: dict[str, float]) -> None:
+    """Add the metrics of the evaluation to the card of a model, where there are some."""
+    if metrics := {name: value for name, value in metrics.items() if value is not None}:
+        model.model_card_data.set_evaluation_metrics(RecipeEvaluation(recipe.evaluation), metrics)
 
 
 def restore_card_metadata(trainer: SentenceTransformerTrainer, state: TrainerState, begun: TextRetriever) -> None:

@@ -19,7 +19,7 @@ from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.files.write import make_directory
 from pylate_fastmaxsim.recipes.models.from_scratch import build_model
 from pylate_fastmaxsim.recipes.models.load import load_model
-from pylate_fastmaxsim.recipes.training.checkpoints import remove_checkpoints
+from pylate_fastmaxsim.recipes.trainers.checkpoints import remove_checkpoints
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 
 PAIRS = "pairs.parquet"

@@ -13,7 +13,7 @@ from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.config.yaml_text import read_yaml
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.write import make_directory, write_text_atomically
-from pylate_fastmaxsim.recipes.training.checkpoints import (
+from pylate_fastmaxsim.recipes.trainers.checkpoints import (
     checkpoints_in,
     last_checkpoint,
     remove_checkpoints,

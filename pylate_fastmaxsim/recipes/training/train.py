@@ -13,29 +13,29 @@ from transformers import ProgressCallback, Trainer, TrainerState
 
 from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.files.replace import replace_folder
-from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import FastSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
+from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.models.load import load_model, load_trained
 from pylate_fastmaxsim.recipes.models.retriever import Retriever
 from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
+from pylate_fastmaxsim.recipes.trainers.callbacks import IntervalsOfRecipe, ShuffleByEpoch, StopOnInterrupt
+from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint, trained_state
+from pylate_fastmaxsim.recipes.trainers.epochs import FinishByEpochs, RefuseUnevenEpochs
+from pylate_fastmaxsim.recipes.trainers.sharded import require_reduced_once, unsharded_loading
 from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
-from pylate_fastmaxsim.recipes.training.callbacks import IntervalsOfRecipe, ShuffleByEpoch, StopOnInterrupt
-from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint, trained_state
-from pylate_fastmaxsim.recipes.training.epochs import FinishByEpochs, RefuseUnevenEpochs
 from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.model_card import NameRecipe, name_recipe, restore_card_metadata
+from pylate_fastmaxsim.recipes.training.model_card import NameRecipe, add_metrics, name_recipe, restore_card_metadata
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.run_directory import (
     MODEL_DIRECTORY,
     open_run_directory,
     require_own_checkpoints,
 )
-from pylate_fastmaxsim.recipes.training.sharded import require_reduced_once, unsharded_loading
 from pylate_fastmaxsim.recipes.training.trainer import build_trainer, require_steps
 
 logger = logging.getLogger(__name__)
@@ -108,8 +108,9 @@ def _train(
         else:
             with unsharded_loading(arguments):
                 begun, model = model, load_trained(prepared.model, checkpoint, arguments.device)
-            if plain := backend(recipe.model, __package__).CARD_TRAINER:
-                trainer = build_trainer(trained_with, model, data.train, arguments, plain)
+            kind = kind_of(recipe.model)
+            if kind.writes_card:
+                trainer = build_trainer(trained_with, model, data.train, arguments, kind.plain_trainer)
                 restore_card_metadata(trainer, state, begun)
             del begun
         result = {
@@ -123,8 +124,9 @@ def _train(
         if arguments.should_save:
             # The evaluation may take hours and fail, so save first.
             _save(trained_with, model, result)
-            result |= _evaluate_saved(recipe, prepared, model, data)
-            _save_metrics(trained_with, model, result)
+            metrics = _evaluate_saved(recipe, prepared, model, data)
+            result |= metrics
+            _save_metrics(trained_with, model, result, metrics)
     return result
 
 
@@ -156,8 +158,7 @@ def _run_trainer(recipe: Recipe, trainer: Trainer, checkpoint: Path | None) -> T
     for callback in (interrupt, *own):
         trainer.add_callback(callback)
     if recipe.training.log_gradient_concentration is not None:
-        kind = backend(recipe.model, __package__)
-        trainer.add_callback(kind.gradient_concentration_logger(recipe, trainer))
+        trainer.add_callback(kind_of(recipe.model).gradient_logger(recipe, trainer))
     try:
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     finally:
@@ -189,10 +190,11 @@ def _save(recipe: Recipe, model: Retriever, result: dict[str, Any]) -> None:
     _write_result(recipe, result)
 
 
-def _save_metrics(recipe: Recipe, model: Retriever, result: dict[str, Any]) -> None:
+def _save_metrics(recipe: Recipe, model: Retriever, result: dict[str, Any], metrics: dict[str, float | None]) -> None:
     """Add the metrics to the card and to ``train.json``; the weights on disk stay as they are."""
-    if backend(recipe.model, __package__).CARD_TRAINER:
+    if kind_of(recipe.model).writes_card:
         directory = Path(recipe.output_dir, MODEL_DIRECTORY)
+        add_metrics(recipe, model, metrics)
         model._create_model_card(str(directory))
         name_recipe(directory, recipe)
     _write_result(recipe, result)

@@ -6,9 +6,9 @@ from datasets import Dataset
 from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import Trainer, TrainerState
 
-from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.models.retriever import Retriever
 
 
@@ -20,7 +20,7 @@ def build_trainer(
     trainer_class: type[Trainer] | None = None,
 ) -> Trainer:
     """A trainer with the loss and the collator of PyLate, Sentence Transformers or colpali-engine, as they document it."""
-    return backend(recipe.model, __package__).build_trainer(recipe.loss, model, rows, arguments, trainer_class)
+    return kind_of(recipe.model).build_trainer(recipe.loss, model, rows, arguments, trainer_class)
 
 
 def require_steps(recipe: Recipe, state: TrainerState) -> None:

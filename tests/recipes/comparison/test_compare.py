@@ -26,8 +26,8 @@ from pylate_fastmaxsim.comparison.runs import PHASES, summarize
 from pylate_fastmaxsim.comparison.turns import Run, Turns
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.recipes.comparison.compare import MODES, _last_bar, last_step
+from pylate_fastmaxsim.recipes.comparison.counters import Counted
 from pylate_fastmaxsim.recipes.comparison.measure import measure
-from pylate_fastmaxsim.recipes.comparison.text import MeasuredTrainer
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 
@@ -127,7 +127,7 @@ def test_measuring_says_that_memory_ran_out(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     recipe = prepare(load_recipe(write(tmp_path, tiny(tmp_path))))
-    monkeypatch.setattr(MeasuredTrainer, "training_step", full)
+    monkeypatch.setattr(Counted, "training_step", full)
     assert measure(recipe, tmp_path / "steps.jsonl")["status"] == "out of memory"
 
 

@@ -10,8 +10,8 @@ from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.comparison.runs import PHASES
 from pylate_fastmaxsim.recipes.comparison import phases
-from pylate_fastmaxsim.recipes.comparison.phases import WARM_UP_STEPS, Stopwatch, median_phases
-from pylate_fastmaxsim.recipes.comparison.text import PhaseTrainer
+from pylate_fastmaxsim.recipes.comparison.measure import trainer_with
+from pylate_fastmaxsim.recipes.comparison.phases import WARM_UP_STEPS, Phases, Stopwatch, median_phases
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.plugin import switched
@@ -63,7 +63,7 @@ def test_a_slow_part_shows_under_its_name(loss, fast, tmp_path, clock):
     with switched(prepared.fast):
         for part in ("none", *PHASES):
             model = load_model(prepared.model, "cpu", seed=0)
-            trainer = build_trainer(prepared, model, rows, arguments, PhaseTrainer)
+            trainer = build_trainer(prepared, model, rows, arguments, trainer_with(Phases, prepared))
             if part == "tokenise":
                 trainer.data_collator.tokenize_fn = clock.slow(trainer.data_collator.tokenize_fn)
             elif part == "encode":

@@ -14,7 +14,7 @@ from tiny_recipe import few_steps, hub_dataset, kd_subsets, text
 from pylate_fastmaxsim.integrations.pylate.token_vectors import token_vectors
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
-from pylate_fastmaxsim.recipes.evaluation.pylate_evaluators import retrieval_evaluator
+from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.mine import mine
 from pylate_fastmaxsim.recipes.models.load import load_model
@@ -54,9 +54,9 @@ def test_msmarco(encoder, tmp_path, caplog):
     recipe = load_recipe(RECIPES / "colbert_msmarco.yaml", few_steps(tmp_path / "out", *overrides))
     held_out = load_data(recipe).held_out
     assert held_out.column_names == ["query", "positive", "negative"]
-    evaluator = retrieval_evaluator(recipe, held_out, load_model(recipe.model, "cpu", seed=0))
-    assert set(evaluator.queries) == set(held_out["query"])
-    assert set(evaluator.corpus) == {*held_out["positive"], *held_out["negative"]}
+    collection = collection_of(recipe, held_out)
+    assert set(collection.queries.values()) == set(held_out["query"])
+    assert set(collection.corpus["text"]) == {*held_out["positive"], *held_out["negative"]}
 
 
 @pytest.mark.e2e

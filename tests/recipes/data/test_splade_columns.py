@@ -7,8 +7,8 @@ from datasets import Dataset
 from splade_recipe import tiny_splade
 from tiny_recipe import write
 
-from pylate_fastmaxsim.recipes.data.sparse import check_columns
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.load import load_recipe
 
 KD = {"documents": ["a", "b"], "scores": [1.0, 0.5]}
@@ -39,11 +39,11 @@ KD = {"documents": ["a", "b"], "scores": [1.0, 0.5]}
 def test_columns_that_do_not_fit_are_refused(row, loss, sentence, tmp_path):
     recipe = load_recipe(write(tmp_path, tiny_splade(tmp_path, loss={"name": loss})))
     with pytest.raises(RecipeError, match=sentence):
-        check_columns(recipe, Dataset.from_list([row]), list(row))
+        kind_of(recipe.model).fitted(recipe, Dataset.from_list([row]))
 
 
 def test_names_are_free_otherwise(tmp_path):
     for loss, row in {"contrastive": {"a": "q", "b": "d", "query": "n"}, "distillation": {"a": "q", **KD}}.items():
         override = [f"data.columns=[{', '.join(row)}]"]
         recipe = load_recipe(write(tmp_path, tiny_splade(tmp_path, loss={"name": loss})), override)
-        check_columns(recipe, Dataset.from_list([row]), list(row))
+        kind_of(recipe.model).fitted(recipe, Dataset.from_list([row]))

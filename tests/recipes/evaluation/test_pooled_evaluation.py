@@ -7,17 +7,14 @@ import pytest
 import torch
 from datasets import Dataset
 from pooled_definitions import defined_scores
-from pylate.evaluation import colbert_distillation, colbert_triplet
 from tiny_recipe import text, tiny, write
-from torch.nn.utils.rnn import pad_sequence
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK
+from pylate_fastmaxsim import Softmax, TokenBatch
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection
-from pylate_fastmaxsim.recipes.evaluation.pooling import pooled_pairs, score_functions
+from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.evaluation.ranking import retrieve
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
-from pylate_fastmaxsim.recipes.evaluation.text import evaluate
 from pylate_fastmaxsim.recipes.load import load_recipe
 
 STATES = {"off": nullcontext, "on": pylate_fastmaxsim.enabled}
@@ -28,26 +25,6 @@ def state(request):
     """The plugin off and on."""
     with STATES[request.param]():
         yield request.param
-
-
-@pytest.mark.parametrize("pooling", [TopK(3), Softmax(0.5), LogSumExp(0.5)])
-def test_padding_of_the_evaluators_does_not_count(pooling, state):
-    torch.manual_seed(0)
-    queries = [torch.randn(length, 8) for length in (3, 5, 4)]
-    documents = [torch.randn(length, 8) for length in (2, 9, 1, 6, 7, 3)]
-    expected = defined_scores(*map(TokenBatch.from_list, (queries, documents)), pooling=pooling).float()
-    padded_queries, padded = (pad_sequence(each, batch_first=True) for each in (queries, documents))
-    ((name, score),) = score_functions(pooling).items()
-    assert name == type(pooling).__name__
-    torch.testing.assert_close(score(padded_queries, padded), expected)
-    before = colbert_triplet.colbert_scores_pairwise, colbert_distillation.colbert_kd_scores
-    with pooled_pairs(pooling):
-        pairs = colbert_triplet.colbert_scores_pairwise(queries_embeddings=queries, documents_embeddings=documents[:3])
-        own = colbert_distillation.colbert_kd_scores(padded_queries, padded.view(3, 2, 9, 8))
-    torch.testing.assert_close(pairs, expected[:, :3].diagonal())
-    torch.testing.assert_close(own, expected.view(3, 3, 2)[range(3), range(3)])
-    assert (colbert_triplet.colbert_scores_pairwise, colbert_distillation.colbert_kd_scores) == before
-    assert score_functions(Max()) is None
 
 
 ROWS = {

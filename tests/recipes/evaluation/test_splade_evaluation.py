@@ -58,7 +58,7 @@ def of_recipe(tmp_path, saved: str, rows: list[dict], **sections):
 
 def test_flops_are_the_mean_number_of_products_of_a_query_and_a_document(model, saved, tmp_path, monkeypatch):
     monkeypatch.setattr(ranking, "BATCHES_AT_ONCE", 3)  # several batches of documents
-    monkeypatch.setattr(sparse, "metrics_of", lambda found, collection: {"found": float(len(found))})
+    monkeypatch.setattr(ranking, "metrics_of", lambda found, collection: {"found": float(len(found))})
     collection = load_collection(EvaluationSection(beir=str(write_folder(tmp_path / "data"))))
     recipe = load_recipe(write(tmp_path, splade_over(tmp_path, saved)))
     found = evaluate(recipe, model, RecipeData(None, collection=collection))

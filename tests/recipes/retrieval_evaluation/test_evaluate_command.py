@@ -23,7 +23,7 @@ from pylate_fastmaxsim import StaticLateInteraction
 from pylate_fastmaxsim.cli import load_app
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
 from pylate_fastmaxsim.recipes.evaluation import beir, ranking
-from pylate_fastmaxsim.recipes.evaluation.text import evaluate as evaluate_recipe
+from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate as evaluate_recipe
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.kind import load_retriever
 from pylate_fastmaxsim.recipes.retrieval_evaluation.targets import find_targets

@@ -61,7 +61,7 @@ def test_a_gpu_without_bf16(gpu_without_bf16, tmp_path, monkeypatch):
 
 def test_adapters_on_a_gpu_without_bf16_have_float32_weights(gpu_without_bf16, monkeypatch):
     pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
-    from pylate_fastmaxsim.recipes.models.visual import _dtype
+    from pylate_fastmaxsim.recipes.kinds.pages import _dtype
 
     section = load_recipe(COLQWEN).model
     assert section.dtype == "auto" and _dtype(section, torch.device("cuda")) == torch.float32

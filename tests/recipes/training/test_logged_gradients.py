@@ -20,10 +20,10 @@ from transformers import TrainerCallback
 from pylate_fastmaxsim import PooledScores, Softmax, TokenBatch, TopK, pooled_scores
 from pylate_fastmaxsim.diagnostics.gradient_concentration import gradient_concentration
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.trainers.callbacks import LogGradientConcentration
 from pylate_fastmaxsim.recipes.training import train as training
-from pylate_fastmaxsim.recipes.training.callbacks import LogGradientConcentration
-from pylate_fastmaxsim.recipes.training.text import gradient_concentration_logger
 
 PREFIX = "gradient_concentration/"
 
@@ -122,7 +122,8 @@ def test_the_pooling_is_that_of_the_loss_at_this_step(tmp_path):
     batches = [TokenBatch.from_list([torch.randn(9, 4) for _ in range(3)]) for _ in range(2)]
 
     def figures(*overrides):
-        return gradient_concentration_logger(load_recipe(file, overrides), trainer)._figures(*batches)
+        recipe = load_recipe(file, overrides)
+        return kind_of(recipe.model).gradient_logger(recipe, trainer)._figures(*batches)
 
     of_pooling = [figures("loss.pooling.top_k=2")]
     loss.score_metric.pooling = TopK(1)

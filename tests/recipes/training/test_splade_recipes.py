@@ -22,12 +22,12 @@ from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_enco
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.config.schema import LossSection, RegularizersSection
+from pylate_fastmaxsim.recipes.kinds.splade import build_loss
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.sparse import build_loss
 from pylate_fastmaxsim.recipes.training.trainer import build_trainer
 
 WEIGHTS = {"query_weight": 0.01, "document_weight": 0.02}

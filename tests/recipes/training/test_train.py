@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.trainers.sharded import RecipeTrainer
 from pylate_fastmaxsim.recipes.training import train as training
-from pylate_fastmaxsim.recipes.training.sharded import RecipeTrainer
 
 
 def without_checkpoints(folder: Path, output: str = "out") -> Path:

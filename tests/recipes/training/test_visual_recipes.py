@@ -26,11 +26,11 @@ from pylate_fastmaxsim.cli import load_app
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
-from pylate_fastmaxsim.recipes.evaluation.visual import collection_of_pages, evaluate_pages
+from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate, evaluate_held_out
+from pylate_fastmaxsim.recipes.evaluation.pages import collection_of_pages
+from pylate_fastmaxsim.recipes.kinds.pages import CLASSES
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model, load_trained
-from pylate_fastmaxsim.recipes.models.visual import CLASSES
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
 
@@ -233,7 +233,7 @@ def test_misuse_is_one_sentence(override, sentence, recipe, tmp_path):
 def test_a_missing_colpali_engine_is_named_with_what_installs_it(recipe, monkeypatch):
     loaded = recipe("colqwen2")
     monkeypatch.setitem(sys.modules, "colpali_engine", None)
-    monkeypatch.delitem(sys.modules, "pylate_fastmaxsim.recipes.training.visual", raising=False)
+    monkeypatch.delitem(sys.modules, "pylate_fastmaxsim.recipes.kinds.pages", raising=False)
     with pytest.raises(RecipeError, match=r'pip install "pylate-fastmaxsim\[pylate,recipes,colpali\]"'):
         train(loaded)
 
@@ -248,7 +248,7 @@ def test_equal_pages_and_equal_queries_count_as_one(recipe, queries, images):
     loaded = recipe("colqwen2")
     features = Features({"query": Value("string"), "image": Image()})
     held_out = Dataset.from_dict({"query": queries, "image": images}, features=features)
-    assert evaluate_pages(load_model(loaded.model, "cpu", 0), held_out, 2) == {"ndcg@10": 1.0}
+    assert evaluate_held_out(loaded, load_model(loaded.model, "cpu", 0), held_out) == {"ndcg@10": 1.0}
 
 
 def test_a_model_of_nan_has_no_metrics(recipe, caplog):

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.write import write_atomically
-from pylate_fastmaxsim.recipes.training.checkpoints import CHECKPOINT_LAST_FILE
+from pylate_fastmaxsim.recipes.trainers.checkpoints import CHECKPOINT_LAST_FILE
 
 # transformers from 5.3, where RecipeTrainer can tell the trainer where to resume.
 COUNTS_BATCHES = hasattr(Trainer, "_init_training_state")

@@ -1,4 +1,4 @@
-"""PyLate's evaluators at the end of a recipe: what they say of the saved model when they are called by hand."""
+"""The metrics of a recipe are those that PyLate's own evaluators have for the saved model."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ import datasets
 import torch
 from datasets import Dataset
 from pylate import evaluation
+from pylate.evaluation import colbert_distillation
 from pylate.evaluation.nano_beir_evaluator import MAPPING_DATASET_NAME_TO_ID
 from pylate.models import ColBERT
 from rich.console import Console
 from tiny_recipe import hub_dataset, text, tiny, write
 
+import pylate_fastmaxsim
 from pylate_fastmaxsim.comparison.html import write_html
 from pylate_fastmaxsim.comparison.report import comparison_table
 from pylate_fastmaxsim.comparison.runs import contrast, summarize
 from pylate_fastmaxsim.recipes.comparison.report import training_table
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation import pylate_evaluators
-from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
+from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate, evaluate_held_out
+from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.plugin import switched
+from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.train import train
@@ -78,33 +81,48 @@ def cells(result: dict) -> dict[str, str]:
     return dict(zip(*(column.cells for column in table.columns), strict=True))
 
 
-def test_accuracy_is_that_of_held_out_triplets(tmp_path, calls):
+@pytest.mark.parametrize("pooling", ["max", {"softmax": 0.1}])
+def test_held_out_triplets_have_the_metrics_of_pylate(pooling, tmp_path):
     rows = triplets()
     for row in rows[::3]:  # which the model gets wrong
         row["positive"], row["negative"] = row["negative"], row["positive"]
-    recipe = recipe_of(tmp_path, rows)
-    result = train(recipe)
-    rows = load_data(prepare(recipe)).held_out[:]
-    model = ColBERT(result["model"], device="cpu")
-    evaluator = evaluation.ColBERTTripletEvaluator(rows["query"], rows["positive"], rows["negative"], write_csv=False)
-    calls.clear()
-    expected = evaluator(model)["accuracy"]
-    assert 0 < expected < 1 and not calls
-    assert result["accuracy"] == expected and cells(result)["Triplet accuracy"] == f"{expected:.4f}"
-    with switched(recipe.fast):
-        again = evaluate(recipe, model, load_data(prepare(recipe)))
-    assert again == {"ndcg@10": result["ndcg@10"], "accuracy": expected}
-    assert len(calls) == 3  # the documents of the retrieval, the positives and the negatives
-
-
-@pytest.mark.parametrize("normalize", [None, False])
-def test_the_divergence_is_that_of_held_out_rows(normalize, tmp_path, calls, monkeypatch):
-    recipe = recipe_of(tmp_path, taught(), loss={"name": "distillation", "normalize_scores": normalize})
+    recipe = recipe_of(tmp_path, rows, loss={"pooling": pooling})
     result = train(recipe)
     data = load_data(prepare(recipe))
     rows = data.held_out[:]
     model = ColBERT(result["model"], device="cpu")
+    evaluator = evaluation.ColBERTTripletEvaluator(rows["query"], rows["positive"], rows["negative"], write_csv=False)
+    collection = collection_of(recipe, data.held_out)
+    retrieval = evaluation.PyLateInformationRetrievalEvaluator(
+        collection.queries,
+        dict(zip(collection.corpus["_id"], collection.corpus["text"], strict=True)),
+        {query: set(judged) for query, judged in collection.judgements.items()},
+        write_csv=False,
+    )
+    with pylate_fastmaxsim.enabled(pooling=final_pooling(recipe.loss.pooling)):
+        expected = {"ndcg@10": retrieval(model)[retrieval.primary_metric], "accuracy": evaluator(model)["accuracy"]}
+    assert 0 < expected["accuracy"] < 1
+    assert {name: result[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert cells(result)["Triplet accuracy"] == f"{expected['accuracy']:.4f}"
+    with switched(recipe.fast):
+        assert evaluate(recipe, model, data) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("normalize", [None, False])
+def test_the_divergence_is_that_of_pylate(normalize, tmp_path, monkeypatch):
+    recipe = recipe_of(tmp_path, taught(), loss={"name": "distillation", "normalize_scores": normalize})
+    result = train(recipe)
+    rows = load_data(prepare(recipe)).held_out[:]
+    model = ColBERT(result["model"], device="cpu")
     expected = {}
+
+    def without_padding(queries_embeddings, documents_embeddings):
+        """PyLate lets the rows of zeros win that it pads documents with."""
+        similarities = torch.einsum("ash,abth->abst", queries_embeddings, documents_embeddings)
+        padding = (documents_embeddings == 0).all(-1)[:, :, None]
+        return similarities.masked_fill(padding, -torch.inf).max(-1).values.sum(-1)
+
+    monkeypatch.setattr(colbert_distillation, "colbert_kd_scores", without_padding)
     for option in (True, False):
         evaluator = evaluation.ColBERTDistillationEvaluator(
             rows["query"],
@@ -116,21 +134,8 @@ def test_the_divergence_is_that_of_held_out_rows(normalize, tmp_path, calls, mon
         expected[option] = evaluator(model)["kl_divergence"]
     assert expected[True] != pytest.approx(expected[False], rel=0.01)
     divergence = expected[normalize is not False]  # PyLate normalizes where nothing is said, as its loss does
-    assert result["kl_divergence"] == pytest.approx(divergence, rel=1e-4) and "accuracy" not in result
+    assert result["kl_divergence"] == pytest.approx(divergence, rel=1e-6) and "accuracy" not in result
     assert cells(result)["KL divergence"] == f"{result['kl_divergence']:.4f}"
-    # Five rows at a time of 12, each of 3 documents.
-    monkeypatch.setattr(
-        pylate_evaluators, "EVALUATION_SIMILARITIES", 5 * 3 * model.query_length * model.document_length
-    )
-    calls.clear()
-    model.model_card_data.eval_results_dict.clear()
-    stock = pylate_evaluators.kl_divergence(recipe, data.held_out, model)
-    assert stock == pytest.approx(divergence, rel=1e-4) and not calls
-    # Of three parts the card says one thing: all of them together.
-    assert list(model.model_card_data.eval_results_dict.values()) == [{"held-out_kl_divergence": stock}]
-    with switched(recipe.fast):
-        assert pylate_evaluators.kl_divergence(recipe, data.held_out, model) == pytest.approx(divergence, rel=1e-4)
-    assert len(calls) == 3
 
 
 def model_of(recipe: Recipe) -> ColBERT:
@@ -144,9 +149,9 @@ def test_texts_that_occur_in_several_held_out_rows_count_once(kind, tmp_path):
     model = model_of(recipe)
     once = load_data(prepare(recipe)).held_out
     thrice = Dataset.from_list([row for row in once for _ in range(3)])
-    expected = pylate_evaluators.evaluate_held_out(recipe, model, once)
+    expected = evaluate_held_out(recipe, model, once)
     assert 0 < expected["ndcg@10"] < 1 and len(expected) == 2
-    assert pylate_evaluators.evaluate_held_out(recipe, model, thrice) == pytest.approx(expected, rel=1e-5)
+    assert evaluate_held_out(recipe, model, thrice) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["pairs", "triplets", "distillation", "nano_beir"])
@@ -197,11 +202,12 @@ def test_a_held_out_query_has_the_relevant_documents_of_all_its_rows(tmp_path):
             {"query": "a", "positive": "second", "negative": "third"},
         ]
     )
-    evaluator = pylate_evaluators.retrieval_evaluator(recipe, rows, model_of(recipe))
-    assert (evaluator.queries, evaluator.corpus) == (["a", "b"], ["first", "other", "second", "third"])
-    # Without repeated texts they are numbered by row, and PyLate goes by the number where scores are equal.
-    assert (evaluator.queries_ids, evaluator.corpus_ids) == (["q0", "q1"], ["d0-0", "d0-1", "d1-1", "d2-1"])
-    assert evaluator.relevant_docs == {"q0": {"d0-0", "d1-1"}, "q1": {"d0-1"}}
+    collection = collection_of(recipe, rows)
+    # Without repeated texts they are numbered by row.
+    assert collection.queries == {"q0": "a", "q1": "b"}
+    ids = ["d0-0", "d0-1", "d1-1", "d2-1"]
+    assert collection.corpus[:] == {"_id": ids, "text": ["first", "other", "second", "third"]}
+    assert collection.judgements == {"q0": {"d0-0": 1, "d1-1": 1}, "q1": {"d0-1": 1}}
     taught_rows = Dataset.from_list(
         [
             {"query": "a", "documents": ["first", "other"], "scores": [2.0, 1.0]},
@@ -210,9 +216,9 @@ def test_a_held_out_query_has_the_relevant_documents_of_all_its_rows(tmp_path):
         ]
     )
     recipe = recipe_of(tmp_path, taught(), loss={"name": "distillation"})
-    evaluator = pylate_evaluators.retrieval_evaluator(recipe, taught_rows, model_of(recipe))
-    assert (evaluator.queries, evaluator.corpus) == (["a", "b"], ["first", "other", "second"])
-    assert evaluator.relevant_docs == {"q0": {"d0-0", "d1-1"}, "q2": {"d0-0"}}
+    collection = collection_of(recipe, taught_rows)
+    assert (collection.queries, collection.corpus["text"][:]) == ({"q0": "a", "q2": "b"}, ["first", "other", "second"])
+    assert collection.judgements == {"q0": {"d0-0": 1, "d1-1": 1}, "q2": {"d0-0": 1}}
 
 
 @pytest.fixture
@@ -240,24 +246,18 @@ def means(model: ColBERT, *names: str) -> dict[str, float]:
     return {name: metrics[f"NanoBEIR_mean_MaxSim_{name}"] for name in NANO_BEIR_METRICS}
 
 
-def test_nano_beir_is_that_of_pylate(nano_beir, calls, monkeypatch):
+def test_nano_beir_is_that_of_pylate(nano_beir):
     recipe = recipe_of(nano_beir, triplets(), evaluation={"rows": 0, "nano_beir": ["nq"]})
     assert len(load_data(prepare(recipe)).train) == ROWS
     result = train(recipe)
     model = ColBERT(result["model"], device="cpu")
-    calls.clear()
     expected = means(model, "nq")
-    assert not calls and all(0 < value < 1 for value in expected.values())
+    assert all(0 < value < 1 for value in expected.values())
     assert {name: result[name] for name in NANO_BEIR_METRICS} == pytest.approx(expected, abs=1e-6)
     assert {"nDCG@10", "MRR@10", "Recall@100"} <= cells(result).keys()
     # Other sets are no other training, and a name may be written as the set is called.
     both = load_recipe(nano_beir / "tiny.yaml", ["fast.enabled=true", "evaluation.nano_beir=[NQ, msmarco]"])
-    monkeypatch.setattr(
-        pylate_evaluators, "EVALUATION_SIMILARITIES", 50 * 6 * model.query_length * model.document_length
-    )
-    calls.clear()
     again = train(both)
-    assert len(calls) == 3 + 4  # 130 and 170 documents, 50 at a time
     assert again["resumed_from"] == "checkpoint-4" and again["losses"] == result["losses"]
     assert {name: again[name] for name in NANO_BEIR_METRICS} == pytest.approx(means(model, *SETS), abs=1e-6)
 

@@ -10,7 +10,7 @@ from pylate_fastmaxsim.ops.pooled import Max
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.models.encode import encode
 from pylate_fastmaxsim.recipes.scores import ScoreMetric
-from pylate_fastmaxsim.recipes.training.callbacks import LogGradientConcentration
+from pylate_fastmaxsim.recipes.trainers.callbacks import LogGradientConcentration
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # Pairs of which gradients are measured: few, so that it costs less than a step.

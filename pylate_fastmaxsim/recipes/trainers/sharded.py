@@ -17,7 +17,7 @@ from transformers.trainer_utils import has_length
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.training.epochs import batches_done
+from pylate_fastmaxsim.recipes.trainers.epochs import batches_done
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def spread(row: dict[str, Any]) -> dict[str, Any]:
 
     Examples
     --------
-    >>> from pylate_fastmaxsim.recipes.training.documents import spread
+    >>> from pylate_fastmaxsim.recipes.trainers.documents import spread
     >>> spread({"query": "a", "documents": ["b", "c"], "scores": [2.0, 1.0]})
     {'query': 'a', 'documents_0': 'b', 'documents_1': 'c', 'scores': [2.0, 1.0]}
     """

@@ -1,0 +1,139 @@
+"""PyLate's ColBERT models."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from pylate import losses, models, utils
+from pylate.evaluation import NanoBEIREvaluator
+from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from torch import Tensor, nn
+from transformers import Trainer
+
+from pylate_fastmaxsim.recipes.config.schema import LossSection, ModelSection, Recipe
+from pylate_fastmaxsim.recipes.data.text import check_columns, query_named, scores_as_floats
+from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS
+from pylate_fastmaxsim.recipes.kind import kl_divergence
+from pylate_fastmaxsim.recipes.kinds.texts import TextKind, following_schedule
+from pylate_fastmaxsim.recipes.pooling import pooling_at
+from pylate_fastmaxsim.recipes.scores import score_metric
+from pylate_fastmaxsim.recipes.trainers.callbacks import LogGradientConcentration
+from pylate_fastmaxsim.recipes.trainers.gradients import text_gradient_logger
+from pylate_fastmaxsim.recipes.trainers.sharded import RecipeTrainer
+
+logger = logging.getLogger(__name__)
+
+LOSSES = {
+    "contrastive": losses.Contrastive,
+    "cached_contrastive": losses.CachedContrastive,
+    "distillation": losses.Distillation,
+}
+
+
+class ColBERT(TextKind):
+    """``model.kind: colbert``."""
+
+    host = "PyLate"
+    arguments_class = SentenceTransformerTrainingArguments
+    plain_trainer = SentenceTransformerTrainer
+
+    def load(
+        self, section: ModelSection, device: torch.device | str, key: str, checkpoint: Path | None = None
+    ) -> models.ColBERT:
+        if checkpoint is not None:
+            section = replace(section, name_or_path=str(checkpoint))
+        model = self.of_encoder(section, device)
+        self._check_embedding_size(section, model, key)
+        self.check_lengths(section, model)
+        return model
+
+    def of_encoder(self, section: ModelSection, device: torch.device | str) -> models.ColBERT:
+        return models.ColBERT(
+            model_name_or_path=section.name_or_path,
+            device=str(device),
+            embedding_size=section.embedding_size,
+            query_length=section.query_length,
+            document_length=section.document_length,
+            do_query_expansion=section.do_query_expansion,
+            attend_to_expansion_tokens=section.attend_to_expansion_tokens,
+            config_kwargs=dict(section.config_kwargs),
+            trust_remote_code=section.trust_remote_code,
+        )
+
+    def _check_embedding_size(self, section: ModelSection, model: models.ColBERT, key: str) -> None:
+        """Refuse a size for which PyLate has added a random projection after a trained one of another size.
+
+        PyLate only warns, and the commands do not show that warning.
+        """
+        if section.embedding_size is None or len(model) <= 2:
+            return  # one projection, of the checkpoint or added because it has none
+        own = self.of_encoder(replace(section, embedding_size=None), "cpu")  # a checkpoint may have several of its own
+        if len(own) < len(model):
+            size = own[-1].out_features
+            raise RecipeError(
+                f"model.embedding_size must be {size} or null, because {key} {section.name_or_path} ends with a projection "
+                f"of that size, got {section.embedding_size}."
+            )
+
+    def fitted(self, recipe: Recipe, dataset: Dataset) -> Dataset:
+        dataset = query_named(dataset)
+        check_columns(recipe, dataset, dataset.column_names)
+        return scores_as_floats(dataset) if recipe.loss.name == "distillation" else dataset
+
+    def build_trainer(
+        self,
+        loss: LossSection,
+        model: models.ColBERT,
+        rows: Dataset,
+        arguments: SentenceTransformerTrainingArguments,
+        trainer_class: type[Trainer] | None = None,
+    ) -> Trainer:
+        """The trainer of Sentence Transformers, with PyLate's collator and the loss of the recipe."""
+        distillation, options, metric = loss.name == "distillation", loss.options, None
+        # The columns of distillation end with the scores.
+        if distillation and loss.normalize_scores is not False and len(next(iter(rows))[rows.column_names[-1]]) == 2:
+            logger.warning(
+                "loss.normalize_scores scales the model's scores of each query to [0, 1], and with two documents to 0 and 1 "
+                "whatever they are: nothing is learned. Set it to false, or use more documents (data.n_ways)."
+            )
+        if loss.pooling is not None:
+            metric = score_metric(pooling_at(loss.pooling, 0, 2), own_documents=distillation)
+            options["score_metric"] = metric
+        trainer = (trainer_class or RecipeTrainer)(
+            model=model,
+            args=arguments,
+            train_dataset=rows,
+            loss=LOSSES[loss.name](model=model, **options),
+            data_collator=utils.ColBERTCollator(tokenize_fn=model.tokenize),
+        )
+        return following_schedule(trainer, loss, metric)
+
+    def gradient_logger(self, recipe: Recipe, trainer: Trainer) -> LogGradientConcentration:
+        return text_gradient_logger(recipe, trainer, lambda: trainer.loss.score_metric)
+
+    def nano_beir_evaluator(self, recipe: Recipe) -> NanoBEIREvaluator:
+        return NanoBEIREvaluator(recipe.evaluation.nano_beir, **OPTIONS)
+
+    def divergence(self, loss: LossSection, scores: Tensor, teacher: Tensor) -> Tensor:
+        """Of the model's scores scaled to [0, 1] for each query, unless ``loss.normalize_scores`` is false."""
+        if loss.normalize_scores is not False:
+            lowest, highest = scores.aminmax(dim=1, keepdim=True)
+            scores = (scores - lowest) / (highest - lowest + 1e-8)
+        return kl_divergence(scores, teacher)
+
+    def count(self, trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
+        (queries, *_), _ = trainer.collect_features(inputs)
+        # Also those of expansion, which are masked.
+        return super().count(trainer, inputs) | {"query_tokens": queries["input_ids"].numel()}
+
+    def counted_module(self, model: models.ColBERT) -> nn.Module:
+        return model[0].auto_model
+
+
+KIND = ColBERT()

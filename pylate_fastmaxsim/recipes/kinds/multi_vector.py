@@ -1,0 +1,206 @@
+"""MultiVectorEncoders: late interaction of Sentence Transformers 6."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sentence_transformers
+import torch
+from datasets import Dataset
+from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from torch import Tensor, nn
+from transformers import Trainer
+
+from pylate_fastmaxsim.recipes.config.schema import LossSection, ModelSection, Recipe
+from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS
+from pylate_fastmaxsim.recipes.kind import kl_divergence
+from pylate_fastmaxsim.recipes.kinds.texts import SentenceTransformersKind, following_schedule, texts_in_columns
+from pylate_fastmaxsim.recipes.models.load import json_of, model_type
+from pylate_fastmaxsim.recipes.models.retriever import encoder_of
+from pylate_fastmaxsim.recipes.pooling import pooling_at
+from pylate_fastmaxsim.recipes.scores import score_metric
+from pylate_fastmaxsim.recipes.trainers.callbacks import LogGradientConcentration
+from pylate_fastmaxsim.recipes.trainers.documents import EachDocument, prompts_of, sides_of
+from pylate_fastmaxsim.recipes.trainers.gradients import text_gradient_logger
+from pylate_fastmaxsim.recipes.trainers.sharded import TextTrainerMixin
+
+if TYPE_CHECKING:
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorNanoBEIREvaluator
+
+# The tokens of a ColBERT's query, where neither the recipe nor the checkpoint says how many.
+EXPANDED_LENGTH = 32
+# Keys of what the first module does with texts.
+TEXT_KEYS = ("query_length", "document_length", "do_query_expansion", "attend_to_expansion_tokens")
+# Of release 6. Beside an earlier one this module can be imported, but `kind_of` refuses the kind.
+PLAIN_TRAINER = getattr(sentence_transformers, "MultiVectorEncoderTrainer", SentenceTransformerTrainer)
+
+
+class MultiVectorTrainer(TextTrainerMixin, PLAIN_TRAINER):
+    """The trainer of MultiVectorEncoders, which saves and resumes as that of the other text recipes."""
+
+
+class MultiVector(SentenceTransformersKind):
+    """``model.kind: multi_vector``."""
+
+    arguments_class = getattr(
+        sentence_transformers, "MultiVectorEncoderTrainingArguments", SentenceTransformerTrainingArguments
+    )
+    plain_trainer = PLAIN_TRAINER
+
+    def load(
+        self, section: ModelSection, device: torch.device | str, key: str, checkpoint: Path | None = None
+    ) -> MultiVectorEncoder:
+        """A model that Sentence Transformers or PyLate has saved, or one made of an encoder."""
+        if checkpoint is not None:
+            section = replace(section, name_or_path=str(checkpoint))
+        name = section.name_or_path
+        if model_type(name) == "SparseEncoder":  # of which Sentence Transformers would take the encoder
+            raise RecipeError(
+                f"{key} {name} does not fit model.kind multi_vector: it is a SparseEncoder, which model.kind splade trains."
+            )
+        model = self.of_encoder(section, device)
+        sizes = [module.out_features for module in _projections(model)][-1:]
+        if section.embedding_size not in (None, *sizes):
+            allowed = " or ".join([*map(str, sizes), "null"])
+            raise RecipeError(
+                f"model.embedding_size must be {allowed}, because {key} {name} has a projection already, got "
+                f"{section.embedding_size}."
+            )
+        self.check_lengths(section, model)
+        return model
+
+    def of_encoder(self, section: ModelSection, device: torch.device | str) -> MultiVectorEncoder:
+        options: dict[str, Any] = {}
+        if section.config_kwargs:
+            options["config_kwargs"] = dict(section.config_kwargs)
+        if section.attn_implementation is not None:
+            options["model_kwargs"] = {"attn_implementation": section.attn_implementation}
+        name = section.name_or_path
+        model = sentence_transformers.MultiVectorEncoder(
+            name, device=str(device), trust_remote_code=section.trust_remote_code, **options
+        )
+        if section.embedding_size is not None and not _has_projection(name):
+            for projection in _projections(model):  # the one that was added, of another size
+                projection.linear = nn.Linear(
+                    projection.in_features, section.embedding_size, bias=False, device=model.device
+                )
+                projection.out_features = section.embedding_size
+        _set_lengths(section, model)
+        return model
+
+    def build_trainer(
+        self,
+        loss: LossSection,
+        model: MultiVectorEncoder,
+        rows: Dataset,
+        arguments: SentenceTransformerTrainingArguments,
+        trainer_class: type[Trainer] | None = None,
+    ) -> Trainer:
+        """The trainer of Sentence Transformers, with its collator and the loss of the recipe."""
+        from sentence_transformers.multi_vector_encoder import MultiVectorEncoderDataCollator
+
+        function = build_loss(loss, model)
+        prompts = prompts_of(model, sides_of(texts_in_columns(model, rows)))
+        trainer = (trainer_class or MultiVectorTrainer)(
+            model=model,
+            args=arguments,
+            train_dataset=rows,
+            loss=function,
+            data_collator=EachDocument(MultiVectorEncoderDataCollator(model.preprocess, prompts=prompts)),
+        )
+        return following_schedule(trainer, loss, getattr(function, "similarity_fct", None))
+
+    def gradient_logger(self, recipe: Recipe, trainer: Trainer) -> LogGradientConcentration:
+        return text_gradient_logger(recipe, trainer, lambda: trainer.loss.similarity_fct)
+
+    def nano_beir_evaluator(self, recipe: Recipe) -> MultiVectorNanoBEIREvaluator:
+        from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorNanoBEIREvaluator
+
+        return MultiVectorNanoBEIREvaluator(recipe.evaluation.nano_beir, **OPTIONS)
+
+    def divergence(self, loss: LossSection, scores: Tensor, teacher: Tensor) -> Tensor:
+        """Of scores divided by the temperature of the loss, times the square of that."""
+        return kl_divergence(scores, teacher, loss.temperature or 1.0)
+
+    def texts(self, column: dict[str, Any]) -> int:
+        # With FlashAttention, Sentence Transformers writes the texts of a column one after the other.
+        return len(column["cu_seq_lens_q"]) - 1 if "cu_seq_lens_q" in column else len(column["input_ids"])
+
+    def tokens(self, column: dict[str, Any]) -> Tensor | int:
+        if "cu_seq_lens_q" in column:
+            return column["input_ids"].numel()
+        live = column["attention_mask"].bool()
+        if "query_expansion_positions" in column:
+            live = live | column["query_expansion_positions"].bool()
+        return live.sum()
+
+    def counted_module(self, model: MultiVectorEncoder) -> nn.Module:
+        # Not of the encoder: Sentence Transformers calls its method forward, which runs no hooks.
+        return encoder_of(model).get_input_embeddings()
+
+
+KIND = MultiVector()
+
+
+def _has_projection(name: str) -> bool:
+    """Whether a checkpoint has a projection, which Sentence Transformers also keeps of a SentenceTransformer."""
+    saved = [module["type"].rpartition(".")[2] for module in json_of(name, "modules.json") or []]
+    return "Dense" in saved or model_type(name) in ("MultiVectorEncoder", "ColBERT")
+
+
+def _projections(model: MultiVectorEncoder) -> list[nn.Module]:
+    return [module for module in model if hasattr(module, "out_features")]
+
+
+def _set_lengths(section: ModelSection, model: MultiVectorEncoder) -> None:
+    """Set what a section says of the lengths of texts and of query expansion; null keeps what the checkpoint has."""
+    given = [key for key in TEXT_KEYS if getattr(section, key) is not None]
+    transformer = model[0]
+    if given and not hasattr(transformer, "query_expansion"):
+        raise RecipeError(
+            f"model.{given[0]} must be null for {section.name_or_path}, which begins with a {type(transformer).__name__} and "
+            "not with a Transformer."
+        )
+    if section.document_length is not None:
+        transformer.document_length = section.document_length
+    if not {"query_length", "do_query_expansion", "attend_to_expansion_tokens"}.intersection(given):
+        return
+    expansion, length = transformer.query_expansion, section.query_length
+    if section.do_query_expansion is False:
+        expansion = None
+    elif section.do_query_expansion or expansion is not None:
+        had = expansion or {"strategy": "fixed", "length": transformer.query_length or EXPANDED_LENGTH}
+        attend = section.attend_to_expansion_tokens
+        expansion = {**had, "attend": had.get("attend", False) if attend is None else attend}
+    if expansion is not None and expansion["strategy"] == "fixed":
+        # All queries have this length, and no other one may be below it.
+        expansion["length"], length = length or expansion["length"], None
+        transformer.query_length = None
+    transformer.query_length = length or transformer.query_length
+    transformer.query_expansion = expansion
+
+
+def build_loss(section: LossSection, model: MultiVectorEncoder) -> nn.Module:
+    """The loss that a recipe names, with the options that it gives."""
+    from sentence_transformers.multi_vector_encoder import losses
+
+    names = ("mini_batch_size", "mini_batch_num_tokens", "score_mini_batch_size", "gather_across_devices")
+    options = {name: value for name in names if (value := getattr(section, name)) is not None}
+    distillation = section.name == "distillation"
+    if section.pooling is not None:
+        options["similarity_fct"] = score_metric(pooling_at(section.pooling, 0, 2), own_documents=distillation)
+    if not distillation:
+        cached = section.name == "cached_contrastive"
+        kind = (
+            losses.CachedMultiVectorMultipleNegativesRankingLoss
+            if cached
+            else losses.MultiVectorMultipleNegativesRankingLoss
+        )
+        return kind(model, scale=1 / (section.temperature or 1.0), **options)
+    if section.objective == "margin_mse":
+        return losses.MultiVectorMarginMSELoss(model, **options)
+    return losses.MultiVectorDistillKLDivLoss(model, temperature=section.temperature or 1.0, **options)

@@ -1,0 +1,225 @@
+"""Models of pages of colpali-engine: ColPali and ColQwen2."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import torch
+from colpali_engine import loss as losses
+from colpali_engine import models
+from colpali_engine.collators import VisualRetrieverCollator
+from colpali_engine.data import ColPaliEngineDataset
+from colpali_engine.trainer.contrastive_trainer import ContrastiveTrainer
+from datasets import Dataset, Image
+from peft import LoraConfig, PeftModel, get_peft_model
+from sentence_transformers import SentenceTransformerTrainingArguments
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+from pylate_fastmaxsim.ops.pooled import LogSumExp, Max
+from pylate_fastmaxsim.recipes.config.schema import (
+    LOSSES_WITH_NEGATIVES,
+    LoraSection,
+    LossSection,
+    ModelSection,
+    Recipe,
+)
+from pylate_fastmaxsim.recipes.data.text import require_text
+from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.kind import Kind
+from pylate_fastmaxsim.recipes.models.hardware import gpu_has_bf16
+from pylate_fastmaxsim.recipes.models.retriever import VisualRetriever
+from pylate_fastmaxsim.recipes.trainers.callbacks import LogGradientConcentration
+from pylate_fastmaxsim.recipes.trainers.sharded import WholeModelMixin
+from pylate_fastmaxsim.tokens import TokenBatch
+
+CLASSES = {
+    "colpali": (models.ColPali, models.ColPaliProcessor),
+    "colqwen2": (models.ColQwen2, models.ColQwen2Processor),
+}
+LOSSES = {
+    "colbert": losses.ColbertLoss,
+    "colbert_pairwise_ce": losses.ColbertPairwiseCELoss,
+    "colbert_sigmoid": losses.ColbertSigmoidLoss,
+    "colbert_negative_ce": losses.ColbertNegativeCELoss,
+    "colbert_pairwise_negative_ce": losses.ColbertPairwiseNegativeCELoss,
+}
+# Pairs of which gradients are measured: few, because each page has hundreds of tokens.
+MEASURED_PAIRS = 8
+
+
+class PageTrainer(WholeModelMixin, ContrastiveTrainer):
+    """colpali-engine's trainer, which hands back whole models, also under FSDP and DeepSpeed."""
+
+    def __init__(self, *, retriever: VisualRetriever, **kwargs: Any) -> None:
+        self.retriever = retriever
+        super().__init__(model=retriever.model, **kwargs)
+
+    def whole_model(self) -> VisualRetriever | None:
+        """The model with all its weights. Every process must call this; of a sharded model only the main one gets it."""
+        if not self.is_sharded:
+            return self.retriever
+        weights = self._gathered()
+        if not self.args.should_save:
+            return None
+        # FSDP unties weights, and trains those that are used: ColPali's output head must not overwrite its embeddings.
+        own = {name: weights[name] for name, _ in self._whole.named_parameters()}
+        own |= {name: weights[name] for name, _ in self._whole.named_buffers() if name in weights}
+        self._whole.load_state_dict(own, strict=False)
+        return VisualRetriever(self._whole.to(self.args.device), self.retriever.processor)
+
+
+class Pages(Kind):
+    """``model.kind: colpali`` and ``colqwen2``."""
+
+    host = "colpali-engine"
+    arguments_class = SentenceTransformerTrainingArguments
+    # The collator needs the images; with adapters the inputs of a layer have no gradient.
+    arguments = {"remove_unused_columns": False, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    plain_trainer = PageTrainer
+    # colpali-engine's cards say nothing of the training or the evaluation.
+    writes_card = False
+
+    def load(
+        self, section: ModelSection, device: torch.device | str, key: str, checkpoint: Path | None = None
+    ) -> VisualRetriever:
+        model_class, processor_class = CLASSES[section.kind]
+        limits = {} if section.max_visual_tokens is None else {"max_num_visual_tokens": section.max_visual_tokens}
+        processor = processor_class.from_pretrained(section.name_or_path, **limits)
+        adapted = section.lora is not None
+        model = model_class.from_pretrained(
+            section.name_or_path if adapted or checkpoint is None else checkpoint,
+            dtype=_dtype(section, torch.device(device)),
+            attn_implementation=section.attn_implementation,
+        )
+        work_around_transformers(model)
+        if adapted and checkpoint is None:
+            model = get_peft_model(model, _lora(section.lora))
+        elif adapted:
+            model = PeftModel.from_pretrained(model, checkpoint)
+        return VisualRetriever(model.to(device), processor)
+
+    def tokenizer_of(self, model: VisualRetriever) -> PreTrainedTokenizerBase:
+        return model.processor.tokenizer
+
+    def fitted(self, recipe: Recipe, dataset: Dataset) -> Dataset:
+        """Refuse columns other than a query, its page and, for losses with negatives, equally many of them in each row."""
+        columns, negatives = dataset.column_names, recipe.loss.name in LOSSES_WITH_NEGATIVES
+        if len(columns) != 2 + negatives:
+            wanted = "[query, image, negatives]" if negatives else "[query, image]"
+            raise RecipeError(
+                f"data.columns must be {wanted} for the loss {recipe.loss.name}, got [{', '.join(columns)}]."
+            )
+        query, *images = columns
+        require_text(dataset, [query], "data")
+        for column in images:
+            feature = dataset.features[column]
+            if not isinstance(getattr(feature, "feature", feature), Image):
+                raise RecipeError(f"data.columns: {column!r} must hold images, but it holds {feature}.")
+        if negatives and not isinstance(dataset.features[columns[2]], Image):
+            counts = pc.list_value_length(dataset.data.column(columns[2])).unique().to_pylist()
+            if len(counts) > 1:
+                raise RecipeError(
+                    f"data.columns: every row of {columns[2]!r} must hold the same number of images, "
+                    f"but rows hold {min(counts)} to {max(counts)}."
+                )
+        return dataset
+
+    def build_trainer(
+        self,
+        loss: LossSection,
+        model: VisualRetriever,
+        rows: Dataset,
+        arguments: TrainingArguments,
+        trainer_class: type[PageTrainer] | None = None,
+    ) -> PageTrainer:
+        """colpali-engine's trainer, with its collator and the loss of the recipe."""
+        query, page, *negatives = rows.column_names
+        columns = {"query_column_name": query, "pos_target_column_name": page}
+        if negatives:
+            columns["neg_target_column_name"] = negatives[0]
+        return (trainer_class or PageTrainer)(
+            loss_func=LOSSES[loss.name](**loss.options),
+            is_vision_model=True,
+            retriever=model,
+            args=arguments,
+            train_dataset=ColPaliEngineDataset(rows, **columns),
+            eval_dataset=None,
+            data_collator=VisualRetrieverCollator(model.processor),
+        )
+
+    def gradient_logger(self, recipe: Recipe, trainer: PageTrainer) -> LogGradientConcentration:
+        """Of scores only, of the first queries and pages."""
+        rows = [trainer.train_dataset[row] for row in range(min(MEASURED_PAIRS, len(trainer.train_dataset)))]
+        queries = [row[ColPaliEngineDataset.QUERY_KEY] for row in rows]
+        pages = [row[ColPaliEngineDataset.POS_TARGET_KEY][0] for row in rows]
+
+        def encode_pairs() -> tuple[TokenBatch, TokenBatch]:
+            model, processor = trainer.model.eval(), trainer.retriever.processor  # each step sets it to training again
+            batches = processor.process_queries(queries), processor.process_images(pages)
+            embeddings = (model(**batch.to(model.device)) for batch in batches)
+            # Rows of padding are zero.
+            return tuple(TokenBatch.from_padded(part, (part != 0).any(dim=-1)) for part in embeddings)
+
+        loss = trainer.loss_func
+        return LogGradientConcentration(
+            trainer,
+            encode_pairs,
+            recipe.training.log_gradient_concentration,
+            pooling=LogSumExp(loss.tau) if loss.use_smooth_max else Max(),
+            temperature=None,
+        )
+
+    def count(self, trainer: PageTrainer, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The model is given every page padded to the longest of its batch, stock and fast."""
+        queries = inputs[f"{trainer.query_prefix}input_ids"].numel()
+        masks = [inputs.get(f"{prefix}attention_mask") for prefix in (trainer.pos_prefix, trainer.neg_prefix)]
+        masks = [mask for mask in masks if mask is not None]
+        return {
+            "query_tokens": queries,
+            "documents": sum(mask.shape[:-1].numel() for mask in masks),
+            "live": sum(mask.sum() for mask in masks),
+            "encoded": queries + sum(mask.numel() for mask in masks),
+        }
+
+
+KIND = Pages()
+
+
+def _dtype(section: ModelSection, device: torch.device) -> torch.dtype:
+    if section.dtype != "auto":
+        return getattr(torch, section.dtype)
+    small = section.lora is not None and device.type == "cuda" and gpu_has_bf16()
+    return torch.bfloat16 if small else torch.float32
+
+
+def _lora(section: LoraSection) -> LoraConfig:
+    options = asdict(section)
+    if section.init_lora_weights == "default":
+        options["init_lora_weights"] = True
+    return LoraConfig(**options, bias="none", task_type="FEATURE_EXTRACTION")
+
+
+def work_around_transformers(model: PreTrainedModel) -> None:
+    """Work around bugs of colpali-engine 0.3.18 with transformers 5.3, stock and fast alike."""
+    # Saved under the original names, weights could not be loaded again.
+    model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
+    if isinstance(model, models.ColPali):
+        # colpali-engine leaves the unused language model head untied, without weights that could move to a GPU.
+        model.model.tie_weights()
+    # Not a hook: adapters call forward directly.
+    model.forward = partial(_forward, model)
+
+
+def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Tensor:
+    if isinstance(model, models.ColQwen2):
+        # Otherwise positions of texts use the offsets of the last batch of images, and fail if its size differs.
+        model.rope_deltas = None
+    else:
+        # Required in training; 0 (prompt) is also what queries have in evaluation.
+        kwargs.setdefault("token_type_ids", torch.zeros_like(kwargs["input_ids"]))
+    return type(model).forward(model, *args, **kwargs)

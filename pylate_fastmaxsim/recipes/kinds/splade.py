@@ -1,0 +1,181 @@
+"""SPLADE models: SparseEncoders of Sentence Transformers whose pooling is SpladePooling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from sentence_transformers import SparseEncoder
+from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments, losses
+from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import SpladeRegularizerWeightSchedulerCallback
+from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator
+from sentence_transformers.sparse_encoder.evaluation import SparseNanoBEIREvaluator
+from torch import Tensor, nn
+from transformers import ModernBertForMaskedLM, Trainer
+
+from pylate_fastmaxsim.integrations.sparse_encoder.names import (
+    MaskedLanguageModel,
+    Router,
+    SparseStaticEmbedding,
+    SpladePooling,
+    gives_logits,
+)
+from pylate_fastmaxsim.recipes.config.schema import LossSection, ModelSection, Recipe
+from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS
+from pylate_fastmaxsim.recipes.kinds.texts import SentenceTransformersKind, texts_in_columns
+from pylate_fastmaxsim.recipes.models.positions import learned_positions
+from pylate_fastmaxsim.recipes.models.retriever import encoder_of, require_inner_product
+from pylate_fastmaxsim.recipes.trainers.documents import EachDocument, prompts_of, sides_of
+from pylate_fastmaxsim.recipes.trainers.sharded import TextTrainerMixin
+
+
+class SpladeTrainer(TextTrainerMixin, SparseEncoderTrainer):
+    """The trainer of sparse encoders, which saves and resumes as that of the other text recipes."""
+
+
+class Splade(SentenceTransformersKind):
+    """``model.kind: splade``."""
+
+    arguments_class = SparseEncoderTrainingArguments
+    plain_trainer = SparseEncoderTrainer
+    encoder_class = ModernBertForMaskedLM
+
+    def load(
+        self, section: ModelSection, device: torch.device | str, key: str, checkpoint: Path | None = None
+    ) -> SparseEncoder:
+        """A saved SparseEncoder, or one made of a masked language model."""
+        name = section.name_or_path if checkpoint is None else str(checkpoint)
+        options = {"config_kwargs": dict(section.config_kwargs)} if section.config_kwargs else {}
+        model = SparseEncoder(name, device=str(device), trust_remote_code=section.trust_remote_code, **options)
+        language_models = _language_models(model)
+        if not language_models or not any(isinstance(module, SpladePooling) for module in model.modules()):
+            raise RecipeError(
+                f"{key} {name} must be a masked language model, or a SparseEncoder with SpladePooling, but has the modules "
+                f"{', '.join(type(module).__name__ for module in model)}."
+            )
+        require_inner_product(model, key, name)
+        if section.inference_free and not isinstance(model[0], Router):
+            model = with_static_queries(model)
+        elif isinstance(model[0], Router) and not section.inference_free:
+            raise RecipeError(f"model.inference_free must be true for {key} {name}, which has a route for queries.")
+        self.check_lengths(section, model)
+        if section.max_seq_length is not None:
+            for module in language_models:
+                module.max_seq_length = section.max_seq_length
+        return model
+
+    def of_encoder(self, section: ModelSection, device: torch.device | str) -> SparseEncoder:
+        return SparseEncoder(section.name_or_path, device=str(device))
+
+    def check_lengths(self, section: ModelSection, model: SparseEncoder) -> None:
+        """Refuse texts of more tokens than the encoder has positions."""
+        encoder, length = encoder_of(model), section.max_seq_length
+        limit = min(learned_positions(encoder), default=None)
+        if length is not None and limit is not None and length > limit:
+            raise RecipeError(
+                f"model.max_seq_length must be at most {limit}, as many positions as {type(encoder).__name__} has, got "
+                f"{length}."
+            )
+
+    def build_trainer(
+        self,
+        loss: LossSection,
+        model: SparseEncoder,
+        rows: Any,
+        arguments: SparseEncoderTrainingArguments,
+        trainer_class: type[Trainer] | None = None,
+    ) -> Trainer:
+        """The trainer of Sentence Transformers, with its collator, the loss of the recipe and the schedule of its weights."""
+        function = build_loss(loss, model)
+        section = loss.regularizers
+        sides = sides_of(texts_in_columns(model, rows))
+        collator = SparseEncoderDataCollator(
+            # Renamed in Sentence Transformers 5.4.
+            getattr(model, "preprocess", model.tokenize),
+            router_mapping=sides if isinstance(model[0], Router) else {},
+            prompts=prompts_of(model, sides),
+        )
+        return (trainer_class or SpladeTrainer)(
+            model=model,
+            args=arguments,
+            train_dataset=rows,
+            loss=function,
+            data_collator=EachDocument(collator),
+            callbacks=[SpladeRegularizerWeightSchedulerCallback(function, section.schedule, section.warmup_ratio)],
+        )
+
+    def nano_beir_evaluator(self, recipe: Recipe) -> SparseNanoBEIREvaluator:
+        return SparseNanoBEIREvaluator(recipe.evaluation.nano_beir, **OPTIONS)
+
+    def count(self, trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The padding of queries counts as that of documents."""
+        found = super().count(trainer, inputs)
+        # Below a route for queries the encoder sees none.
+        return found | {"query_tokens": 0} if isinstance(trainer.model[0], Router) else found
+
+    def counted_module(self, model: SparseEncoder) -> nn.Module:
+        # Below the head, which the plugin passes over.
+        return encoder_of(model).base_model
+
+
+KIND = Splade()
+
+
+def _language_models(model: SparseEncoder) -> list[MaskedLanguageModel]:
+    return [module for module in model.modules() if isinstance(module, MaskedLanguageModel) and gives_logits(module)]
+
+
+def with_static_queries(model: SparseEncoder) -> SparseEncoder:
+    """A model with these modules for documents, and for queries a weight of each token, at first 1."""
+    # Not of the tokenizer's length: some encoders pad their vocabulary, and both sides need vectors of one size.
+    queries = SparseStaticEmbedding(model.tokenizer, torch.ones(encoder_of(model).config.vocab_size))
+    router = Router.for_query_document([queries], list(model))
+    routed = SparseEncoder(modules=[router], device=str(model.device), similarity_fn_name="dot")
+    routed.model_card_data.base_model = model.model_card_data.base_model
+    return routed
+
+
+def build_loss(section: LossSection, model: SparseEncoder) -> losses.SpladeLoss:
+    """``SpladeLoss`` or ``CachedSpladeLoss`` over the loss that a recipe names."""
+    temperature = {} if section.temperature is None else {"temperature": section.temperature}
+    if section.name != "distillation":
+        main = losses.SparseMultipleNegativesRankingLoss(
+            model,
+            scale=1 / (section.temperature or 1.0),
+            gather_across_devices=bool(section.gather_across_devices),
+        )
+    elif section.objective == "margin_mse":
+        main = losses.SparseMarginMSELoss(model)
+    else:
+        main = losses.SparseDistillKLDivLoss(model, **temperature)
+    weights = section.regularizers
+    options: dict[str, Any] = {
+        "document_regularizer_weight": weights.document_weight,
+        "query_regularizer_weight": weights.query_weight,
+    }
+    for side in ("query", "document"):
+        if getattr(weights, side) == "l1":
+            options[f"{side}_regularizer"] = L1Regularizer()
+        options[f"{side}_regularizer_threshold"] = getattr(weights, f"{side}_threshold")
+    if section.name == "cached_contrastive" or section.mini_batch_size is not None:
+        cached = {} if section.mini_batch_size is None else {"mini_batch_size": section.mini_batch_size}
+        return losses.CachedSpladeLoss(model, main, **options, **cached)
+    return losses.SpladeLoss(model, main, **options)
+
+
+class L1Regularizer(nn.Module):
+    """The mean over texts of the sum of their weights, as a regularizer of ``SpladeLoss``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim.recipes.kinds.splade import L1Regularizer
+    >>> L1Regularizer().compute_loss_from_embeddings(torch.tensor([[1.0, 2.0], [0.0, 5.0]]))
+    tensor(4.)
+    """
+
+    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
+        """A scalar of the vectors ``[N, V]``."""
+        return torch.sum(embeddings.abs(), dim=-1).mean()
