@@ -165,12 +165,7 @@ def one_sentence_for_too_little_memory(recipe: Recipe):
 
 def _take_less_memory(recipe: Recipe, checkpoint: Path | None) -> str:
     """How to use less memory: first without, then with an effect on what is learned."""
-    lengths = {
-        **dict.fromkeys(("colbert", "multi_vector"), "document_length"),
-        "splade": "max_seq_length",
-        "colqwen2": "max_visual_tokens",
-    }
-    free, length = [], lengths.get(recipe.model.kind)
+    free, length = [], recipe.model.length
     lower = [f"model.{length}"] if length else []
     if not recipe.training.gradient_checkpointing:
         free.append("set training.gradient_checkpointing to true")

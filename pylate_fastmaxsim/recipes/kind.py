@@ -127,9 +127,9 @@ def kind_of(model: ModelSection) -> Kind:
 
     Examples
     --------
-    >>> from pylate_fastmaxsim.recipes.config.schema import ModelSection
+    >>> from pylate_fastmaxsim.recipes.config.kinds import SpladeSection
     >>> from pylate_fastmaxsim.recipes.kind import kind_of
-    >>> kind_of(ModelSection(kind="splade")).host
+    >>> kind_of(SpladeSection()).host
     'sentence-transformers'
     """
     module = MODULES[model.kind]

@@ -7,98 +7,27 @@ from pathlib import Path
 
 from pylate_fastmaxsim.recipes.config.schema import (
     FIRST_STAGE_KEYS,
-    LOSSES_WITH_NEGATIVES,
     POOLING_KEYS,
     SOURCE_KEYS,
-    VISUAL_LOSSES,
     DataSection,
     EvaluationSection,
-    FastSection,
     FirstStageSection,
     MiningSection,
-    ModelSection,
     Recipe,
 )
 from pylate_fastmaxsim.recipes.data.docstrings import package_directory
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.types import ENDINGS, file_type
 
-VISUAL_LOSS_OPTIONS = {
-    "temperature",
-    "normalize_scores",
-    "use_smooth_max",
-    "tau",
-    "pos_aware_negative_filtering",
-    "filter_threshold",
-    "filter_factor",
-    "norm_tol",
-    "max_batch_size",
-}
-VISUAL_MODEL_KEYS = ("kind", "name_or_path", "dtype", "attn_implementation", "max_visual_tokens", "lora")
-SPLADE_MODEL_KEYS = (
-    "max_seq_length",
-    "inference_free",
-    "kind",
-    "name_or_path",
-    "build",
-    "config_kwargs",
-    "trust_remote_code",
-)
-MULTI_VECTOR_MODEL_KEYS = (
-    "kind",
-    "name_or_path",
-    "build",
-    "embedding_size",
-    "query_length",
-    "document_length",
-    "do_query_expansion",
-    "attend_to_expansion_tokens",
-    "config_kwargs",
-    "trust_remote_code",
-    "attn_implementation",
-)
-VISUAL_FAST_KEYS = ("enabled",)
-SPLADE_FAST_KEYS = ("enabled", "padding_free", "compile")
-MULTI_VECTOR_FAST_KEYS = ("enabled", "padding_free", "compile")
-LOSS_OPTIONS = {
-    "contrastive": {"temperature", "size_average", "score_mini_batch_size", "gather_across_devices", "pooling"},
-    "cached_contrastive": {
-        "temperature",
-        "size_average",
-        "mini_batch_size",
-        "score_mini_batch_size",
-        "gather_across_devices",
-        "pooling",
-    },
-    "distillation": {"size_average", "normalize_scores", "pooling"},
-    **dict.fromkeys(VISUAL_LOSSES, VISUAL_LOSS_OPTIONS),
-    **{name: VISUAL_LOSS_OPTIONS | {"in_batch_term_weight"} for name in LOSSES_WITH_NEGATIVES},
-}
-SPLADE_LOSS_OPTIONS = {
-    "contrastive": {"temperature", "gather_across_devices", "regularizers"},
-    "cached_contrastive": {"temperature", "gather_across_devices", "regularizers", "mini_batch_size"},
-    "distillation": {"temperature", "objective", "regularizers", "mini_batch_size"},
-}
-MULTI_VECTOR_LOSS_OPTIONS = {
-    "contrastive": {"temperature", "mini_batch_size", "score_mini_batch_size", "gather_across_devices", "pooling"},
-    "cached_contrastive": {
-        "temperature",
-        "mini_batch_size",
-        "mini_batch_num_tokens",
-        "score_mini_batch_size",
-        "gather_across_devices",
-        "pooling",
-    },
-    "distillation": {"temperature", "objective", "mini_batch_size", "pooling"},
-}
-# Of kinds that do not train with PyLate or colpali-engine.
-KIND_LOSS_OPTIONS = {"splade": SPLADE_LOSS_OPTIONS, "multi_vector": MULTI_VECTOR_LOSS_OPTIONS}
-
-
 def check(recipe: Recipe) -> None:
     """Raise RecipeError if keys contradict each other, or if a file or package is missing."""
     _check_model(recipe)
-    _check_kind(recipe)
+    if recipe.model.visual:
+        _check_pages(recipe)
+    if recipe.model.kind == "splade":
+        _check_splade(recipe)
+    if recipe.loss.objective == "margin_mse":
+        _check_margins(recipe)
     _check_data(recipe.data, "data")
     if recipe.mining is not None:
         _check_data(recipe.mining.pairs, "mining.pairs")
@@ -122,21 +51,14 @@ def check(recipe: Recipe) -> None:
         _check_streaming(recipe)
     if recipe.data.n_ways is not None and recipe.loss.name != "distillation":
         raise RecipeError(f"data.n_ways does not apply to the {recipe.loss.name} loss.")
-    if recipe.data.collection is not None and recipe.model.visual:
-        raise RecipeError(f"data.collection does not apply to model.kind {recipe.model.kind}.")
-    kind = recipe.model.kind
-    options = KIND_LOSS_OPTIONS.get(kind, LOSS_OPTIONS)[recipe.loss.name]
     for option in dataclasses.fields(recipe.loss):
-        if option.name == "name" or getattr(recipe.loss, option.name) is None:
-            continue
-        if option.name not in options:
+        only = option.metadata.get("only")
+        if only and recipe.loss.name not in only and getattr(recipe.loss, option.name) is not None:
             raise RecipeError(
-                f"loss.{option.name} does not apply to the {recipe.loss.name} loss"
-                f"{f' of a {kind}' if kind in KIND_LOSS_OPTIONS else ''}, which "
-                f"takes {', '.join(sorted(options))}."
+                f"loss.{option.name} does not apply to the {recipe.loss.name} loss, but to {' and '.join(only)}."
             )
     for option in ("temperature", "tau"):
-        if getattr(recipe.loss, option) == 0:
+        if getattr(recipe.loss, option, None) == 0:
             raise RecipeError(f"loss.{option} must be greater than 0, got 0.0.")
     if recipe.loss.pooling is not None:
         _check_pooling(recipe)
@@ -172,8 +94,6 @@ def _check_streaming(recipe: Recipe) -> None:
     }.items():
         if given:
             raise RecipeError(f"{key} does not apply to data.streaming: it needs all rows at once.")
-    if recipe.model.visual:
-        raise RecipeError(f"data.streaming does not apply to model.kind {recipe.model.kind}.")
 
 
 def _require_no_file(key: str, what: str, path: str | None) -> None:
@@ -197,77 +117,21 @@ def _check_model(recipe: Recipe) -> None:
         )
 
 
-def _check_kind(recipe: Recipe) -> None:
-    """Refuse keys and losses of another kind of model."""
-    model = recipe.model
-    for field in dataclasses.fields(model):
-        if model.kind == "colbert":
-            applies = field.name not in (*VISUAL_MODEL_KEYS[2:], *SPLADE_MODEL_KEYS[:2])
-        elif model.kind == "multi_vector":
-            applies = field.name in MULTI_VECTOR_MODEL_KEYS
-        else:
-            applies = field.name in (VISUAL_MODEL_KEYS if model.visual else SPLADE_MODEL_KEYS)
-        if not applies and getattr(model, field.name) != getattr(ModelSection(), field.name):
-            raise RecipeError(f"model.{field.name} does not apply to model.kind {model.kind}.")
-    if model.visual != (recipe.loss.name in VISUAL_LOSSES):
-        allowed = VISUAL_LOSSES if model.visual else [name for name in LOSS_OPTIONS if name not in VISUAL_LOSSES]
-        raise RecipeError(
-            f"loss.name must be one of {', '.join(allowed)} with model.kind {model.kind}, got {recipe.loss.name!r}."
-        )
-    if recipe.training.query_learning_rate is not None and not model.inference_free:
-        raise RecipeError("training.query_learning_rate applies to model.inference_free only.")
-    if model.visual:
-        _check_visual(recipe)
-    if model.kind == "splade":
-        _check_splade(recipe)
-    if model.kind == "multi_vector":
-        _check_multi_vector(recipe)
-
-
-def _check_visual(recipe: Recipe) -> None:
-    kind = recipe.model.kind
-    if recipe.model.max_visual_tokens is not None and kind != "colqwen2":
-        raise RecipeError(
-            f"model.max_visual_tokens does not apply to model.kind {kind}, whose pages all have one size."
-        )
-    if recipe.data.source not in ("hub", "files"):
-        raise RecipeError(f"data.source must be hub or files with model.kind {kind}, got {recipe.data.source!r}.")
-    for key, given in {
-        "training.batch_sampler": recipe.training.batch_sampler != "batch_sampler",
-        "evaluation.beir": recipe.evaluation.beir is not None,
-        "evaluation.nano_beir": recipe.evaluation.nano_beir is not None,
-        "mining": recipe.mining is not None,
-        **_other_fast_keys(recipe.fast, VISUAL_FAST_KEYS),
-    }.items():
+def _check_pages(recipe: Recipe) -> None:
+    kind, data = recipe.model.kind, recipe.data
+    if data.source not in ("hub", "files"):
+        raise RecipeError(f"data.source must be hub or files with model.kind {kind}, got {data.source!r}.")
+    for name, given in {"collection": data.collection is not None, "streaming": data.streaming}.items():
         if given:
-            raise RecipeError(f"{key} does not apply to model.kind {kind}.")
-
-
-def _other_fast_keys(fast: FastSection, own: tuple[str, ...]) -> dict[str, bool]:
-    """Whether keys of ``fast`` that are not in ``own`` differ from their defaults."""
-    return {
-        f"fast.{field.name}": getattr(fast, field.name) != field.default
-        for field in dataclasses.fields(FastSection)
-        if field.name not in own
-    }
+            raise RecipeError(f"data.{name} does not apply to model.kind {kind}.")
 
 
 def _check_splade(recipe: Recipe) -> None:
-    if recipe.mining is not None:
-        raise RecipeError(
-            "mining does not apply to model.kind splade: mine with a colbert, and distil what that writes into the splade."
-        )
-    for key, given in {
-        "training.log_gradient_concentration": recipe.training.log_gradient_concentration is not None,
-        "evaluation.corpus_format": recipe.evaluation.corpus_format is not None,
-        **_other_fast_keys(recipe.fast, SPLADE_FAST_KEYS),
-    }.items():
-        if given:
-            raise RecipeError(f"{key} does not apply to model.kind splade.")
+    if recipe.training.query_learning_rate is not None and not recipe.model.inference_free:
+        raise RecipeError("training.query_learning_rate applies to model.inference_free only.")
     regularizers = recipe.loss.regularizers
     if regularizers is None:
         raise RecipeError("loss.regularizers is missing; model.kind splade needs the weights of its regularizers.")
-    _check_objective(recipe)
     if regularizers.warmup_ratio == 0:
         raise RecipeError("loss.regularizers.warmup_ratio must be greater than 0, got 0.0.")
     for side in ("query", "document"):
@@ -275,16 +139,7 @@ def _check_splade(recipe: Recipe) -> None:
             raise RecipeError(f"loss.regularizers.{side}_threshold applies to the regularizer flops only.")
 
 
-def _check_multi_vector(recipe: Recipe) -> None:
-    for key, given in _other_fast_keys(recipe.fast, MULTI_VECTOR_FAST_KEYS).items():
-        if given:
-            raise RecipeError(f"{key} does not apply to model.kind multi_vector.")
-    _check_objective(recipe)
-
-
-def _check_objective(recipe: Recipe) -> None:
-    if recipe.loss.objective != "margin_mse":
-        return
+def _check_margins(recipe: Recipe) -> None:
     if recipe.loss.temperature is not None:
         raise RecipeError(
             "loss.temperature does not apply to loss.objective margin_mse, which compares scores as they are."

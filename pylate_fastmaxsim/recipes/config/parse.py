@@ -27,8 +27,8 @@ Limits = tuple[float | None, float | None]
 NO_LIMITS: Limits = (None, None)
 
 
-def build(section: type, values: Any, path: str) -> Any:
-    """An instance of a schema dataclass from parsed YAML."""
+def build(section: type, values: Any, path: str, whose: str = "") -> Any:
+    """An instance of a schema dataclass from parsed YAML. ``whose`` is what an error says of a recipe without a key."""
     if not isinstance(values, dict):
         names = ", ".join(field.name for field in dataclasses.fields(section))
         raise RecipeError(f"{path} must be a section with the keys {names}, got {values!r}.")
@@ -36,7 +36,7 @@ def build(section: type, values: Any, path: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(section)}
     for name in values:
         if name not in fields:
-            raise RecipeError(_unknown_key(name, path, list(fields)))
+            raise RecipeError(_unknown_key(name, path, list(fields), whose))
     arguments = {}
     for name, field in fields.items():
         dotted = f"{path}.{name}" if path else name
@@ -45,7 +45,7 @@ def build(section: type, values: Any, path: str) -> Any:
             word = field.metadata.get("null")
             if word is not None and isinstance(values[name], str) and values[name] != word:
                 raise RecipeError(f"{dotted} must be {word} or {_allowed(hints[name], limits)}, got {values[name]!r}.")
-            value = None if values[name] == word else _convert(values[name], hints[name], limits, dotted)
+            value = None if values[name] == word else _convert(values[name], hints[name], limits, dotted, whose)
             arguments[name] = _expanded(value, dotted) if field.metadata.get("path") else value
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise RecipeError(f"{dotted} is missing; it must be {_allowed(hints[name], NO_LIMITS)}.")
@@ -61,21 +61,21 @@ def _expanded(paths: str | list[str] | None, key: str) -> str | list[str] | None
     return [os.path.expanduser(path) for path in paths] if isinstance(paths, list) else os.path.expanduser(paths)
 
 
-def _unknown_key(name: Any, path: str, known: list[str]) -> str:
+def _unknown_key(name: Any, path: str, known: list[str], whose: str) -> str:
     dotted = f"{path}.{name}" if path else name
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"allowed here: {', '.join(known)}."
-    return f"{dotted} is not a key of a recipe; {hint}"
+    return f"{dotted} is not a key of a recipe{whose}; {hint}"
 
 
-def _convert(value: Any, hint: Any, limits: Limits, path: str) -> Any:
+def _convert(value: Any, hint: Any, limits: Limits, path: str, whose: str) -> Any:
     """``value``, if ``hint`` allows its type. A number such as 1e-5, which YAML reads as a string, becomes a float."""
     options = _alternatives(hint)
     if value is None and type(None) in options:
         return None
     (kind,) = [option for option in options if option is not type(None)]
     if dataclasses.is_dataclass(kind):
-        return build(kind, value, path)
+        return build(kind, value, path, whose)
     if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         with suppress(ValueError, OverflowError):
             value = float(value)

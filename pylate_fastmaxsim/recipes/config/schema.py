@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 # NumPy's largest seed; the trainer seeds NumPy too.
 LARGEST_SEED = 2**32 - 1
@@ -16,89 +18,45 @@ def key(
     maximum: float | None = None,
     path: bool = False,
     null: str | None = None,
+    only: tuple[str, ...] | None = None,
 ) -> Any:
-    """A key with its default, its limits, whether it is a path, in which ``~`` is the home directory, and a word for null."""
-    return field(default=default, metadata={"minimum": minimum, "maximum": maximum, "path": path, "null": null})
+    """A key of a section.
 
-
-@dataclass(frozen=True)
-class BuildSection:
-    """A small ModernBERT with random weights, and a BPE tokenizer trained on the recipe's own text.
-
-    For ``model.kind: splade`` it has the head of a masked language model. The names are those of
-    ``transformers.ModernBertConfig``; ``dropout`` sets all of its dropouts.
+    Parameters
+    ----------
+    default
+        Its value where it is left out.
+    minimum, maximum
+        Its limits.
+    path
+        Whether it is a path, in which ``~`` is the home directory.
+    null
+        A word for null.
+    only
+        Names of the losses that take it; None for all.
     """
-
-    vocab_size: int = key(8192, minimum=512)
-    hidden_size: int = key(128, minimum=2)
-    num_hidden_layers: int = key(4, minimum=1)
-    num_attention_heads: int = key(2, minimum=1)
-    intermediate_size: int = key(256, minimum=1)
-    local_attention: int = key(128, minimum=2)
-    global_attn_every_n_layers: int = key(3, minimum=1)
-    dropout: float = key(0.0, minimum=0, maximum=1)
-
-
-@dataclass(frozen=True)
-class LoraSection:
-    """Low-rank adapters; the names are those of ``peft.LoraConfig``. ``target_modules`` is a regular expression."""
-
-    target_modules: str
-    r: int = key(32, minimum=1)
-    lora_alpha: int = key(32, minimum=1)
-    lora_dropout: float = key(0.1, minimum=0, maximum=1)
-    init_lora_weights: Literal["gaussian", "default"] = "gaussian"
+    return field(default=default, metadata=dict(minimum=minimum, maximum=maximum, path=path, null=null, only=only))
 
 
 @dataclass(frozen=True)
 class ModelSection:
-    """The model: ``name_or_path`` on the Hub or on disk, ``build`` for one made from scratch, or ``token_table``.
+    """The model: ``name_or_path`` on the Hub or on disk. Each kind has a section of its own, with its own keys."""
 
-    ``token_table`` names a ColBERT, on the Hub or on disk. A ColBERT is made of it whose encoder is a table: each token
-    of the vocabulary has one vector, at first that which the named model gives it in a text of this token alone. A text
-    is its own tokens, without special tokens and prefixes. Lengths that are null are those of the named model.
-
-    ``kind: colbert`` is a text encoder trained with PyLate. ``config_kwargs`` goes to its configuration (for
-    example its dropouts). The other keys are arguments of ``pylate.models.ColBERT``; null keeps the value of the
-    checkpoint. ``embedding_size`` is for encoders without a projection. Code that comes with a checkpoint runs
-    only if ``trust_remote_code`` is true.
-
-    ``kind: multi_vector`` is a MultiVectorEncoder of Sentence Transformers 6, saved by it or by PyLate, or made of an
-    encoder. It takes the same keys and ``attn_implementation``. ``embedding_size`` is again for encoders without a
-    projection, where null is 128. ``query_length`` of queries that are expanded is the length of all of them.
-
-    ``kind: splade`` is a SparseEncoder of Sentence Transformers, saved by it or made of a masked language model.
-    ``max_seq_length`` is the largest number of tokens of a text; null keeps that of the checkpoint. ``inference_free``
-    gives queries a weight for each token of the vocabulary in place of the encoder.
-
-    ``kind: colpali`` and ``colqwen2`` retrieve images of pages and are trained with colpali-engine (the extra
-    [colpali]). ``lora`` trains adapters only; null trains all weights. ``dtype`` is that of the weights: auto is
-    bfloat16 for adapters on a GPU that has it, and float32 otherwise. ``attn_implementation`` is that of transformers.
-    ``max_visual_tokens`` is the largest number of tokens of a page (colqwen2 only).
-    """
-
-    kind: Literal["colbert", "multi_vector", "splade", "colpali", "colqwen2"] = "colbert"
+    kind: str
     name_or_path: str | None = key(None, path=True)
-    build: BuildSection | None = None
-    token_table: str | None = key(None, path=True)
-    embedding_size: int | None = key(None, minimum=1)
-    query_length: int | None = key(None, minimum=3)
-    document_length: int | None = key(None, minimum=3)
-    do_query_expansion: bool | None = None
-    attend_to_expansion_tokens: bool | None = None
-    max_seq_length: int | None = key(None, minimum=3)
-    inference_free: bool = False
-    config_kwargs: dict[str, Any] = field(default_factory=dict)
-    trust_remote_code: bool = False
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    attn_implementation: str | None = None
-    max_visual_tokens: int | None = key(None, minimum=1)
-    lora: LoraSection | None = None
 
-    @property
-    def visual(self) -> bool:
-        """Whether the documents are images."""
-        return self.kind in ("colpali", "colqwen2")
+    # What only some kinds have as a key, as those without it are.
+    visual = False  # whether the documents are images
+    inference_free = False
+    trust_remote_code = False
+    dtype = "auto"
+    build = token_table = None
+    config_kwargs: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    length = None  # the key of the largest number of tokens of a document
+
+    def loaded_from(self, folder: str) -> ModelSection:
+        """The same of a model that was made in a folder."""
+        return replace(self, name_or_path=folder)
 
 
 _OF_ROWS = ("queries", "collection", "text_key", "negatives", "negatives_per_query", "n_ways")
@@ -242,11 +200,6 @@ class MiningSection:
     rows_per_part: int = key(2_000, minimum=1)
 
 
-# Losses of colpali-engine, which are for models of pages.
-LOSSES_WITH_NEGATIVES = ("colbert_negative_ce", "colbert_pairwise_negative_ce")
-VISUAL_LOSSES = ("colbert", "colbert_pairwise_ce", "colbert_sigmoid", *LOSSES_WITH_NEGATIVES)
-
-
 # The poolings that a recipe may name.
 POOLING_KEYS = ("top_k", "softmax", "log_sum_exp")
 
@@ -274,70 +227,13 @@ class PoolingSection:
 
 
 @dataclass(frozen=True)
-class RegularizersSection:
-    """What makes the vectors of a SPLADE sparse: the regularizers of Sentence Transformers' ``SpladeLoss``.
-
-    ``flops`` is the sum over the vocabulary of the squared mean weight in a batch, ``l1`` the mean sum of a vector's
-    weights. A side without a weight has none. Of ``flops``, vectors with at most ``threshold`` non-zeros count as zero.
-    The weights rise from 0 over the part ``warmup_ratio`` of the training, in proportion to the steps (``linear``) or to
-    their square (``quadratic``).
-    """
-
-    document_weight: float = key(minimum=0)
-    query_weight: float | None = key(None, minimum=0)
-    document: Literal["flops", "l1"] = "flops"
-    query: Literal["flops", "l1"] = "flops"
-    document_threshold: int | None = key(None, minimum=0)
-    query_threshold: int | None = key(None, minimum=0)
-    schedule: Literal["linear", "quadratic"] = "quadratic"
-    warmup_ratio: float = key(1 / 3, minimum=0, maximum=1)
-
-
-@dataclass(frozen=True)
 class LossSection:
-    """A loss of colpali-engine, if its name begins with ``colbert``, or of PyLate. null keeps the default of an option.
+    """A loss of the library that trains a kind of model. null keeps the default of an option."""
 
-    ``colbert_pairwise_ce`` is colpali-engine's ``ColbertPairwiseCELoss``, and so on. ``pooling`` is that of the scores of
-    PyLate's losses and of the evaluation; null or ``max`` is the maximum.
+    name: str
 
-    With ``model.kind: multi_vector`` it is one of Sentence Transformers' losses of late interaction: contrastive,
-    ``cached_contrastive`` with mini-batches of ``mini_batch_size`` texts or ``mini_batch_num_tokens`` tokens, and for
-    distillation the KL divergence or the margins, as ``objective`` says. Scores are divided by ``temperature``; null is 1.
-
-    With ``model.kind: splade`` it is Sentence Transformers' ``SpladeLoss`` with ``regularizers``, or ``CachedSpladeLoss``
-    for ``cached_contrastive`` and for distillation with a ``mini_batch_size``. Scores are divided by ``temperature``; null
-    is 1, or 2 for the KL divergence. ``objective`` is what a distillation minimises: the KL divergence from the teacher's
-    scores (null too), or the mean squared error of the margins between the first document and the others.
-    """
-
-    name: Literal[
-        "contrastive",
-        "cached_contrastive",
-        "distillation",
-        "colbert",
-        "colbert_pairwise_ce",
-        "colbert_sigmoid",
-        "colbert_negative_ce",
-        "colbert_pairwise_negative_ce",
-    ] = "contrastive"
-    temperature: float | None = key(None, minimum=0)
-    size_average: bool | None = None
-    mini_batch_size: int | None = key(None, minimum=1)
-    mini_batch_num_tokens: int | None = key(None, minimum=1)
-    score_mini_batch_size: int | None = key(None, minimum=1)
-    gather_across_devices: bool | None = None
-    normalize_scores: bool | None = None
-    use_smooth_max: bool | None = None
-    tau: float | None = key(None, minimum=0)
-    pos_aware_negative_filtering: bool | None = None
-    filter_threshold: float | None = None
-    filter_factor: float | None = None
-    in_batch_term_weight: float | None = key(None, minimum=0, maximum=1)
-    norm_tol: float | None = key(None, minimum=0)
-    max_batch_size: int | None = key(None, minimum=1)
-    pooling: PoolingSection | None = key(None, null="max")
-    objective: Literal["kl_divergence", "margin_mse"] | None = None
-    regularizers: RegularizersSection | None = None
+    # What only some kinds have as a key.
+    temperature = mini_batch_size = mini_batch_num_tokens = score_mini_batch_size = pooling = objective = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -353,9 +249,6 @@ class TrainingSection:
     ``precision: auto`` means bf16 where the GPU has it, else fp16, and fp32 on a CPU. ``max_steps``,
     where given, overrides ``num_train_epochs``. ``save_steps`` is how much work an interruption can
     cost at most; null saves no checkpoint. A run goes on with as many processes as it began with.
-    ``log_gradient_concentration`` is every how many steps it is logged how concentrated gradients are on few document
-    tokens (docs/diagnostics.md); null: never. ``query_learning_rate`` is that of the weights of queries of an
-    inference-free SPLADE, which need a larger one than an encoder; null: ``learning_rate``.
     """
 
     per_device_train_batch_size: int = key(32, minimum=1)
@@ -363,7 +256,6 @@ class TrainingSection:
     num_train_epochs: float = key(1.0, minimum=0)
     max_steps: int | None = key(None, minimum=1)
     learning_rate: float = key(3e-6, minimum=0)
-    query_learning_rate: float | None = key(None, minimum=0)
     lr_scheduler_type: str = "linear"
     warmup_steps: int = key(0, minimum=0)
     weight_decay: float = key(0.0, minimum=0)
@@ -373,73 +265,92 @@ class TrainingSection:
     seed: int = key(42, minimum=0, maximum=LARGEST_SEED)
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     gradient_checkpointing: bool = False
-    batch_sampler: Literal["batch_sampler", "no_duplicates"] = "batch_sampler"
     dataloader_drop_last: bool = False
     dataloader_num_workers: int = key(0, minimum=0)
     logging_steps: int = key(10, minimum=1)
     save_steps: int | None = key(500, minimum=1)
     save_total_limit: int | None = key(2, minimum=1)
     report_to: Literal["auto", "none", "tensorboard", "wandb"] = "auto"
-    log_gradient_concentration: int | None = key(None, minimum=1)
     use_cpu: bool = False
+
+    # What only some kinds have as a key.
+    batch_sampler = "batch_sampler"
+    query_learning_rate = log_gradient_concentration = None
 
 
 @dataclass(frozen=True)
 class FastSection:
-    """Whether pylate-fastmaxsim is switched on, and the options of ``pylate_fastmaxsim.enable``.
-
-    ``stock_masking`` concerns ``model.kind`` colbert only, ``padding_free`` and ``compile``
-    also multi_vector and splade.
-    """
+    """Whether pylate-fastmaxsim is switched on, and the options of ``pylate_fastmaxsim.enable`` that concern the kind."""
 
     enabled: bool = True
-    padding_free: bool = True
-    compile: bool = False
-    stock_masking: bool = False
+
+    stock_masking = False  # of PyLate's losses only
 
 
 @dataclass(frozen=True)
 class EvaluationSection:
-    """Retrieval, once at the end, of one of three kinds or of none.
+    """Retrieval, once at the end, by exact search.
 
-    ``rows`` are held out of training: nDCG@10 over their documents, by PyLate's own evaluator, or over their pages,
-    scored by the processor of the model. All rows of a query are held out together, so that no query is both trained
-    on and evaluated. Where queries stand in several rows, somewhat more rows than asked for are held out. PyLate's
-    evaluators add, for rows with a column of negatives, the accuracy of triplets (how often the positive scores higher
-    than the first negative) and, for distillation, the KL divergence from the teacher's scores.
-
-    ``beir`` names a collection in BEIR's layout: nDCG@10, MRR@10 and Recall@100 by exact search over its whole corpus.
-    It is on the Hub (``BeIR/scifact``, ``mteb/scifact``), or a folder with corpus and queries as .jsonl or .parquet
-    files and ``qrels/SPLIT.tsv`` or ``qrels.tsv`` in its layout or TREC's; ``split`` is that of the judgements.
-
-    ``nano_beir`` lists sets of NanoBEIR by the names that PyLate's evaluator has for them, such as msmarco and nq: the
-    same three metrics by that evaluator, each the mean over the sets.
-
-    For ``model.kind: splade`` all three are by exact sparse search, with FLOPS and the mean non-zeros of queries and
-    documents beside them (docs/recipes.md).
-
-    ``corpus_format`` compresses the documents of ``beir`` as they are encoded, so that the metrics are those of compressed
-    documents. ``batch_size`` texts are encoded at once.
+    ``rows`` are held out of training: nDCG@10 over their documents or pages. All rows of a query are held out together, so
+    that no query is both trained on and evaluated. Where queries stand in several rows, somewhat more rows than asked for
+    are held out. ``batch_size`` texts or pages are encoded at once.
     """
 
     rows: int = key(0, minimum=0)
+    batch_size: int = key(32, minimum=1)
+
+    # What only some kinds have as a key.
+    beir = nano_beir = corpus_format = None
+    split = "test"
+
+
+@dataclass(frozen=True)
+class TextEvaluationSection(EvaluationSection):
+    """Retrieval of texts, once at the end, by exact search, of one of three kinds or of none.
+
+    ``rows`` are held out of training: nDCG@10 over their documents; for rows with a column of negatives also the accuracy
+    of triplets (how often the positive scores higher than the first negative), and for distillation the KL divergence from
+    the teacher's scores, as the library that trains the model computes it. All rows of a query are held out together, so
+    that no query is both trained on and evaluated. Where queries stand in several rows, somewhat more rows than asked for
+    are held out.
+
+    ``beir`` names a collection in BEIR's layout: nDCG@10, MRR@10 and Recall@100 over its whole corpus. It is on the Hub
+    (``BeIR/scifact``, ``mteb/scifact``), or a folder with corpus and queries as .jsonl or .parquet files and
+    ``qrels/SPLIT.tsv`` or ``qrels.tsv`` in its layout or TREC's; ``split`` is that of the judgements.
+
+    ``nano_beir`` lists sets of NanoBEIR by the names that PyLate's evaluator has for them, such as msmarco and nq: the
+    same three metrics, each the mean over the sets.
+
+    Of sparse vectors all three have FLOPS and the mean non-zeros of queries and documents beside them
+    (docs/recipes.md). ``batch_size`` texts are encoded at once.
+    """
+
     beir: str | None = key(None, path=True)
     split: str = "test"
     nano_beir: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class LateEvaluationSection(TextEvaluationSection):
+    """``corpus_format`` compresses the documents of ``beir`` as they are encoded: the metrics are those of such documents."""
+
     corpus_format: CompressedFormat | None = None
-    batch_size: int = key(32, minimum=1)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run. Relative paths are relative to the working directory, and ``~`` is the home directory."""
+    """One training run. Relative paths are relative to the working directory, and ``~`` is the home directory.
+
+    Which keys the sections have depends on ``model.kind``: :data:`pylate_fastmaxsim.recipes.config.kinds.RECIPES`.
+    """
 
     name: str
     output_dir: str = key(path=True)
     model: ModelSection
     data: DataSection
-    loss: LossSection = field(default_factory=LossSection)
-    training: TrainingSection = field(default_factory=TrainingSection)
-    fast: FastSection = field(default_factory=FastSection)
-    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
-    mining: MiningSection | None = None
+    loss: LossSection
+    training: TrainingSection
+    fast: FastSection
+    evaluation: EvaluationSection
+
+    mining = None  # of what only some kinds have

@@ -15,7 +15,8 @@ from sentence_transformers import SentenceTransformerTrainer, SentenceTransforme
 from torch import Tensor, nn
 from transformers import Trainer
 
-from pylate_fastmaxsim.recipes.config.schema import LossSection, ModelSection, Recipe
+from pylate_fastmaxsim.recipes.config.kinds import ColBERTLoss, ColBERTSection
+from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.text import check_columns, query_named, scores_as_floats
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS
@@ -44,7 +45,7 @@ class ColBERT(TextKind):
     plain_trainer = SentenceTransformerTrainer
 
     def load(
-        self, section: ModelSection, device: torch.device | str, key: str, checkpoint: Path | None = None
+        self, section: ColBERTSection, device: torch.device | str, key: str, checkpoint: Path | None = None
     ) -> models.ColBERT:
         if checkpoint is not None:
             section = replace(section, name_or_path=str(checkpoint))
@@ -53,7 +54,7 @@ class ColBERT(TextKind):
         self.check_lengths(section, model)
         return model
 
-    def of_encoder(self, section: ModelSection, device: torch.device | str) -> models.ColBERT:
+    def of_encoder(self, section: ColBERTSection, device: torch.device | str) -> models.ColBERT:
         return models.ColBERT(
             model_name_or_path=section.name_or_path,
             device=str(device),
@@ -66,7 +67,7 @@ class ColBERT(TextKind):
             trust_remote_code=section.trust_remote_code,
         )
 
-    def _check_embedding_size(self, section: ModelSection, model: models.ColBERT, key: str) -> None:
+    def _check_embedding_size(self, section: ColBERTSection, model: models.ColBERT, key: str) -> None:
         """Refuse a size for which PyLate has added a random projection after a trained one of another size.
 
         PyLate only warns, and the commands do not show that warning.
@@ -88,7 +89,7 @@ class ColBERT(TextKind):
 
     def build_trainer(
         self,
-        loss: LossSection,
+        loss: ColBERTLoss,
         model: models.ColBERT,
         rows: Dataset,
         arguments: SentenceTransformerTrainingArguments,
@@ -120,7 +121,7 @@ class ColBERT(TextKind):
     def nano_beir_evaluator(self, recipe: Recipe) -> NanoBEIREvaluator:
         return NanoBEIREvaluator(recipe.evaluation.nano_beir, **OPTIONS)
 
-    def divergence(self, loss: LossSection, scores: Tensor, teacher: Tensor) -> Tensor:
+    def divergence(self, loss: ColBERTLoss, scores: Tensor, teacher: Tensor) -> Tensor:
         """Of the model's scores scaled to [0, 1] for each query, unless ``loss.normalize_scores`` is false."""
         if loss.normalize_scores is not False:
             lowest, highest = scores.aminmax(dim=1, keepdim=True)

@@ -13,7 +13,8 @@ from sentence_transformers import SentenceTransformerTrainer, SentenceTransforme
 from torch import Tensor, nn
 from transformers import Trainer
 
-from pylate_fastmaxsim.recipes.config.schema import LossSection, ModelSection, Recipe
+from pylate_fastmaxsim.recipes.config.kinds import MultiVectorLoss, MultiVectorSection
+from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS
 from pylate_fastmaxsim.recipes.kind import kl_divergence
@@ -52,7 +53,7 @@ class MultiVector(SentenceTransformersKind):
     plain_trainer = PLAIN_TRAINER
 
     def load(
-        self, section: ModelSection, device: torch.device | str, key: str, checkpoint: Path | None = None
+        self, section: MultiVectorSection, device: torch.device | str, key: str, checkpoint: Path | None = None
     ) -> MultiVectorEncoder:
         """A model that Sentence Transformers or PyLate has saved, or one made of an encoder."""
         if checkpoint is not None:
@@ -73,7 +74,7 @@ class MultiVector(SentenceTransformersKind):
         self.check_lengths(section, model)
         return model
 
-    def of_encoder(self, section: ModelSection, device: torch.device | str) -> MultiVectorEncoder:
+    def of_encoder(self, section: MultiVectorSection, device: torch.device | str) -> MultiVectorEncoder:
         options: dict[str, Any] = {}
         if section.config_kwargs:
             options["config_kwargs"] = dict(section.config_kwargs)
@@ -94,7 +95,7 @@ class MultiVector(SentenceTransformersKind):
 
     def build_trainer(
         self,
-        loss: LossSection,
+        loss: MultiVectorLoss,
         model: MultiVectorEncoder,
         rows: Dataset,
         arguments: SentenceTransformerTrainingArguments,
@@ -122,7 +123,7 @@ class MultiVector(SentenceTransformersKind):
 
         return MultiVectorNanoBEIREvaluator(recipe.evaluation.nano_beir, **OPTIONS)
 
-    def divergence(self, loss: LossSection, scores: Tensor, teacher: Tensor) -> Tensor:
+    def divergence(self, loss: MultiVectorLoss, scores: Tensor, teacher: Tensor) -> Tensor:
         """Of scores divided by the temperature of the loss, times the square of that."""
         return kl_divergence(scores, teacher, loss.temperature or 1.0)
 
@@ -156,7 +157,7 @@ def _projections(model: MultiVectorEncoder) -> list[nn.Module]:
     return [module for module in model if hasattr(module, "out_features")]
 
 
-def _set_lengths(section: ModelSection, model: MultiVectorEncoder) -> None:
+def _set_lengths(section: MultiVectorSection, model: MultiVectorEncoder) -> None:
     """Set what a section says of the lengths of texts and of query expansion; null keeps what the checkpoint has."""
     given = [key for key in TEXT_KEYS if getattr(section, key) is not None]
     transformer = model[0]
@@ -184,7 +185,7 @@ def _set_lengths(section: ModelSection, model: MultiVectorEncoder) -> None:
     transformer.query_expansion = expansion
 
 
-def build_loss(section: LossSection, model: MultiVectorEncoder) -> nn.Module:
+def build_loss(section: MultiVectorLoss, model: MultiVectorEncoder) -> nn.Module:
     """The loss that a recipe names, with the options that it gives."""
     from sentence_transformers.multi_vector_encoder import losses
 

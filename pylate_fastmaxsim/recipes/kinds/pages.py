@@ -21,13 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from pylate_fastmaxsim.ops.pooled import LogSumExp, Max
-from pylate_fastmaxsim.recipes.config.schema import (
-    LOSSES_WITH_NEGATIVES,
-    LoraSection,
-    LossSection,
-    ModelSection,
-    Recipe,
-)
+from pylate_fastmaxsim.recipes.config.kinds import WITH_NEGATIVES, LoraSection, PagesLoss, PagesSection
+from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.text import require_text
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
@@ -85,10 +80,11 @@ class Pages(Kind):
     writes_card = False
 
     def load(
-        self, section: ModelSection, device: torch.device | str, key: str, checkpoint: Path | None = None
+        self, section: PagesSection, device: torch.device | str, key: str, checkpoint: Path | None = None
     ) -> VisualRetriever:
         model_class, processor_class = CLASSES[section.kind]
-        limits = {} if section.max_visual_tokens is None else {"max_num_visual_tokens": section.max_visual_tokens}
+        tokens = getattr(section, "max_visual_tokens", None)  # of a ColPali they are fixed
+        limits = {} if tokens is None else {"max_num_visual_tokens": tokens}
         processor = processor_class.from_pretrained(section.name_or_path, **limits)
         adapted = section.lora is not None
         model = model_class.from_pretrained(
@@ -108,7 +104,7 @@ class Pages(Kind):
 
     def fitted(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         """Refuse columns other than a query, its page and, for losses with negatives, equally many of them in each row."""
-        columns, negatives = dataset.column_names, recipe.loss.name in LOSSES_WITH_NEGATIVES
+        columns, negatives = dataset.column_names, recipe.loss.name in WITH_NEGATIVES
         if len(columns) != 2 + negatives:
             wanted = "[query, image, negatives]" if negatives else "[query, image]"
             raise RecipeError(
@@ -131,7 +127,7 @@ class Pages(Kind):
 
     def build_trainer(
         self,
-        loss: LossSection,
+        loss: PagesLoss,
         model: VisualRetriever,
         rows: Dataset,
         arguments: TrainingArguments,
@@ -190,7 +186,7 @@ class Pages(Kind):
 KIND = Pages()
 
 
-def _dtype(section: ModelSection, device: torch.device) -> torch.dtype:
+def _dtype(section: PagesSection, device: torch.device) -> torch.dtype:
     if section.dtype != "auto":
         return getattr(torch, section.dtype)
     small = section.lora is not None and device.type == "cuda" and gpu_has_bf16()

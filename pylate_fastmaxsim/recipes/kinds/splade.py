@@ -21,7 +21,8 @@ from pylate_fastmaxsim.integrations.sparse_encoder.names import (
     SpladePooling,
     gives_logits,
 )
-from pylate_fastmaxsim.recipes.config.schema import LossSection, ModelSection, Recipe
+from pylate_fastmaxsim.recipes.config.kinds import SpladeLoss, SpladeSection
+from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS
 from pylate_fastmaxsim.recipes.kinds.texts import SentenceTransformersKind, texts_in_columns
@@ -43,7 +44,7 @@ class Splade(SentenceTransformersKind):
     encoder_class = ModernBertForMaskedLM
 
     def load(
-        self, section: ModelSection, device: torch.device | str, key: str, checkpoint: Path | None = None
+        self, section: SpladeSection, device: torch.device | str, key: str, checkpoint: Path | None = None
     ) -> SparseEncoder:
         """A saved SparseEncoder, or one made of a masked language model."""
         name = section.name_or_path if checkpoint is None else str(checkpoint)
@@ -66,10 +67,10 @@ class Splade(SentenceTransformersKind):
                 module.max_seq_length = section.max_seq_length
         return model
 
-    def of_encoder(self, section: ModelSection, device: torch.device | str) -> SparseEncoder:
+    def of_encoder(self, section: SpladeSection, device: torch.device | str) -> SparseEncoder:
         return SparseEncoder(section.name_or_path, device=str(device))
 
-    def check_lengths(self, section: ModelSection, model: SparseEncoder) -> None:
+    def check_lengths(self, section: SpladeSection, model: SparseEncoder) -> None:
         """Refuse texts of more tokens than the encoder has positions."""
         encoder, length = encoder_of(model), section.max_seq_length
         limit = min(learned_positions(encoder), default=None)
@@ -81,7 +82,7 @@ class Splade(SentenceTransformersKind):
 
     def build_trainer(
         self,
-        loss: LossSection,
+        loss: SpladeLoss,
         model: SparseEncoder,
         rows: Any,
         arguments: SparseEncoderTrainingArguments,
@@ -137,7 +138,7 @@ def with_static_queries(model: SparseEncoder) -> SparseEncoder:
     return routed
 
 
-def build_loss(section: LossSection, model: SparseEncoder) -> losses.SpladeLoss:
+def build_loss(section: SpladeLoss, model: SparseEncoder) -> losses.SpladeLoss:
     """``SpladeLoss`` or ``CachedSpladeLoss`` over the loss that a recipe names."""
     temperature = {} if section.temperature is None else {"temperature": section.temperature}
     if section.name != "distillation":

@@ -15,8 +15,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.recipes.config.parse import with_defaults
-from pylate_fastmaxsim.recipes.config.schema import MiningSection, ModelSection, Recipe
+from pylate_fastmaxsim.recipes.config.schema import MiningSection, Recipe
 from pylate_fastmaxsim.recipes.data.tables import progress_shown
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
@@ -201,10 +200,6 @@ def _finished(output: Path, unfinished: Path, settings: dict[str, Any], resume: 
 
 
 def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings, also of an earlier version, without the sizes of batches and parts."""
+    """Settings without the sizes of batches and parts."""
     pieces = ("batch_size", "documents_per_part", "rows_per_part")
-    mining = with_defaults(settings["mining"], MiningSection)
-    return settings | {
-        "mining": {key: value for key, value in mining.items() if key not in pieces},
-        "model": with_defaults(settings["model"], ModelSection),
-    }
+    return settings | {"mining": {key: value for key, value in settings["mining"].items() if key not in pieces}}

@@ -19,7 +19,8 @@ from transformers import PretrainedConfig
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.compression import Compress, unchanged
-from pylate_fastmaxsim.recipes.config.schema import MiningSection, ModelSection
+from pylate_fastmaxsim.recipes.config.kinds import MODELS, ColBERTSection
+from pylate_fastmaxsim.recipes.config.schema import MiningSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
@@ -73,7 +74,7 @@ def load_teacher(section: MiningSection, device: torch.device, kind: str = "colb
     """
     name = section.teacher
     if section.teacher_type == "colbert":
-        model = load_model(ModelSection(kind=kind, name_or_path=name), "cpu", seed=0, key="mining.teacher")
+        model = load_model(MODELS[kind](name_or_path=name), "cpu", seed=0, key="mining.teacher")
         _require_projection(name, encoder_of(model).config)
 
         def by_colbert(pairs: Pairs, candidates: Candidates) -> np.ndarray:
@@ -86,7 +87,7 @@ def load_teacher(section: MiningSection, device: torch.device, kind: str = "colb
         encoder = CrossEncoder(name, device="cpu")
         drawn = _drawn_at_random(encoder, name)
     except Exception as error:  # as in load_model
-        raise model_failure("mining.teacher", ModelSection(name_or_path=name), error) from error
+        raise model_failure("mining.teacher", ColBERTSection(name_or_path=name), error) from error
     if is_empty(encoder.tokenizer):
         raise RecipeError(NO_TOKENIZER.format("mining.teacher", name))
     if drawn:

@@ -14,7 +14,7 @@ from tokenizers import models as tokenizer_models
 from tokenizers.trainers import BpeTrainer
 from transformers import ModernBertConfig, PreTrainedTokenizerFast, set_seed
 
-from pylate_fastmaxsim.recipes.config.schema import BuildSection, ModelSection
+from pylate_fastmaxsim.recipes.config.kinds import BuildSection, TextModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.kind import kind_of
 
@@ -38,7 +38,7 @@ def _one_sentence() -> Iterator[None]:
         raise RecipeError(f"model cannot be built: {first_line(error)}") from error
 
 
-def build_model(section: ModelSection, texts: Iterable[str], seed: int, directory: Path) -> None:
+def build_model(section: TextModelSection, texts: Iterable[str], seed: int, directory: Path) -> None:
     """Train a tokenizer on ``texts``, draw the weights from ``seed``, and save a ColBERT or a SPLADE in ``directory``."""
     kind = kind_of(section)
     tokenizer = train_tokenizer(texts, section.build.vocab_size)

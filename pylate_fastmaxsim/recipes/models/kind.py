@@ -8,7 +8,7 @@ import sentence_transformers
 import torch
 from sentence_transformers import SparseEncoder
 
-from pylate_fastmaxsim.recipes.config.schema import ModelSection
+from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.models.load import CONFIG_FILE, is_missing_folder, load_model, model_failure, model_type
 from pylate_fastmaxsim.recipes.models.retriever import TextRetriever, VisualRetriever, require_inner_product
@@ -44,7 +44,7 @@ def load_retriever(
             return StaticLateInteraction.load(path, device)
         except (ValueError, OSError) as error:
             raise RecipeError(f"{key} {name} cannot be loaded: {first_line(error)}") from error
-    section = ModelSection(name_or_path=str(path) if path.is_dir() else name, trust_remote_code=trust_remote_code)
+    section = ColBERTSection(name_or_path=str(path) if path.is_dir() else name, trust_remote_code=trust_remote_code)
     if kind == "ColBERT" and _has_pylate():
         return load_model(section, device, seed=0, key=key)
     host = SparseEncoder if kind == "SparseEncoder" else getattr(sentence_transformers, "MultiVectorEncoder", None)
@@ -79,7 +79,7 @@ def saved_class(name: str, key: str = "MODEL") -> str:
     try:
         kind = model_type(name)
     except Exception as error:  # of the Hub's client, or of a file that is not JSON
-        raise model_failure(key, ModelSection(name_or_path=name), error) from error
+        raise model_failure(key, ColBERTSection(name_or_path=name), error) from error
     if kind not in NEEDED:
         found = f"{CONFIG_FILE} says {kind}" if kind else f"it has no {CONFIG_FILE}"
         raise RecipeError(

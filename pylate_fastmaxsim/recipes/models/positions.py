@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pylate_fastmaxsim.recipes.config.schema import ModelSection
+from pylate_fastmaxsim.recipes.config.kinds import LateModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
@@ -13,7 +13,7 @@ def positions(encoder: torch.nn.Module) -> int | None:
     return min(learned_positions(encoder), default=getattr(encoder.config, "max_position_embeddings", None))
 
 
-def check_query_and_document_length(section: ModelSection, encoder: torch.nn.Module) -> None:
+def check_query_and_document_length(section: LateModelSection, encoder: torch.nn.Module) -> None:
     """Refuse lengths beyond the encoder's positions.
 
     Learned positions limit queries and documents. Rotary positions limit only queries, which are padded to their

@@ -11,21 +11,21 @@ from sentence_transformers.models import Transformer
 from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast
 
 from pylate_fastmaxsim.integrations.pylate.token_vectors import plain_tokenizer, token_vectors
-from pylate_fastmaxsim.recipes.config.schema import ModelSection
+from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.models.load import load_model
 
 KEY = "model.token_table"
 LONGEST = 8192  # tokens of a text; a table has no positions that could run out
 
 
-def build_token_table(section: ModelSection, seed: int, directory: Path) -> None:
+def build_token_table(section: ColBERTSection, seed: int, directory: Path) -> None:
     """Save a table of the token vectors of ``section.token_table`` as a ColBERT in ``directory``.
 
     A text is its own tokens and nothing else: no special tokens, prefixes, skipped words or query expansion, which a
     table would give the same vector in every text.
     """
     source = load_model(
-        ModelSection(name_or_path=section.token_table, trust_remote_code=section.trust_remote_code), "cpu", seed, KEY
+        ColBERTSection(name_or_path=section.token_table, trust_remote_code=section.trust_remote_code), "cpu", seed, KEY
     )
     vectors = token_vectors(source)
     vocabulary, size = vectors.shape

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pylate_fastmaxsim.ops.pooled import Max, Pooling
-from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
+from pylate_fastmaxsim.recipes.config.schema import Recipe, TextEvaluationSection
 from pylate_fastmaxsim.recipes.config.shipped import is_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection, load_collection
@@ -126,7 +126,7 @@ def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> 
             "models of texts."
         )
     if beir is not None:
-        return beir, load_collection(EvaluationSection(beir=str(Path(beir).expanduser()), split=split), "--beir")
+        return beir, load_collection(TextEvaluationSection(beir=str(Path(beir).expanduser()), split=split), "--beir")
     recipes = [target.recipe for target in targets if target.recipe is not None]
     if not recipes:
         raise RecipeError("name a collection in BEIR's layout with --beir, or give the recipe of a model.")

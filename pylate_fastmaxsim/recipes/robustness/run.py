@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, ModelSection, Recipe
+from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
+from pylate_fastmaxsim.recipes.config.schema import Recipe, TextEvaluationSection
 from pylate_fastmaxsim.recipes.config.shipped import is_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import load_collection
@@ -79,7 +80,7 @@ def robustness(
     RecipeError
         There is no such recipe, model or data, or they do not fit.
     """
-    section = EvaluationSection(beir=str(Path(beir).expanduser()), split=split) if beir is not None else None
+    section = TextEvaluationSection(beir=str(Path(beir).expanduser()), split=split) if beir is not None else None
     if is_recipe(target):
         recipe = load_recipe(target, overrides)
         own = final_pooling(recipe.loss.pooling)
@@ -125,6 +126,6 @@ def _of_model(name: str, section: EvaluationSection | None, limits: Limits) -> T
     path = Path(name).expanduser()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     key = "the model"
-    model = load_model(ModelSection(name_or_path=str(path) if path.is_dir() else name), device, seed=0, key=key)
+    model = load_model(ColBERTSection(name_or_path=str(path) if path.is_dir() else name), device, seed=0, key=key)
     task = collection_task(section.beir, load_collection(section), limits)
     return Target(model, task, {"model": name, "recipe": None}, section.batch_size, Path())

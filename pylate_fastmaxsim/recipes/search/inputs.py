@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
+from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection, load_collection, load_files_of_collection
 
@@ -25,5 +25,5 @@ def load_inputs(
             "Name what to search: --beir FOLDER_OR_NAME, or --corpus and --queries, and --qrels for metrics."
         )
     if beir is not None:
-        return load_collection(EvaluationSection(beir=str(Path(beir).expanduser()), split=split), "--beir")
+        return load_collection(TextEvaluationSection(beir=str(Path(beir).expanduser()), split=split), "--beir")
     return load_files_of_collection(corpus, queries, qrels)

@@ -32,8 +32,9 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
             "training.lr_scheduler_type must not be reduce_lr_on_plateau, which needs evaluations during the training; a "
             "recipe has one at its end."
         )
-    del options["precision"], options["log_gradient_concentration"]
-    query_rate = options.pop("query_learning_rate")
+    del options["precision"]
+    options.pop("log_gradient_concentration", None)
+    query_rate = options.pop("query_learning_rate", None)
     if query_rate is not None:
         options["learning_rate_mapping"] = {r"\.sub_modules\.query\.": query_rate}
     if not options["gradient_checkpointing"]:

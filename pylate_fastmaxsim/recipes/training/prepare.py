@@ -51,7 +51,7 @@ def _prepared(recipe: Recipe, directory: Path) -> Recipe:
     if data.source == "docstrings":
         data = replace(data, source="files", packages=None, files=[str(directory / PAIRS)])
     if _is_made(model):
-        model = replace(model, build=None, token_table=None, name_or_path=str(directory / MODEL))
+        model = model.loaded_from(str(directory / MODEL))
     return replace(recipe, data=data, model=model)
 
 

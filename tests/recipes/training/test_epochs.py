@@ -12,9 +12,9 @@ from tiny_recipe import text, tiny, write
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.trainers import epochs
 from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint
 from pylate_fastmaxsim.recipes.trainers.sharded import RecipeTrainer, TextTrainerMixin
-from pylate_fastmaxsim.recipes.training import epochs
 from pylate_fastmaxsim.recipes.training import train as training
 
 
