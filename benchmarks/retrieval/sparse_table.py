@@ -12,8 +12,7 @@ ENGINES = {
     "cusparse": "cuSPARSE",
 }
 KERNELS = {
-    "index": "block and query, integers in shared memory (CUDA C++)",
-    "triton": "block and query, integers in global memory (Triton)",
+    "index": "block and query, integers in shared memory",
     "scatter": "term and query, float atomics in global memory",
     "document": "document and query, no index",
 }
