@@ -25,7 +25,6 @@ from benchmarks.pooling_study.table import tables as pooling_study_tables
 from benchmarks.quality.compressed_fidelity_table import markdown as compressed_fidelity_markdown
 from benchmarks.quality.cranfield_table import markdown as cranfield_markdown
 from benchmarks.quality.first_stage_cranfield_table import markdown as first_stage_markdown
-from benchmarks.quality.pooling_cranfield_table import markdown as pooling_cranfield_markdown
 from benchmarks.quality.static_cranfield_table import markdown as static_cranfield_markdown
 from benchmarks.retrieval.corpus_search import markdown as corpus_markdown
 from benchmarks.retrieval.sparse_table import docs_table as sparse_search_tables
@@ -342,7 +341,6 @@ def tables() -> dict[str, dict[str, str]]:
         },
         "docs/pooling_study.md": {
             **pooling_study_tables(results("pooling_study")),
-            "pooling-cranfield-table": pooling_cranfield_markdown(results("pooling_cranfield")["cells"]),
         },
         "docs/development.md": {"gpu-tests-table": gpu_tests_table()},
     }

@@ -4,7 +4,7 @@ import importlib
 
 from pylate_fastmaxsim.tokens import TokenBatch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "TokenBatch", "CompressedBatch", "ResidualCodec", "compress", "read_plaid", "SparseBatch", "SparseIndex", "sparse_search", "StaticLateInteraction", "BM25", "maxsim", "maxsim_from_hidden", "xtr_scores", "splade_pool", "pooled_scores", "PooledScores",

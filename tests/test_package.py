@@ -42,7 +42,6 @@ ROOMS = {
         ("reference", "kernels", "cpu"),
         ("ops",),
         ("retrieval", "diagnostics", "precompile"),
-        ("search", "corpus"),
         ("integrations",),
         ("losses", "comparison"),
         ("recipes",),

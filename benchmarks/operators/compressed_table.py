@@ -1,8 +1,6 @@
-"""What the benchmark of compressed documents concludes: ratios, bounds, tables."""
+"""What the benchmark of compressed documents concludes: ratios and tables."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from benchmarks.harness.tables import table
 
@@ -20,7 +18,7 @@ FORMATS = {
     "residual 4 bits": "residual 4 bits",
     "residual 2 bits": "residual 2 bits",
 }
-MANY, ONE, PACKED = "256x32.512x300", "1x32.10000x300", "32x32.100000x80.packed"
+PACKED = "32x32.100000x80.packed"
 
 
 def milliseconds(cells: dict, shape: str, competitor: str, form: str, measure: str = "forward") -> float | None:
@@ -62,42 +60,6 @@ def times(cells: dict, shape: str, form: str, competitors: tuple[str, ...] = ())
     else:
         other = milliseconds(cells, shape, "fast", "bf16")
     return other / ours if other and ours else None
-
-
-def _bounds(cells: dict) -> Iterator[tuple[str, str, str, str, float, float | None]]:
-    """Kind, shape, format, what it is compared with, how many times faster it should be, and how many times it is."""
-    bf16 = "bf16 of this package"
-    for shape, factor in ((MANY, 1.45), (ONE, 2)):
-        yield "must", shape, "int8 by document", bf16, factor, times(cells, shape, "int8 by document")
-    versus = times(cells, PACKED, "int8 by document", ("flash",))
-    yield "must", PACKED, "int8 by document", COMPETITORS["flash"], 8, versus
-    yield "must", MANY, "fp8", bf16, 1.5, times(cells, MANY, "fp8")
-    for shape, form, factor in ((MANY, "fp8", 3.5), (PACKED, "fp8", 10)):
-        yield "must", shape, form, COMPETITORS["lik"], factor, times(cells, shape, form, ("lik",))
-    yield "must", MANY, "residual 4 bits", bf16, 1 / 1.1, times(cells, MANY, "residual 4 bits")
-    for shape, factor in ((MANY, 100), (ONE, 10)):
-        versus = times(cells, shape, "residual 4 bits", ("lik",))
-        yield "must", shape, "residual 4 bits", COMPETITORS["lik"], factor, versus
-    for form in ("int8 by document", "fp8"):
-        yield "goal", MANY, form, bf16, 1.8, times(cells, MANY, form)
-    for form in ("residual 4 bits", "residual 2 bits"):
-        yield "goal", ONE, form, bf16, 0.5, times(cells, ONE, form)
-
-
-def checks(cells: dict) -> list[dict]:
-    """Every bound beside what was measured; ``met`` is ``None`` where that is missing."""
-    return [
-        {
-            "kind": kind,
-            "shape": shape,
-            "form": form,
-            "versus": versus,
-            "times_faster": factor,
-            "measured": measured,
-            "met": None if measured is None else measured >= factor,
-        }
-        for kind, shape, form, versus, factor, measured in _bounds(cells)
-    ]
 
 
 def _shape_title(shape: str) -> str:
@@ -168,15 +130,6 @@ def cells_table(cells: dict) -> str:
     )  # fmt: skip
 
 
-def musts_table(entries: list[dict]) -> str:
-    lines = []
-    for entry in entries:
-        met = {True: "yes", False: "no", None: "not measured"}[entry["met"]]
-        place = [entry["kind"], _shape_title(entry["shape"]), entry["form"], entry["versus"]]
-        lines.append([*place, f">= {entry['times_faster']:.3g}x", _times(entry["measured"]), met])
-    return table(["", "shape", "documents", "against", "wanted", "measured", "met"], lines)
-
-
 def docs_table(content: dict) -> str:
     """The table of docs/compressed.md."""
     made = content["environment"]
@@ -186,4 +139,4 @@ def docs_table(content: dict) -> str:
 
 def markdown(content: dict) -> str:
     """Everything, for the terminal."""
-    return "\n\n".join([docs_table(content), cells_table(content["cells"]), musts_table(content["musts"])])
+    return "\n\n".join([docs_table(content), cells_table(content["cells"])])

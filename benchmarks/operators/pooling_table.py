@@ -1,8 +1,6 @@
-"""What the benchmark of pooling concludes: ratios, bounds, tables."""
+"""What the benchmark of pooling concludes: ratios and tables."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from benchmarks.harness.tables import table
 
@@ -22,7 +20,6 @@ COMPETITORS = {
     "einsum": "einsum",
 }
 MEASURES = {"forward": "forward", "forward_backward": "forward + backward"}
-LARGE, *SMALLER = ("256x32.512x300", "128x32.128x180", "64x128.64x1024")
 
 
 def milliseconds(cells: dict, shape: str, pooling: str, competitor: str, measure: str) -> float | None:
@@ -52,49 +49,6 @@ def ratios(cells: dict) -> dict[str, dict[str, dict[str, float]]]:
                     if value is not None:
                         of_pooling = found.setdefault(f"{shape}/{pooling}", {})
                         of_pooling.setdefault(competitor, {})[measure] = value
-    return found
-
-
-def _bounds(cells: dict) -> Iterator[tuple[str, str, str, str, float, float | None, bool]]:
-    """Kind, shape, pooling, what is measured, the bound, what was measured, and whether the bound is a minimum."""
-    both = "forward_backward"
-
-    def speed(shape: str, pooling: str, competitor: str) -> float | None:
-        return ratio(cells, shape, pooling, competitor, both)
-
-    for shape in (LARGE, *SMALLER):
-        # Times einsum and times torch.compile.
-        wanted = {
-            "softmax": (12, 2.5) if shape == LARGE else (9, 1.7),
-            "top-4": (20, 20) if shape == LARGE else (7, 7),
-        }
-        for pooling, factors in wanted.items():
-            for competitor, factor in zip(("einsum", "compile"), factors, strict=True):
-                measured = speed(shape, pooling, competitor)
-                yield "must", shape, pooling, f"forward + backward, times {competitor}", factor, measured, True
-        if shape == LARGE:
-            for pooling in wanted:
-                beyond = cells.get(f"{shape}/{pooling}/fast", {}).get(both, {}).get("beyond_gradients_bytes")
-                mib = None if beyond is None else beyond / 2**20
-                yield "must", shape, pooling, "forward + backward, MiB beyond the gradients", 120, mib, False
-        for pooling in RAGGED:
-            measured = speed(shape, pooling, "ragged")
-            yield "must", shape, pooling, "forward + backward, ragged, times padded", 1.8, measured, True
-    for competitor, factor in (("einsum", 15), ("compile", 3.2)):
-        measured = speed(LARGE, "softmax", competitor)
-        yield "goal", LARGE, "softmax", f"forward + backward, times {competitor}", factor, measured, True
-    top, maximum = (milliseconds(cells, LARGE, pooling, "fast", "forward") for pooling in ("top-4", "max"))
-    measured = None if top is None or maximum is None else top / maximum
-    yield "goal", LARGE, "top-4", "forward, time relative to the maximum", 2, measured, False
-
-
-def checks(cells: dict) -> list[dict]:
-    """Every bound beside what was measured; ``met`` is ``None`` where that is missing."""
-    found = []
-    for kind, shape, pooling, what, bound, measured, least in _bounds(cells):
-        met = None if measured is None else measured >= bound if least else measured <= bound
-        entry = {"kind": kind, "shape": shape, "pooling": pooling, "what": what}
-        found.append({**entry, "wanted": f"{'>=' if least else '<='} {bound:g}", "measured": measured, "met": met})
     return found
 
 
@@ -161,18 +115,6 @@ def error_table(cells: dict) -> str:
     return table(["", "pooling", "scores", "query gradient", "document gradient"], lines)
 
 
-def musts_table(entries: list[dict]) -> str:
-    lines = []
-    for entry in entries:
-        measured = "" if entry["measured"] is None else f"{entry['measured']:.3g}"
-        met = {True: "yes", False: "no", None: "not measured"}[entry["met"]]
-        title = POOLINGS[entry["pooling"]]
-        lines.append(
-            [entry["kind"], _shape_title(entry["shape"]), title, entry["what"], entry["wanted"], measured, met]
-        )
-    return table(["", "shape", "pooling", "", "wanted", "measured", "met"], lines)
-
-
 def docs_table(content: dict) -> str:
     """The tables of docs/pooling.md."""
     cells, made = content["cells"], content["environment"]
@@ -193,4 +135,4 @@ def docs_table(content: dict) -> str:
 
 def markdown(content: dict) -> str:
     """Everything, for the terminal."""
-    return "\n\n".join([docs_table(content), error_table(content["cells"]), musts_table(content["musts"])])
+    return "\n\n".join([docs_table(content), error_table(content["cells"])])

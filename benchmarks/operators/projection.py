@@ -26,8 +26,6 @@ from benchmarks.harness.workers import ask_apart, serve
 from benchmarks.operators.measure import relative_error, spread
 from benchmarks.operators.projection_entries import ENTRIES, SHAPES, Inputs, Shape, make_inputs
 
-FASTER, MEMORY = 2.5, 1 / 3
-
 
 def measure(shape: Shape, entry: str, device: torch.device) -> dict:
     """Times, memory and errors of one implementation at one shape."""
@@ -78,13 +76,11 @@ def errors(score, shape: Shape, inputs: Inputs) -> dict[str, float | None]:
 
 
 def markdown(cells: dict) -> str:
-    """A table for each shape, and this package compared with the fastest peer."""
+    """A table for each shape."""
     parts = []
     for name in dict.fromkeys(cell["shape"]["name"] for cell in cells.values()):
         found = {entry: cells[f"{name}/{entry}"] for entry in ENTRIES if f"{name}/{entry}" in cells}
-        parts.append(
-            f"{Shape(**next(iter(found.values()))['shape']).title}\n\n{rows(found)}\n\n{targets(found)}".strip()
-        )
+        parts.append(f"{Shape(**next(iter(found.values()))['shape']).title}\n\n{rows(found)}")
     return "\n\n".join(parts) or "Nothing has been measured."
 
 
@@ -105,22 +101,6 @@ def rows(found: dict[str, dict]) -> str:
 
 def mebibytes(count: int) -> str:
     return f"{count / 2**20:,.0f} MiB"
-
-
-def targets(found: dict[str, dict]) -> str:
-    """The fused projection compared with the fastest of Linear, normalize and a peer."""
-    peers = [cell for entry, cell in found.items() if entry in ("lik", "flash", "einsum") and "failure" not in cell]
-    own = found.get("fast", {"failure": "not measured"})
-    if "failure" in own or not peers:
-        return ""
-    best = min(peers, key=lambda cell: cell["forward_backward"]["ms"])
-    ratio = best["forward_backward"]["ms"] / own["forward_backward"]["ms"]
-    lines = [f"{ratio:.2f} times faster than the best unfused peer (target: {FASTER})"]
-    if own["forward_backward"]["peak_bytes"] is not None:
-        for title, less in (("extra memory", 0), ("extra memory without the gradients that all return", 1)):
-            peaks = [c["forward_backward"]["peak_bytes"] - less * c["gradient_bytes"] for c in (own, best)]
-            lines.append(f"{title}: {peaks[0] / max(1, peaks[1]):.2f} of its (target: {MEMORY:.2f})")
-    return "\n".join(f"- {line}" for line in lines)
 
 
 def main() -> None:

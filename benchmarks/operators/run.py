@@ -26,7 +26,6 @@ from benchmarks.harness.workers import Worker
 from benchmarks.operators.results import TITLES
 from benchmarks.operators.shapes import BY_NAME, GROUPS, SHAPES, Shape
 from benchmarks.operators.table import markdown
-from benchmarks.operators.targets import targets
 
 MODULES = {"lik": "late_interaction_kernels", "flash": "flash_maxsim"}
 
@@ -107,7 +106,7 @@ def main() -> None:
     results.content.setdefault("runs", [])
     if not options.render_only:
         measure(options, results)
-    print("\n" + markdown(results.content) + "\n\n" + targets(results.content))
+    print("\n" + markdown(results.content))
     from benchmarks.operators.plots import plot_all  # last: measuring and the tables do not need matplotlib
 
     plot_all(results.content, results.target)

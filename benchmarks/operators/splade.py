@@ -29,7 +29,7 @@ from benchmarks.harness.records import Results, add_options, environment
 from benchmarks.harness.timing import peak_bytes, time_calls
 from benchmarks.harness.workers import Worker, failure, serve
 from benchmarks.operators.measure import relative_error
-from benchmarks.operators.splade_table import ENTRIES, GROWING, SHAPE_NAMES, markdown, out_of_memory
+from benchmarks.operators.splade_table import ENTRIES, GROWING, SHAPE_NAMES, docs_table, out_of_memory
 from pylate_fastmaxsim import TokenBatch, reference, splade_pool
 
 POSITIVE = 0.01
@@ -193,7 +193,7 @@ def main() -> None:
     for entry in [] if options.render_only else options.entries:
         with Worker(["-m", "benchmarks.operators.splade", "--worker"], options.timeout) as worker:
             run(results, worker, entry, options.shapes)
-    print("\n" + markdown(results.cells))
+    print("\n" + docs_table(results.cells))
 
 
 def run(results: Results, worker: Worker, entry: str, shapes: list[str]) -> None:

@@ -15,8 +15,6 @@ MEASURES = {"forward": "forward", "forward_backward": "forward + backward"}
 SHAPE_NAMES = ("64x256", "256x256", "32x512")
 # Texts of a vocabulary of 250,002.
 GROWING = {f"{texts}x256, 250k": texts for texts in (16, 32, 64, 128, 256, 512)}
-# Times stock, times stock compiled, and the share of stock's memory.
-BOUNDS = {"must": (7, 3.5, 1 / 50), "goal": (12, 6, 1 / 50)}
 
 
 def out_of_memory(cell: dict) -> bool:
@@ -31,22 +29,6 @@ def ratio(cells: dict, shape: str, entry: str, density: str, measure: str, key: 
     """How many times as much as this package another implementation takes."""
     ours, other = (_measure(cells, shape, each, density, measure).get(key) for each in ("fast", entry))
     return other / ours if ours and other else None
-
-
-def checks(cells: dict) -> list[list[str]]:
-    """Each bound on forward + backward beside the least of the shapes that was measured."""
-    found = []
-    for kind, bounds in BOUNDS.items():
-        sides = (("stock", "ms", bounds[0]), ("compiled", "ms", bounds[1]), ("stock", "peak_bytes", 1 / bounds[2]))
-        for density in ("dense", "sparse"):
-            for entry, key, bound in sides:
-                each = [ratio(cells, shape, entry, density, "forward_backward", key) for shape in SHAPE_NAMES]
-                measured = min((value for value in each if value is not None), default=None)
-                what = f"{'memory' if key == 'peak_bytes' else 'time'} of {ENTRIES[entry]}, {density}"
-                met = "not measured" if measured is None else "yes" if measured >= bound else "no"
-                number = "" if measured is None else f"{measured:.1f}x"
-                found.append([kind, what, f">= {bound:g}x", number, met])
-    return found
 
 
 def _entry(result: dict) -> str:
@@ -105,11 +87,4 @@ def docs_table(cells: dict) -> str:
             "Largest relative errors against float64:",
             error_table(cells),
         ]
-    )
-
-
-def markdown(cells: dict) -> str:
-    """Everything, for the terminal."""
-    return "\n\n".join(
-        [docs_table(cells), table(["", "forward + backward", "wanted", "measured", "met"], checks(cells))]
     )

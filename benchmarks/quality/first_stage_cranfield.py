@@ -13,6 +13,8 @@ offline. What the encoder computes is kept in --work.
 from __future__ import annotations
 
 import argparse
+import csv
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,6 @@ from torch import Tensor
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import Results, add_options, environment
 from benchmarks.quality.first_stage_cranfield_table import KS, QUERIES, markdown
-from benchmarks.quality.pooling_cranfield import read_collection
 from benchmarks.quality.static_cranfield import Task
 from pylate_fastmaxsim import BM25, StaticLateInteraction
 from pylate_fastmaxsim.recipes.models.encode import encode
@@ -33,6 +34,28 @@ from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 NEGATIVES = 10
 THRESHOLDS = (0.8, 0.7, 0.6, 0.5, 0.4)
 EVERY = 7  # of the titles
+
+
+def read_collection(data: Path) -> tuple[list[str], dict[str, list[str]], list[str], torch.Tensor]:
+    """Texts of the documents, training pairs by column, judged queries, and grades ``[Nq, Nd]`` float32."""
+    documents, asked = (
+        [json.loads(line) for line in (data / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+        for name in ("corpus", "queries")
+    )
+    places = {row["_id"]: place for place, row in enumerate(documents)}
+    judged: dict[str, dict[int, int]] = {}
+    with open(data / "qrels.tsv", encoding="utf-8", newline="") as lines:
+        for row in csv.DictReader(lines, delimiter="\t"):
+            if (grade := int(row["score"])) > 0:
+                judged.setdefault(row["query-id"], {})[places[row["corpus-id"]]] = grade
+    queries = [row["text"] for row in asked if row["_id"] in judged]
+    grades = torch.zeros(len(queries), len(documents))
+    for query, row in enumerate(row for row in asked if row["_id"] in judged):
+        for place, grade in judged[row["_id"]].items():
+            grades[query, place] = grade
+    both = [row for row in documents if row["title"] and row["text"]]
+    pairs = {"query": [row["title"] for row in both], "positive": [row["text"] for row in both]}
+    return [f"{row['title']} {row['text']}".strip() for row in documents], pairs, queries, grades
 
 
 def encoded_texts(task: Task, texts: dict[str, list[str]], folder: Path) -> dict[str, Any]:

@@ -31,11 +31,9 @@ from benchmarks.harness.timing import elapsed, mark, peak_bytes
 from benchmarks.harness.workers import failure
 from benchmarks.retrieval import sparse_data
 from benchmarks.retrieval.sparse_baselines import CuSparse, DocumentParallel, Found, ScatterAdd
-from benchmarks.retrieval.sparse_table import checks, markdown
+from benchmarks.retrieval.sparse_table import docs_table
 from pylate_fastmaxsim import SparseBatch, SparseIndex, reference
-from pylate_fastmaxsim.kernels.sparse.launch import DeviceBlocks
 from pylate_fastmaxsim.kernels.sparse.postings import DOCUMENTS_PER_BLOCK
-from pylate_fastmaxsim.retrieval.sparse_blocks import in_blocks
 from pylate_fastmaxsim.retrieval.topk import merge_results
 
 K = 1000
@@ -55,22 +53,6 @@ class Engine(Protocol):
     def search(self, queries: SparseBatch, k: int) -> Found: ...
 
 
-class TritonBlocks:
-    """The blocks of an index with its kernels in plain Triton, as where NVRTC is missing."""
-
-    def __init__(self, collection: list[SparseBatch]) -> None:
-        self.blocks = DeviceBlocks(sparse_data.VOCABULARY, collection[0].device, engine="triton")
-        for number, block in enumerate(in_blocks(collection)):
-            self.blocks.set(number, block.offsets, block.terms, block.weights)
-
-    @property
-    def nbytes(self) -> int:
-        return self.blocks.nbytes
-
-    def search(self, queries: SparseBatch, k: int) -> Found:
-        return self.blocks.search(queries.offsets, queries.terms, queries.weights, k)
-
-
 def build_index(collection: list[SparseBatch]) -> SparseIndex:
     return SparseIndex.build(collection, device=collection[0].device)
 
@@ -80,7 +62,6 @@ ENGINES: dict[str, Callable[[list[SparseBatch]], Engine]] = {
     "scatter": ScatterAdd,
     "cusparse": CuSparse,
     "document": DocumentParallel,
-    "triton": TritonBlocks,
 }
 
 
@@ -166,7 +147,6 @@ class Run:
         except Exception as error:  # noqa: BLE001
             result = {"failure": failure(error)}
         self.content["cells"][name] = {**result, "cell_seconds": time.monotonic() - began}
-        self.content["targets"] = checks(self.content["cells"])
         print(name, json.dumps(self.content["cells"][name]), flush=True)
         write(self.options.results, self.content)
 
@@ -222,8 +202,8 @@ class Run:
         for kind in ("index", "scatter"):
             self.cases(f"{count}", kind, collection, {**cases, **batches}, expected)
         self.cases(f"{count}", "cusparse", collection, cases, expected)
-        for kind in ("triton", "document") if sizes else ():
-            self.cases(f"{count}", kind, collection, largest, expected)
+        if sizes:
+            self.cases(f"{count}", "document", collection, largest, expected)
 
     def terms(self, terms: int) -> None:
         name = f"terms={terms}"
@@ -260,7 +240,6 @@ class Run:
             self.cell(f"pipeline/batch={size}", partial(cell, size))
 
     def everything(self) -> None:
-        """What bounds are checked for comes first."""
         self.part("compile", self.compile)
         for count in self.options.sizes:
             self.part(f"{count}", partial(self.size, count))
@@ -292,7 +271,7 @@ def main() -> None:
         run = Run(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         run.everything()
         content = run.content
-    print("\n" + markdown(content))
+    print("\n" + docs_table(content))
     if find_spec("matplotlib") is None:
         print("\nNo plot, since matplotlib is not installed; --render-only draws it later.")
         return

@@ -1,8 +1,6 @@
-"""What the benchmark of sparse search concludes: ratios, targets, tables."""
+"""What the benchmark of sparse search concludes: ratios and tables."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from benchmarks.harness.tables import table
 
@@ -12,8 +10,7 @@ ENGINES = {
     "cusparse": "cuSPARSE",
 }
 KERNELS = {
-    "index": "block and query, integers in shared memory (CUDA C++)",
-    "triton": "block and query, integers in global memory (Triton)",
+    "index": "block and query, integers in shared memory",
     "scatter": "term and query, float atomics in global memory",
     "document": "document and query, no index",
 }
@@ -36,38 +33,6 @@ def faster(cells: dict, size: int, case: str, other: str) -> float | None:
 def sizes(cells: dict) -> list[int]:
     """Numbers of documents, ascending."""
     return sorted({int(first) for name in cells if (first := name.partition("/")[0]).isdigit()})
-
-
-def _bounds(cells: dict) -> Iterator[tuple[str, str, float, float | None, bool]]:
-    """Kind, what is measured, the bound, what was measured, and whether the bound is a minimum."""
-    for kind, factors in {
-        "must": {(8_800_000, "k=1000"): 20, (1_000_000, "k=1000"): 12, (100_000, "k=1000"): 2, (100_000, "k=10"): 6},
-        "goal": {(8_800_000, "k=1000"): 40, (1_000_000, "k=1000"): 25, (100_000, "k=10"): 8},
-    }.items():
-        for (size, case), factor in factors.items():
-            for other in ("scatter", "cusparse"):
-                what = f"{size:,} documents, {CASES[case]}, times {ENGINES[other]}"
-                yield kind, what, factor, faster(cells, size, case, other), True
-    largest = "8800000/index"
-    peak = value(cells, f"{largest}/k=1000", "peak_bytes")
-    yield "must", "8,800,000 documents: GiB beyond the index", 0.5, None if peak is None else peak / 2**30, False
-    each = value(cells, f"{largest}/build", "bytes_per_posting")
-    yield "must", "8,800,000 documents: bytes a posting", 3.5, each, False
-    yield "must", "8,800,000 documents, one query: ms", 1, value(cells, f"{largest}/one"), False
-    measured = [cell for name, cell in cells.items() if "/index/" in name and "recall" in cell]
-    for what, key in (("recall", "recall"), ("equal bits", "exact"), ("the same twice", "repeatable")):
-        least = min((float(cell[key]) for cell in measured), default=None)
-        yield "must", f"all cells of the index: {what}", 1, least, True
-
-
-def checks(cells: dict) -> list[dict]:
-    """Every bound beside what was measured; ``met`` is ``None`` where that is missing."""
-    found = []
-    for kind, what, bound, measured, least in _bounds(cells):
-        met = None if measured is None else measured >= bound if least else measured <= bound
-        wanted = f"{'>=' if least else '<='} {bound:g}"
-        found.append({"kind": kind, "what": what, "wanted": wanted, "measured": measured, "met": met})
-    return found
 
 
 def _ms(cells: dict, name: str) -> str:
@@ -178,15 +143,6 @@ def two_gpus_table(content: dict) -> str:
     return f"{title}\n\n" + table(["queries", "k", "1 GPU", f"{ranks} GPUs", "speed", "same bits"], rows)
 
 
-def targets_table(entries: list[dict]) -> str:
-    rows = []
-    for entry in entries:
-        measured = "" if entry["measured"] is None else f"{entry['measured']:.3g}"
-        met = {True: "yes", False: "no", None: "not measured"}[entry["met"]]
-        rows.append([entry["kind"], entry["what"], entry["wanted"], measured, met])
-    return table(["", "", "wanted", "measured", "met"], rows)
-
-
 def docs_table(content: dict) -> str:
     """The tables of docs/sparse.md."""
     cells, made = content["cells"], content["environment"]
@@ -221,8 +177,3 @@ def docs_table(content: dict) -> str:
         where = f"On a CPU ({made['host']}), {cells['cpu/data']['documents']:,} documents, {queries}, k = 1000"
         text += f"\n\n{where}: {cpu['ms'] / 1e3:.2f} s."
     return text
-
-
-def markdown(content: dict) -> str:
-    """Everything, for the terminal."""
-    return docs_table(content) + "\n\n" + targets_table(content["targets"])

@@ -15,7 +15,6 @@ of memory is a result.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import math
 import random
@@ -28,7 +27,7 @@ from benchmarks.harness.lengths import log_normal
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import SWITCH, Results, add_options, environment
 from benchmarks.harness.timing import peaks_gib
-from benchmarks.harness.turns import add_alone, gate, ratio, serve_by_turns, speed, step_times
+from benchmarks.harness.turns import add_alone, gate, serve_by_turns, step_times
 from benchmarks.harness.workers import serve
 from benchmarks.training.cell import VOCABULARY, save_encoder
 from benchmarks.training.cell_processes import steps_together
@@ -36,8 +35,6 @@ from benchmarks.training.multi_vector_step import cell_name, markdown_table
 
 PATHS = ("stock", "fast")
 QUERY_TOKENS, DOCUMENT_TOKENS, LONGEST = 10, 80, 256
-# Speed and memory relative to stock at batch 128, without compile and with it.
-MUSTS = {False: (3.0, 1 / 4), True: (4.5, 1 / 4)}
 
 
 def run_cell(cell: dict) -> dict:
@@ -125,27 +122,6 @@ def sizes(hidden: int | None) -> dict:
     return {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_attention_heads": max(1, hidden // 64)}
 
 
-def checks(cells: dict) -> list[str]:
-    """What is wanted of this package, and what was measured, a line each."""
-    found = []
-    for compiled, (least, memory) in MUSTS.items():
-        stock, fast = (cells.get(cell_name(128, *each), {}) for each in (("stock", False), ("fast", compiled)))
-        how = "with compile" if compiled else "without compile"
-        said = "not measured"
-        if stock.get("peak_gib") and fast.get("peak_gib"):
-            faster, share = ratio(fast, stock), fast["peak_gib"] / stock["peak_gib"]
-            said = f"{faster:.2f}x in {share:.0%}: {'met' if faster >= least and share <= memory else 'missed'}"
-        found.append(f"batch 128, {how}: {least:g}x in {memory:.0%} of stock's memory wanted; {said}")
-    fast = cells.get(cell_name(256, "fast", False), {})
-    if fast.get("peak_gib"):
-        found.append(f"batch 256: 25 GiB wanted; {fast['peak_gib']:.1f} GiB")
-    for batch in (8, 16):
-        stock, fast = (cells.get(cell_name(batch, path, False), {}) for path in PATHS)
-        with contextlib.suppress(KeyError):
-            found.append(f"batch {batch}: no slower wanted; {speed(fast, stock)}")
-    return found
-
-
 def steps_table(cells: dict) -> str:
     """Stock and this package, not compiled and compiled, by batch; speed is relative to stock that is not compiled."""
     return markdown_table(cells, [(path, compiled) for compiled in (False, True) for path in PATHS])
@@ -182,7 +158,6 @@ def main() -> None:
             shown["first_loss"] = result.get("losses", [None])[0]
             results.add(name, {**cells[name], **result, "environment": environment()}, shown)
     print(steps_table(results.cells))
-    print("\n".join(checks(results.cells)))
 
 
 if __name__ == "__main__":

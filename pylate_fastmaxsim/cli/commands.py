@@ -298,11 +298,9 @@ def compare(
 
 def _show_comparison(comparison: dict[str, Any]) -> None:
     from pylate_fastmaxsim.comparison.html import sweep_sentence
-    from pylate_fastmaxsim.comparison.report import comparison_table, flash_sentence, sweep_table, warnings_of
+    from pylate_fastmaxsim.comparison.report import comparison_table, sweep_table, warnings_of
 
     plain.print(comparison_table(comparison))
-    if found := comparison.get("flash_attention_2"):
-        plain.print(flash_sentence(found), highlight=False, soft_wrap=True)
     if points := comparison.get("sweep"):
         plain.print(sweep_table(points))
         plain.print(sweep_sentence(points), highlight=False, soft_wrap=True)

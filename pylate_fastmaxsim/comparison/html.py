@@ -14,7 +14,6 @@ from pylate_fastmaxsim.comparison.report import (
     METRICS,
     caption,
     final_loss,
-    flash_sentence,
     form,
     headline,
     memory,
@@ -102,8 +101,6 @@ def _sections(comparison: dict[str, Any]) -> list[dict[str, Any]]:
             "either."
         )
         sections.append(section("Retrieval quality before and after", note, quality))
-    if found := comparison.get("flash_attention_2"):
-        sections.append(section("Beside FlashAttention 2", flash_sentence(found), []))
     if points := comparison.get("sweep"):
         draw = figures.sweep(points, _environment(runs).get("device_memory"))
         sections.append(section("Against batch size", sweep_sentence(points), sweep_rows(points), draw, (8.5, 3.6)))

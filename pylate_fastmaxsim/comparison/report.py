@@ -173,20 +173,6 @@ def final_loss(run: dict[str, Any]) -> str:
     return "NaN" if last is None or not math.isfinite(last) else f"{last:.4f}"
 
 
-def flash_sentence(found: dict[str, Any]) -> str:
-    """What stock with FlashAttention 2 came to beside fast, or why it was not run."""
-    if "why_not" in found:
-        return f"Stock with flash_attention_2 is not compared: {found['why_not']}."
-    stock, fast = found["runs"]["stock"], found["runs"]["fast"]
-    if found["summary"]["speedup"] is None:
-        return f"Stock with flash_attention_2: {stock['status']}; fast beside it: {fast['status']}."
-    return (
-        f"Stock with flash_attention_2 takes {stock['step_seconds']:.3f} s a step, with a peak memory of "
-        f"{memory(stock, 'peak')}; fast beside it {fast['step_seconds']:.3f} s and {memory(fast, 'peak')}: "
-        f"{speed(found['summary'])}."
-    )
-
-
 def device(comparison: dict[str, Any]) -> str:
     """The device of the runs, or unknown if neither recorded it."""
     environments = [run.get("environment") for run in comparison["runs"].values()]

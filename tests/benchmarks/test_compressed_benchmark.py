@@ -12,7 +12,7 @@ from benchmarked import run_benchmark
 
 from benchmarks.operators import compressed as command
 from benchmarks.operators import compressed_cells as cells_module
-from benchmarks.operators.compressed_table import MANY, ONE, PACKED, checks, docs_table, fastest, ratios
+from benchmarks.operators.compressed_table import PACKED, docs_table, fastest, ratios
 
 CPU = torch.device("cpu")
 
@@ -65,11 +65,15 @@ def test_what_takes_minutes_is_measured_last():
     assert order[-2:] == [(PACKED, "residual 4 bits, packed"), (PACKED, "residual 2 bits, packed")]
 
 
+MANY, ONE = "256x32.512x300", "1x32.10000x300"
+VERSIONS = ("device", "torch", "triton", "date", "late-interaction-kernels", "flash-maxsim")
+
+
 def forward(ms: float) -> dict:
     return {"forward": {"ms": ms}}
 
 
-def test_bounds_are_met_or_not_by_what_was_measured():
+def test_formats_are_beside_the_fastest_peer():
     cells = {
         f"{MANY}/fast/bf16": forward(1.0),
         f"{MANY}/fast/int8 by document": forward(0.6),
@@ -84,27 +88,10 @@ def test_bounds_are_met_or_not_by_what_was_measured():
         f"{PACKED}/flash/int8, 16-bit queries": forward(24.0),
         f"{PACKED}/lik/fp8": {"skipped": "the deadline"},
     }
-    found = {
-        (entry["shape"], entry["form"], entry["versus"], round(entry["times_faster"], 2)): entry["met"]
-        for entry in checks(cells)
-        if entry["measured"] is not None
-    }
-    bf16, lik, flash = "bf16 of this package", "late-interaction-kernels", "flash-maxsim"
-    assert found == {
-        (MANY, "int8 by document", bf16, 1.45): True,
-        (MANY, "int8 by document", bf16, 1.8): False,
-        (MANY, "fp8", bf16, 1.5): False,
-        (MANY, "fp8", bf16, 1.8): False,
-        (MANY, "fp8", lik, 3.5): False,
-        (MANY, "residual 4 bits", bf16, 0.91): True,
-        (ONE, "residual 4 bits", lik, 10): True,
-        (PACKED, "int8 by document", flash, 8): True,
-    }
     assert fastest(cells, MANY, ("lik", "flash"), "fp8") == ("lik", 2.1)
     assert ratios(cells)[f"{MANY}/lik/fp8"] == pytest.approx(1 / 3)
-    content = {"cells": cells, "environment": dict.fromkeys(("device", "torch", "triton", "date", lik, flash), "-")}
+    content = {"cells": cells, "environment": dict.fromkeys(VERSIONS, "-")}
     assert "| fp8 | 0.7 ms | 1.43x | 2.1 ms (late-interaction-kernels) | 3.00x | | |" in docs_table(content)
-    assert [entry["met"] for entry in checks({})] == [None] * len(checks({}))
 
 
 @pytest.mark.bench

@@ -1,4 +1,4 @@
-"""The benchmark of pooling: what shows in a cell, what the bounds conclude, and the command on a CPU."""
+"""The benchmark of pooling: what shows in a cell, and the command on a CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from benchmarked import run_benchmark
 
 from benchmarks.operators import pooling as benchmark
-from benchmarks.operators.pooling_table import POOLINGS, checks, docs_table, ratios
+from benchmarks.operators.pooling_table import POOLINGS, docs_table, ratios
 
 CPU = torch.device("cpu")
 
@@ -46,41 +46,13 @@ def test_einsum_out_of_memory_is_recorded(monkeypatch):
     for what in ("forward", "forward_backward", "errors"):
         assert cell[what] == {"failure": "out of memory: CUDA out of memory"}
     cells = {"256x32.512x300/softmax/einsum": cell, "256x32.512x300/softmax/fast": timed(1)}
-    assert ratios(cells) == {} and checks(cells)[0]["met"] is None
+    assert ratios(cells) == {}
     content = {"cells": cells, "environment": dict.fromkeys(("device", "torch", "triton", "date"), "-"), "peers": {}}
     assert "| 1 ms, 100 MiB | | out of memory | | |" in docs_table(content)
 
 
 def timed(ms: float, mib: float = 100) -> dict:
     return {"forward": {"ms": ms}, "forward_backward": {"ms": ms, "beyond_gradients_bytes": mib * 2**20}}
-
-
-def test_bounds_are_met_or_not_by_what_was_measured():
-    shape = "256x32.512x300"
-    cells = {
-        f"{shape}/softmax/fast": timed(4),
-        f"{shape}/softmax/einsum": timed(56),
-        f"{shape}/softmax/compile": timed(8),
-        f"{shape}/softmax/ragged": timed(2),
-        f"{shape}/top-4/fast": timed(3, mib=121),
-        f"{shape}/max/fast": timed(2),
-    }
-    found = {
-        (entry["kind"], entry["pooling"], entry["what"].rpartition(", ")[2], entry["wanted"]): entry["met"]
-        for entry in checks(cells)
-        if entry["measured"] is not None
-    }
-    assert found == {
-        ("must", "softmax", "times einsum", ">= 12"): True,
-        ("must", "softmax", "times compile", ">= 2.5"): False,
-        ("must", "softmax", "MiB beyond the gradients", "<= 120"): True,
-        ("must", "top-4", "MiB beyond the gradients", "<= 120"): False,
-        ("must", "softmax", "times padded", ">= 1.8"): True,
-        ("goal", "softmax", "times einsum", ">= 15"): False,
-        ("goal", "softmax", "times compile", ">= 3.2"): False,
-        ("goal", "top-4", "time relative to the maximum", "<= 2"): True,
-    }
-    assert len(checks({})) == 26
 
 
 @pytest.mark.bench
@@ -94,5 +66,4 @@ def test_the_command_measures_every_pooling(tmp_path):
     assert [sum(name.endswith(each) for name in content["cells"]) for each in ("fast", "ragged", "einsum")] == [5, 3, 5]
     assert content["ratios"]["3x8.5x24/top-4"]["einsum"]["forward_backward"] > 0
     assert set(content["peers"]) == {"late-interaction-kernels", "flash-maxsim"}
-    assert all(entry["met"] is None for entry in content["musts"])
     assert "| 3x8 against 5x24 | `LogSumExp(0.1)` |" in printed and target.with_suffix(".png").exists()

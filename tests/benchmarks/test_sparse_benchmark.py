@@ -1,4 +1,4 @@
-"""The benchmark of sparse search: its data, the baselines, what the targets conclude, and the command on a CPU."""
+"""The benchmark of sparse search: its data, the baselines, its table, and the command on a CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paths import ROOT
 from benchmarks.retrieval import sparse_data
 from benchmarks.retrieval.sparse_baselines import CuSparse, DocumentParallel, ScatterAdd
 from benchmarks.retrieval.sparse_search import agreement, exact
-from benchmarks.retrieval.sparse_table import checks, docs_table, two_gpus_table
+from benchmarks.retrieval.sparse_table import docs_table, two_gpus_table
 from pylate_fastmaxsim import SparseBatch, reference
 
 CPU = torch.device("cpu")
@@ -71,26 +71,11 @@ def test_the_published_kernels_find_the_same(kind):
     check_baseline(kind)
 
 
-def test_targets_are_met_or_not_by_what_was_measured():
-    index = {"recall": 1.0, "exact": True, "repeatable": True, "repeats": 5}
+def test_the_table_has_what_was_measured_and_what_failed():
     cells = {
-        "8800000/index/build": {"bytes_per_posting": 3.6},
-        "8800000/index/k=1000": {**index, "ms": 20, "peak_bytes": 2**29},
-        "8800000/index/one": {**index, "ms": 1.1, "repeatable": False},
-        "8800000/scatter/k=1000": {"ms": 480, "recall": 0.9, "exact": False, "repeatable": False},
+        "8800000/index/k=1000": {"ms": 20},
+        "8800000/scatter/k=1000": {"ms": 480},
         "8800000/cusparse/k=1000": {"failure": "out of memory: CUDA out of memory"},
-    }
-    found = {(entry["kind"], entry["what"]): entry["met"] for entry in checks(cells) if entry["measured"] is not None}
-    of_all = "all cells of the index"
-    assert found == {
-        ("must", "8,800,000 documents, k = 1000, times scatter-add"): True,
-        ("goal", "8,800,000 documents, k = 1000, times scatter-add"): False,
-        ("must", "8,800,000 documents: bytes a posting"): False,
-        ("must", "8,800,000 documents: GiB beyond the index"): True,
-        ("must", "8,800,000 documents, one query: ms"): False,
-        ("must", f"{of_all}: recall"): True,
-        ("must", f"{of_all}: equal bits"): True,
-        ("must", f"{of_all}: the same twice"): False,
     }
     made = dict.fromkeys(("device", "torch", "triton", "date"), "-")
     setting = {"queries": 500, "checked_queries": 8, "sweep_size": 1_000_000}

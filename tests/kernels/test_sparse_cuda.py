@@ -1,8 +1,6 @@
-"""Sparse search on a GPU by both engines, against the definition and each other."""
+"""Sparse search on a GPU, against the definition."""
 
 from __future__ import annotations
-
-import logging
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from pylate_fastmaxsim.kernels.sparse import launch  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 
-ENGINES = ["cuda", "triton"]
 # Blocks are of 16,384 documents here.
 LARGE = {
     "several blocks": Case(60_000, 20, 500, 30, 100),
@@ -24,32 +21,29 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "case", [*CASES.values(), *LARGE.values()], ids=[*CASES, *(f"large, {name}" for name in LARGE)]
 )
-def test_bits_are_those_of_the_definition(case, engine):
-    check(case, "cuda", engine)
+def test_bits_are_those_of_the_definition(case):
+    check(case, "cuda", None)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_removed_documents_known_scores_and_order(engine):
-    check_removed("cuda", engine)
-    check_at_least("cuda", engine)
-    check_order("cuda", engine)
+def test_removed_documents_known_scores_and_order():
+    check_removed("cuda", None)
+    check_at_least("cuda", None)
+    check_order("cuda", None)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_candidates_that_are_lost_are_found_again(engine, monkeypatch):
+def test_candidates_that_are_lost_are_found_again(monkeypatch):
     monkeypatch.setattr(launch, "ROOM", 0)
     for case in (Case(150_000, 4, 60, 20, 300, "rising"), LARGE["equal scores in masses"]):
-        check(case, "cuda", engine)
+        check(case, "cuda", None)
 
 
 def test_the_same_bits_every_time_and_for_any_batch():
     case = LARGE["several blocks"]
     queries, documents = drawn(case)
-    blocks = blocks_of(documents, "cuda", "cuda")
+    blocks = blocks_of(documents, "cuda", None)
     own = queries.to("cuda")
     first = blocks.search(own.offsets, own.terms, own.weights, case.k)
     for _ in range(5):
@@ -58,14 +52,3 @@ def test_the_same_bits_every_time_and_for_any_batch():
         one = queries.select(torch.tensor([query])).to("cuda")
         alone = blocks.search(one.offsets, one.terms, one.weights, case.k)
         assert all(torch.equal(row[query], single[0]) for row, single in zip(first, alone, strict=True))
-
-
-def test_triton_steps_in_for_missing_bindings(monkeypatch, caplog):
-    monkeypatch.setitem(__import__("sys").modules, "pylate_fastmaxsim.kernels.runtime.nvrtc", None)
-    launch._engine.cache_clear()
-    with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
-        check(CASES["plain"], "cuda", None)
-        check(CASES["plain"], "cuda", None)
-    launch._engine.cache_clear()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "Triton kernels run instead" in caplog.text

@@ -86,23 +86,6 @@ def test_queries_in_parts_are_those_at_once(engine, monkeypatch):
     check(CASES["plain"], "cpu", engine)
 
 
-def test_triton_steps_in_where_nvrtc_does_not_know_the_gpu(monkeypatch, caplog):
-    class CudaKernels:
-        def __init__(self, *_):
-            pass
-
-        def compile(self, device):
-            raise RuntimeError("NVRTC cannot compile search.cu (NVRTC_ERROR_INVALID_OPTION): unknown\narchitecture")
-
-    module = SimpleNamespace(CudaKernels=CudaKernels)
-    monkeypatch.setitem(sys.modules, "pylate_fastmaxsim.kernels.runtime.nvrtc", module)
-    launch._engine.cache_clear()
-    engine = launch._engine(torch.device("cpu"), None)
-    launch._engine.cache_clear()
-    assert type(engine).__name__ == "TritonEngine"
-    assert "(NVRTC_ERROR_INVALID_OPTION): unknown; Triton kernels run instead, " in caplog.text
-
-
 def test_postings_bound_weights_from_above():
     case = Case(500, 1, 30, 12, 1, "wide")
     _, documents = drawn(case)
@@ -118,3 +101,27 @@ def test_postings_bound_weights_from_above():
     assert int(there.sum()) == int((weights > 0).sum()) == documents.terms.numel()
     assert bool((weights <= made.impacts[there] * steps).all())
     assert bool((weights > (made.impacts[there].double() - 1 - 1e-6) * steps).all())
+
+
+class _Unknown:
+    """Kernels for a GPU that NVRTC does not know."""
+
+    def __init__(self, *_):
+        pass
+
+    def compile(self, device):
+        raise RuntimeError("NVRTC cannot compile search.cu (NVRTC_ERROR_INVALID_OPTION): unknown\narchitecture")
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [(None, "import of .* halted"), (SimpleNamespace(CudaKernels=_Unknown), "NVRTC cannot compile .* unknown")],
+    ids=["no bindings", "unknown GPU"],
+)
+def test_kernels_that_cannot_be_compiled_are_an_error_of_one_sentence(module, reason, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pylate_fastmaxsim.kernels.runtime.nvrtc", module)
+    launch._engine.cache_clear()
+    with pytest.raises(
+        ImportError, match=rf"^sparse search: .*\({reason}.*\); run `pip install cuda-bindings`, [^\n]*$"
+    ):
+        launch.DeviceBlocks(30, "cuda")

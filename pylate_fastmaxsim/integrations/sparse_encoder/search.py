@@ -117,7 +117,8 @@ def top(queries: SparseBatch, documents: SparseBatch, k: int) -> tuple[Tensor, T
     Raises
     ------
     FallbackToHost
-        Queries and documents have different vocabularies, or queries are neither on a CPU nor on a CUDA GPU.
+        Queries and documents have different vocabularies, or queries are neither on a CPU nor on a CUDA GPU, or the
+        kernels cannot be compiled here.
 
     Examples
     --------
@@ -133,7 +134,10 @@ def top(queries: SparseBatch, documents: SparseBatch, k: int) -> tuple[Tensor, T
     if queries.device.type not in ("cpu", "cuda"):
         raise FallbackToHost(f"embeddings are on {queries.device}")
     k = min(k, len(documents))
-    scores, positions = sparse_search(queries, [documents], k)
+    try:
+        scores, positions = sparse_search(queries, [documents], k)
+    except ImportError as error:
+        raise FallbackToHost(str(error).rstrip(".")) from None
     # A product of tiny weights may round to 0. It then ranks by its position among those without a common term.
     found = scores > 0
     columns = torch.arange(k, device=scores.device)

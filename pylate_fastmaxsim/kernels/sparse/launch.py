@@ -11,9 +11,7 @@ block.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,8 +20,6 @@ from pylate_fastmaxsim.kernels.runtime.tensors import on_device_of
 from pylate_fastmaxsim.kernels.sparse.cuda_engine import SOURCE, CudaEngine, definitions
 from pylate_fastmaxsim.kernels.sparse.postings import DOCUMENTS_PER_BLOCK, Postings, make_postings
 from pylate_fastmaxsim.kernels.sparse.state import LARGEST, Queries, State, Tables
-
-logger = logging.getLogger("pylate_fastmaxsim")
 
 # Memory of a search beyond the index. What else it needs is small beside it.
 STATE_BYTES = 384 << 20
@@ -46,15 +42,18 @@ class DeviceBlocks:
     device
         A CUDA device.
     engine
-        ``"cuda"`` (CUDA C++), ``"triton"``, or ``None`` for the first that runs here; an engine itself in tests.
+        An emulated one in tests. ``None``: the CUDA C++ of this package.
+
+    Raises
+    ------
+    ImportError
+        CUDA C++ cannot be compiled here: ``cuda.bindings`` or NVRTC is missing.
     """
 
-    def __init__(
-        self, vocabulary: int, device: torch.device | str, engine: Literal["cuda", "triton"] | object | None = None
-    ):
+    def __init__(self, vocabulary: int, device: torch.device | str, engine: CudaEngine | None = None):
         self.vocabulary = vocabulary
         self.device = torch.device(device)
-        self._engine = _engine(self.device, engine) if engine is None or isinstance(engine, str) else engine
+        self._engine = _engine(self.device) if engine is None else engine
         self._blocks: dict[int, tuple[Postings, Tensor, Tensor, Tensor, Tensor | None]] = {}
         self._top_scales = torch.zeros(vocabulary, device=self.device)
         # Made again after a block has changed: addresses, and the numbers of the blocks of each wave and sample. Copying
@@ -246,22 +245,16 @@ def _waves(blocks: list[int]) -> Iterator[list[int]]:
 
 
 @functools.cache
-def _engine(device: torch.device, name: str | None) -> CudaEngine:
-    if name != "triton":
-        try:
-            from pylate_fastmaxsim.kernels.runtime.nvrtc import CudaKernels
+def _engine(device: torch.device) -> CudaEngine:
+    try:
+        from pylate_fastmaxsim.kernels.runtime.nvrtc import CudaKernels
 
-            kernels = CudaKernels(SOURCE, definitions())
-            kernels.compile(device)
-            return CudaEngine(kernels)
-        except (ImportError, RuntimeError) as error:  # no bindings, no NVRTC, or a GPU that it does not know
-            if name == "cuda":
-                raise
-            logger.warning(
-                "sparse search: %s; Triton kernels run instead, which take about 20 times as long. PyTorch 2.10 and newer "
-                "bring cuda-bindings, which compiles the CUDA ones.",
-                str(error).partition("\n")[0].rstrip("."),
-            )
-    from pylate_fastmaxsim.kernels.sparse.triton_engine import TritonEngine
-
-    return TritonEngine(device)
+        kernels = CudaKernels(SOURCE, definitions())
+        kernels.compile(device)
+    except (ImportError, RuntimeError) as error:  # no bindings, no NVRTC, or a GPU that it does not know
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ImportError(
+            f"sparse search: CUDA C++ cannot be compiled ({reason}); run `pip install cuda-bindings`, in the version of "
+            "your CUDA, or search on a CPU."
+        ) from error
+    return CudaEngine(kernels)

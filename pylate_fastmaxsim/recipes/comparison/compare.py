@@ -17,7 +17,6 @@ import yaml
 from pylate_fastmaxsim.comparison.runs import NOT_RUN, OUT_OF_MEMORY
 from pylate_fastmaxsim.comparison.turns import ROUNDS, Child, ChildFailed, Turns, python, take_turns
 from pylate_fastmaxsim.comparison.verdict import compared_runs, summary_of
-from pylate_fastmaxsim.recipes.comparison import flash
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -124,12 +123,6 @@ def _compare(
     # As in the file, so that the terminal and the file show the same.
     comparison = without_nan({"recipe": yaml.safe_load(dump_recipe(recipe)), **compared})
     write_json(directory / RESULT_FILE, comparison)
-    if flash.is_asked_for(prepared):
-        comparison["flash_attention_2"] = without_nan(
-            _beside_flash_attention(prepared, directory / "compare", on_progress)
-        )
-        comparison["summary"]["wall_seconds"]["whole"] = time.perf_counter() - begun
-        write_json(directory / RESULT_FILE, comparison)
     for points in _sweep(prepared, directory / "compare", sorted(set(batch_sizes)), on_progress):
         comparison["sweep"] = without_nan(points)
         comparison["summary"]["wall_seconds"]["whole"] = time.perf_counter() - begun
@@ -143,25 +136,9 @@ def _require_trainable(recipe: Recipe) -> None:
     require_trainable(training_arguments(replace(recipe, training=training), report_to=[]))
 
 
-def recipes_of(recipe: Recipe, attention: str | None = None) -> dict[str, Recipe]:
-    """What is compared, by mode: the recipe without this package, perhaps with another attention, and with it."""
-    recipes = {mode: replace(recipe, fast=replace(recipe.fast, enabled=mode == "fast")) for mode in MODES}
-    if attention is not None:
-        stock = recipes["stock"]
-        recipes["stock"] = replace(stock, model=replace(stock.model, attn_implementation=attention))
-    return recipes
-
-
-def _beside_flash_attention(prepared: Recipe, directory: Path, on_progress: OnProgress) -> dict[str, Any]:
-    """Steps of stock with FlashAttention 2 and of fast, as :func:`compared_runs` has them, or ``why_not``."""
-    if (reason := flash.why_not(prepared)) is not None:
-        return {"why_not": reason}
-    names = {"stock": f"{flash.ATTENTION} run", "fast": f"fast beside {flash.ATTENTION}"}
-    steps_only = dict.fromkeys(names, ["--steps-only"])
-    try:
-        return compared_runs(_run(prepared, directory, names, on_progress, steps_only, attention=flash.ATTENTION))
-    except RunFailed as failed:  # some encoders do not take it, which is no reason to lose the comparison
-        return {"why_not": str(failed)}
+def recipes_of(recipe: Recipe) -> dict[str, Recipe]:
+    """What is compared, by mode: the recipe without this package and with it."""
+    return {mode: replace(recipe, fast=replace(recipe.fast, enabled=mode == "fast")) for mode in MODES}
 
 
 def parse_sweep(text: str) -> list[int]:
@@ -221,12 +198,8 @@ def _run(
     on_progress: OnProgress,
     options: Mapping[str, Sequence[str]],
     rounds: int = ROUNDS,
-    attention: str | None = None,
 ) -> Turns:
-    """Measure modes in processes that take turns; ``names`` are those that their progress has.
-
-    ``attention`` is that of stock, if it is another than the recipe's.
-    """
+    """Measure modes in processes that take turns; ``names`` are those that their progress has."""
     children, files = {}, {}
     for mode, name in names.items():
         stem = name.removesuffix(" run").replace(", batch of ", "-")
@@ -234,7 +207,7 @@ def _run(
             directory / f"{stem}.{kind}" for kind in ("yaml", "steps.jsonl", "again.steps.jsonl", "log")
         )
         steps_file.unlink(missing_ok=True)
-        recipe = replace(recipes_of(prepared, attention)[mode], output_dir=str(directory))
+        recipe = replace(recipes_of(prepared)[mode], output_dir=str(directory))
         recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
         children[mode] = Child(
             command=[*python(_PROGRAM), str(recipe_file), str(steps_file), *options.get(mode, ())],

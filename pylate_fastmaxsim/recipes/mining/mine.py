@@ -15,7 +15,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.recipes.config.schema import MiningSection, Recipe
+from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.tables import progress_shown
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
@@ -196,7 +196,7 @@ def _finished(output: Path, unfinished: Path, settings: dict[str, Any], resume: 
         raise RecipeError(
             f"data.name: {output} was mined with other settings; keep them, choose another folder, or start over with --no-resume."
         )
-    return {key: value for key, value in earlier.items() if key not in ("digest", "settings", "inputs")}
+    return {key: value for key, value in earlier.items() if key != "settings"}
 
 
 def _deciding(settings: dict[str, Any]) -> dict[str, Any]:

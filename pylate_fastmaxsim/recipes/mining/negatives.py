@@ -69,7 +69,7 @@ def search_documents(
 
     best = None
     step = section.documents_per_part
-    settings = common | _format(section)
+    settings = common | {"mining.corpus_format": section.corpus_format}
     settings |= {"mining.range_max": section.range_max, "mining.documents_per_part": step}
     if candidates is not None:
         settings |= {"the candidates of mining.first_stage": candidates_digest(candidates)}
@@ -104,15 +104,11 @@ def load_compressor(
         return {name: getattr(codec, name).cpu().numpy() for name in given}
 
     if needs_codec(format):
-        (file,) = work.parts("codec", common | _format(section), "Training the codec", " codecs", 1, 1, train)
+        settings = common | {"mining.corpus_format": section.corpus_format}
+        (file,) = work.parts("codec", settings, "Training the codec", " codecs", 1, 1, train)
         with np.load(file) as arrays:
             format = ResidualCodec(**{name: torch.from_numpy(arrays[name]) for name in arrays}).to(model.device)
     return compressor(key, format)
-
-
-def _format(section: MiningSection) -> dict[str, str]:
-    """The format among the settings of a stage, unless it is that of an earlier version."""
-    return {} if section.corpus_format is None else {"mining.corpus_format": section.corpus_format}
 
 
 def _named(common: dict[str, Any]) -> str:
@@ -174,7 +170,7 @@ def lowest_positive_scores(
     compute = functools.partial(scored, _named(common), score, pairs, candidates, BATCHES_AT_ONCE * section.batch_size)
     lowest = [float("inf")] * len(pairs.queries)
     step = section.rows_per_part
-    settings = common | _format(section) | {"mining.rows_per_part": step}
+    settings = common | {"mining.corpus_format": section.corpus_format, "mining.rows_per_part": step}
     files = work.parts("positives", settings, "Scoring positives", " pairs", len(candidates), step, compute)
     for (query, _), score in zip(pairs.rows, np.concatenate(list(map(read_part, files)))[:, 0], strict=True):
         lowest[query] = min(lowest[query], score.item())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
-from pylate_fastmaxsim.recipes.config.parse import build, with_defaults
+from pylate_fastmaxsim.recipes.config.parse import build
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.config.yaml_text import read_yaml
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -73,7 +73,7 @@ def open_run_directory(recipe: Recipe, resume: bool, writes: bool, processes: in
     checkpoint = last_checkpoint(recipe) if resume else None
     trained_with = recipe
     if checkpoint is not None:
-        earlier = with_defaults(read_yaml(record), Recipe)
+        earlier = build(Recipe, read_yaml(record), "")
         _require_same_recipe(recipe, earlier)
         if writes:  # one process of several
             _warn_of_other_masking(recipe, earlier)
@@ -81,9 +81,8 @@ def open_run_directory(recipe: Recipe, resume: bool, writes: bool, processes: in
         if not is_trained or processes > 1:  # one process is enough to evaluate
             _require_same_processes(checkpoint, processes)
         if is_trained:
-            trained = build(Recipe, earlier, "")
             trained_with = replace(
-                trained, name=recipe.name, output_dir=recipe.output_dir, evaluation=recipe.evaluation
+                earlier, name=recipe.name, output_dir=recipe.output_dir, evaluation=recipe.evaluation
             )
     if writes:
         make_directory("output_dir", directory)
@@ -115,8 +114,8 @@ def _require_model_elsewhere(recipe: Recipe, directory: Path) -> None:
         )
 
 
-def _require_same_recipe(recipe: Recipe, earlier: dict[str, Any]) -> None:
-    before, now = _flat(earlier), _flat(asdict(recipe))
+def _require_same_recipe(recipe: Recipe, earlier: Recipe) -> None:
+    before, now = _flat(asdict(earlier)), _flat(asdict(recipe))
     changed = [
         f"{key} is {now.get(key)!r} and was {before.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
@@ -142,8 +141,8 @@ def _require_same_processes(checkpoint: Path, processes: int) -> None:
         )
 
 
-def _warn_of_other_masking(recipe: Recipe, earlier: dict[str, Any]) -> None:
-    before = earlier["fast"]["enabled"]
+def _warn_of_other_masking(recipe: Recipe, earlier: Recipe) -> None:
+    before = earlier.fast.enabled
     pooled = recipe.loss.pooling is not None  # masked tokens are left out with and without the plugin
     if recipe.fast.enabled != before and not (recipe.fast.stock_masking or recipe.model.kind != "colbert" or pooled):
         logger.warning(

@@ -160,6 +160,17 @@ def test_what_cannot_be_taken_runs_stock_with_one_line(reason, searches, caplog)
     assert not searches
 
 
+def test_kernels_that_cannot_be_compiled_leave_the_search_to_stock(monkeypatch, caplog):
+    def search(*_):
+        raise ImportError("sparse search: CUDA C++ cannot be compiled (no NVRTC); run `pip install cuda-bindings`.")
+
+    monkeypatch.setattr("pylate_fastmaxsim.integrations.sparse_encoder.search.sparse_search", search)
+    stock = util.semantic_search(coo(QUERIES), coo(DOCUMENTS))
+    with pylate_fastmaxsim.enabled():
+        assert util.semantic_search(coo(QUERIES), coo(DOCUMENTS)) == stock
+    assert "running Sentence Transformers's own): sparse search: CUDA C++ cannot be compiled" in caplog.text
+
+
 def test_vocabularies_that_differ_are_stock_s_error():
     pylate_fastmaxsim.enable()
     with pytest.raises(RuntimeError):

@@ -79,11 +79,9 @@ def test_an_interrupted_run_keeps_its_codec(encoder, teacher, codecs, tmp_path, 
     assert same_data(tmp_path / "mined", tmp_path / "whole")
 
 
-def test_another_format_searches_again_and_none_keeps_earlier_parts(encoder, teacher, tmp_path, monkeypatch):
+def test_another_format_searches_again(encoder, teacher, tmp_path, monkeypatch):
     plain = recipe_for(tmp_path, encoder("modernbert"), teacher)
     mine_but_stop(plain, "teacher", 1, monkeypatch)
-    settings = (tmp_path / "mined.unfinished" / "settings-search.json").read_text()
-    assert "corpus_format" not in settings  # as of a release that did not know it
     int8 = recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.corpus_format=int8")
     mine_but_stop(int8, "positives", 2, monkeypatch)
     left = parts_written(int8, monkeypatch)
