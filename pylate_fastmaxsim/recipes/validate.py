@@ -19,6 +19,7 @@ from pylate_fastmaxsim.recipes.data.docstrings import package_directory
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.types import ENDINGS, file_type
 
+
 def check(recipe: Recipe) -> None:
     """Raise RecipeError if keys contradict each other, or if a file or package is missing."""
     _check_model(recipe)

@@ -35,7 +35,8 @@ def key(
     only
         Names of the losses that take it; None for all.
     """
-    return field(default=default, metadata=dict(minimum=minimum, maximum=maximum, path=path, null=null, only=only))
+    metadata = {"minimum": minimum, "maximum": maximum, "path": path, "null": null, "only": only}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)

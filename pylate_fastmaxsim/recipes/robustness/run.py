@@ -98,7 +98,7 @@ def robustness(
     return result, pairs, directory / RESULT_FILE
 
 
-def _of_recipe(recipe: Recipe, section: EvaluationSection | None, limits: Limits) -> Target:
+def _of_recipe(recipe: Recipe, section: TextEvaluationSection | None, limits: Limits) -> Target:
     if recipe.model.kind != "colbert":
         raise RecipeError(f"fastmaxsim robustness measures models of model.kind colbert, got {recipe.model.kind}.")
     folder = Path(recipe.output_dir, MODEL_DIRECTORY)
@@ -116,7 +116,7 @@ def _of_recipe(recipe: Recipe, section: EvaluationSection | None, limits: Limits
     return Target(model, task, names, recipe.evaluation.batch_size, Path(recipe.output_dir))
 
 
-def _of_model(name: str, section: EvaluationSection | None, limits: Limits) -> Target:
+def _of_model(name: str, section: TextEvaluationSection | None, limits: Limits) -> Target:
     if section is None:
         raise RecipeError(
             f"{name} needs held-out data: name a collection in BEIR's layout with --beir, or give the recipe of the model."

@@ -9,7 +9,7 @@ from pylate.scores import colbert_scores
 
 from pylate_fastmaxsim import StaticLateInteraction
 from pylate_fastmaxsim.integrations.pylate.static import from_pylate
-from pylate_fastmaxsim.recipes.config.schema import ModelSection
+from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.models.token_table import build_token_table
 
@@ -30,8 +30,8 @@ def maxsim_of(queries: list[torch.Tensor], documents: list[torch.Tensor]) -> tor
 @pytest.mark.parametrize("threshold", ["lowest", 0.5])
 def test_a_token_table_keeps_its_scores(threshold, encoder, tmp_path):
     models.load_model(encoder("bert")).save_pretrained(str(tmp_path / "source"))
-    build_token_table(ModelSection(token_table=str(tmp_path / "source")), 0, tmp_path / "table")
-    model = load_model(ModelSection(name_or_path=str(tmp_path / "table"), document_length=64), "cpu", 0)
+    build_token_table(ColBERTSection(token_table=str(tmp_path / "source")), 0, tmp_path / "table")
+    model = load_model(ColBERTSection(name_or_path=str(tmp_path / "table"), document_length=64), "cpu", 0)
     expected = maxsim_of(
         model.encode(QUERIES, is_query=True, convert_to_tensor=True),
         model.encode(DOCUMENTS, is_query=False, convert_to_tensor=True),

@@ -13,7 +13,7 @@ from tiny_recipe import few_steps, hub_dataset, kd_subsets, text
 
 from pylate_fastmaxsim.integrations.pylate.token_vectors import token_vectors
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
-from pylate_fastmaxsim.recipes.config.schema import ModelSection
+from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.mine import mine
@@ -109,7 +109,7 @@ def test_a_token_table_is_mined_and_trained_from_its_teacher(encoder, tmp_path):
     ]
     first, second = losses_both_ways("static_late_interaction", tmp_path, *overrides)
     assert second < first
-    trained = load_model(ModelSection(name_or_path=str(tmp_path / "true" / "model")), "cpu", seed=0)
+    trained = load_model(ColBERTSection(name_or_path=str(tmp_path / "true" / "model")), "cpu", seed=0)
     table = token_vectors(trained)
     texts = models.sentences(8)
     for is_query in (True, False):

@@ -12,7 +12,7 @@ from sparse_encoders import build_sparse_encoder
 from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim import TopK
-from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
+from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation import ranking
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection, document_texts, load_collection
@@ -34,7 +34,7 @@ def model(saved) -> SparseEncoder:
 
 @pytest.fixture
 def collection(tmp_path) -> Collection:
-    return load_collection(EvaluationSection(beir=str(write_folder(tmp_path / "data"))))
+    return load_collection(TextEvaluationSection(beir=str(write_folder(tmp_path / "data"))))
 
 
 def test_the_ranking_is_that_of_the_models_own_similarity(model, collection, monkeypatch):

@@ -15,7 +15,7 @@ from splade_recipe import splade_over
 from tiny_recipe import text, write
 from torch.nn import functional as F
 
-from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
+from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
 from pylate_fastmaxsim.recipes.evaluation import ranking, sparse
 from pylate_fastmaxsim.recipes.evaluation.beir import document_texts, load_collection
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
@@ -59,7 +59,7 @@ def of_recipe(tmp_path, saved: str, rows: list[dict], **sections):
 def test_flops_are_the_mean_number_of_products_of_a_query_and_a_document(model, saved, tmp_path, monkeypatch):
     monkeypatch.setattr(ranking, "BATCHES_AT_ONCE", 3)  # several batches of documents
     monkeypatch.setattr(ranking, "metrics_of", lambda found, collection: {"found": float(len(found))})
-    collection = load_collection(EvaluationSection(beir=str(write_folder(tmp_path / "data"))))
+    collection = load_collection(TextEvaluationSection(beir=str(write_folder(tmp_path / "data"))))
     recipe = load_recipe(write(tmp_path, splade_over(tmp_path, saved)))
     found = evaluate(recipe, model, RecipeData(None, collection=collection))
     vectors = dense(model, list(collection.queries.values()), document_texts(collection.corpus[:]))

@@ -10,7 +10,8 @@ from pylate.models import ColBERT, Dense
 from recipe_runs import command
 from tiny_recipe import tiny, write
 
-from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection, ModelSection
+from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection, MultiVectorSection
+from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining.teacher import load_teacher
 from pylate_fastmaxsim.recipes.models.load import load_model
@@ -36,7 +37,7 @@ def test_weights_that_were_cut_short(encoder, tmp_path):
     for content in (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", file.read_bytes()[:5000]):
         file.write_bytes(content)
         with pytest.raises(RecipeError, match=f"^model.name_or_path {model} cannot be loaded: {file} is not whole"):
-            load_model(ModelSection(name_or_path=str(model)), "cpu", seed=0)
+            load_model(ColBERTSection(name_or_path=str(model)), "cpu", seed=0)
     with pytest.raises(RecipeError, match=f"^mining.teacher {model} cannot be loaded: {file} is not whole"):
         load_teacher(MiningSection(pairs=DataSection("hub"), teacher=str(model)), torch.device("cpu"))
 
@@ -90,6 +91,6 @@ def test_a_multi_vector_encoder_needs_a_later_release_and_is_not_one_of_pylate(t
     with pytest.raises(
         RecipeError, match="^model.kind multi_vector needs Sentence Transformers 6.*multi-vector,recipes"
     ):
-        load_model(ModelSection(kind="multi_vector", name_or_path=str(tmp_path)), "cpu", seed=0)
+        load_model(MultiVectorSection(name_or_path=str(tmp_path)), "cpu", seed=0)
     with pytest.raises(RecipeError, match="it is a MultiVectorEncoder, which model.kind multi_vector trains"):
-        load_model(ModelSection(name_or_path=str(tmp_path)), "cpu", seed=0)
+        load_model(ColBERTSection(name_or_path=str(tmp_path)), "cpu", seed=0)

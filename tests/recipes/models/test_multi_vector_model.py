@@ -17,7 +17,7 @@ pytest.importorskip(
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
 
-from pylate_fastmaxsim.recipes.config.schema import ModelSection
+from pylate_fastmaxsim.recipes.config.kinds import MultiVectorSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.load import load_model
 
@@ -25,7 +25,7 @@ FIXED = {"strategy": "fixed", "attend": False, "token": None, "length": 32}
 
 
 def load(path: str, **section: object) -> MultiVectorEncoder:
-    return load_model(ModelSection(kind="multi_vector", name_or_path=path, **section), "cpu", seed=0)
+    return load_model(MultiVectorSection(name_or_path=path, **section), "cpu", seed=0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.models import Transformer
 from sparse_encoders import build_sparse_encoder
 
-from pylate_fastmaxsim.recipes.config.schema import ModelSection
+from pylate_fastmaxsim.recipes.config.kinds import MODELS, SpladeSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.load import load_model, load_trained
 
@@ -21,8 +21,8 @@ def saved(encoder, tmp_path_factory) -> str:
     return build_sparse_encoder(tmp_path_factory.mktemp("sparse"), encoder("bert"))
 
 
-def section(name: str, **keys) -> ModelSection:
-    return ModelSection(kind="splade", name_or_path=name, **keys)
+def section(name: str, **keys) -> SpladeSection:
+    return SpladeSection(name_or_path=name, **keys)
 
 
 def test_a_masked_language_model_and_a_saved_model_are_those_of_sentence_transformers(saved):
@@ -81,4 +81,4 @@ def test_a_model_of_the_other_kind_is_named(saved, encoder, tmp_path):
         ("splade", str(tmp_path), "it is a ColBERT, which model.kind colbert trains."),
     ):
         with pytest.raises(RecipeError, match=f"{name} does not fit model.kind {kind}: {sentence}"):
-            load_model(ModelSection(kind=kind, name_or_path=name), "cpu", seed=0)
+            load_model(MODELS[kind](name_or_path=name), "cpu", seed=0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pylate_fastmaxsim.integrations.pylate.token_vectors import token_vectors
-from pylate_fastmaxsim.recipes.config.schema import ModelSection
+from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.models.token_table import build_token_table
@@ -23,8 +23,8 @@ def source(encoder, tmp_path_factory):
 
 def test_it_begins_with_the_vectors_of_single_tokens(source, tmp_path):
     model, folder = source
-    build_token_table(ModelSection(token_table=folder, query_length=20), 0, tmp_path / "table")
-    table = load_model(ModelSection(name_or_path=str(tmp_path / "table")), "cpu", 0)
+    build_token_table(ColBERTSection(token_table=folder, query_length=20), 0, tmp_path / "table")
+    table = load_model(ColBERTSection(name_or_path=str(tmp_path / "table")), "cpu", 0)
     assert (table.query_length, table.document_length) == (20, 24)
     expected = token_vectors(model)
     texts = ["", *models.sentences(12), "."]
@@ -35,10 +35,10 @@ def test_it_begins_with_the_vectors_of_single_tokens(source, tmp_path):
 
 
 def test_what_cannot_be_a_table_is_refused(source, encoder, tmp_path):
-    build_token_table(ModelSection(token_table=source[1]), 0, tmp_path / "table")
+    build_token_table(ColBERTSection(token_table=source[1]), 0, tmp_path / "table")
     with pytest.raises(
         RecipeError, match=r"model.embedding_size must be 16 or null, because model.name_or_path .* ends"
     ):
-        load_model(ModelSection(name_or_path=str(tmp_path / "table"), embedding_size=8), "cpu", 0)
+        load_model(ColBERTSection(name_or_path=str(tmp_path / "table"), embedding_size=8), "cpu", 0)
     with pytest.raises(RecipeError, match="model.token_table .* cannot be loaded"):
-        build_token_table(ModelSection(token_table=str(tmp_path)), 0, tmp_path / "other")
+        build_token_table(ColBERTSection(token_table=str(tmp_path)), 0, tmp_path / "other")

@@ -29,7 +29,7 @@ from pylate_fastmaxsim import CompressedBatch, StaticLateInteraction, TokenBatch
 from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.compressed import rounded_queries
 from pylate_fastmaxsim.kernels.sparse import postings
-from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
+from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
 from pylate_fastmaxsim.recipes.evaluation import beir, ranking
 from pylate_fastmaxsim.recipes.models.kind import load_retriever
 from pylate_fastmaxsim.recipes.search import index
@@ -497,7 +497,7 @@ def test_metrics_are_those_of_the_evaluation(kind, saved, tmp_path):
     run, result = tmp_path / "run.trec", tmp_path / "result.json"
     done = search(saved[kind], "--beir", folder, "--run", run, "--json", result)
     metrics = json.loads(result.read_text())["metrics"]
-    collection = beir.load_collection(EvaluationSection(beir=str(folder)))
+    collection = beir.load_collection(TextEvaluationSection(beir=str(folder)))
     assert list(read_run(run)) == list(collection.queries)
     model = load_retriever(saved[kind], "cpu")
     expected = ranking.evaluate_collection(model, collection, batch_size=8)

@@ -127,15 +127,15 @@ def test_it_trains_with_checkpointed_layers_and_says_what_takes_less_memory(tmp_
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("model.lora={target_modules: x}", "^model.lora does not apply to model.kind multi_vector"),
-        ("model.max_seq_length=64", "^model.max_seq_length does not apply to model.kind multi_vector"),
-        ("fast.stock_masking=true", "^fast.stock_masking does not apply to model.kind multi_vector"),
+        ("model.lora={target_modules: x}", "^model.lora is not a key of a recipe with model.kind multi_vector; "),
+        ("model.max_seq_length=64", "^model.max_seq_length is not a key of a recipe with model.kind multi_vector; "),
+        ("fast.stock_masking=true", "^fast.stock_masking is not a key of a recipe with model.kind multi_vector; "),
         (
             "loss.normalize_scores=true",
-            "^loss.normalize_scores does not apply to the contrastive loss of a multi_vector",
+            "^loss.normalize_scores is not a key of a recipe with model.kind multi_vector; ",
         ),
         ("loss.mini_batch_num_tokens=64", "^loss.mini_batch_num_tokens does not apply to the contrastive loss"),
-        ("loss.name=colbert_sigmoid", "^loss.name must be one of contrastive, cached_contrastive, distillation with"),
+        ("loss.name=colbert_sigmoid", "^loss.name must be one of contrastive, cached_contrastive, distillation, got"),
         (
             "loss={name: distillation, objective: margin_mse, pooling: {top_k: 2}}",
             "^loss.pooling must be max with loss.objective margin_mse",

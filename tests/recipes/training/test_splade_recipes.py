@@ -21,7 +21,7 @@ from pylate_fastmaxsim.comparison.turns import Run, Turns
 from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_encoder
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.recipes.comparison.measure import measure
-from pylate_fastmaxsim.recipes.config.schema import LossSection, RegularizersSection
+from pylate_fastmaxsim.recipes.config.kinds import RegularizersSection, SpladeLoss
 from pylate_fastmaxsim.recipes.kinds.splade import build_loss
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
@@ -44,7 +44,7 @@ def model(saved) -> SparseEncoder:
     return SparseEncoder(saved, device="cpu").eval()
 
 
-def loss_of(section: LossSection, model: SparseEncoder, labels: torch.Tensor | None = None, columns: int = 3) -> dict:
+def loss_of(section: SpladeLoss, model: SparseEncoder, labels: torch.Tensor | None = None, columns: int = 3) -> dict:
     texts = [[text(row + column, 3 + column) for row in range(4)] for column in range(columns)]
     return build_loss(section, model)([model.tokenize(column) for column in texts], labels)
 
@@ -61,7 +61,7 @@ def test_losses_are_those_that_the_recipe_names(model):
     many = nonzeros > threshold
     assert 0 < many.sum() < 8
     weights = RegularizersSection(document_weight=0.3, query_weight=0.2, query="l1", document_threshold=threshold)
-    contrastive = LossSection(temperature=0.5, regularizers=weights)
+    contrastive = SpladeLoss(temperature=0.5, regularizers=weights)
     target = torch.nn.functional.cross_entropy(query @ torch.cat(documents).T / 0.5, torch.arange(4))
     expected = {
         "base_loss": target,
@@ -69,7 +69,7 @@ def test_losses_are_those_that_the_recipe_names(model):
         "query_regularizer_loss": 0.2 * query.sum(1).mean(),
     }
     torch.testing.assert_close(loss_of(contrastive, model), expected)
-    cached = LossSection("cached_contrastive", temperature=0.5, mini_batch_size=3, regularizers=weights)
+    cached = SpladeLoss("cached_contrastive", temperature=0.5, mini_batch_size=3, regularizers=weights)
     assert isinstance(build_loss(cached, model), losses.CachedSpladeLoss)
     torch.testing.assert_close(loss_of(cached, model), expected)
 
@@ -80,7 +80,7 @@ def test_losses_are_those_that_the_recipe_names(model):
     margins = ((scores[:, 0] - scores[:, 1] - teacher[:, 0] + teacher[:, 1]) ** 2).mean()
     for objective, base in {None: divergence, "margin_mse": margins}.items():
         temperature = 1.0 if objective is None else None
-        section = LossSection("distillation", temperature=temperature, objective=objective, regularizers=weights)
+        section = SpladeLoss("distillation", temperature=temperature, objective=objective, regularizers=weights)
         found = loss_of(section, model, teacher)
         torch.testing.assert_close(found.pop("base_loss"), base)
         assert list(found) == ["document_regularizer_loss"]
