@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import glob
 import os
 import secrets
 import shutil
@@ -101,9 +102,9 @@ def in_the_way(file: Path) -> str | None:
     return None
 
 
-def remove_scratch(folder: Path) -> None:
-    """Remove what killed processes have left unfinished in a folder, of which the caller holds the lock."""
-    for path in folder.glob(f"{SCRATCH}*"):
+def remove_scratch(folder: Path, name: str | None = None) -> None:
+    """Remove what killed processes have left unfinished in a folder, of which the caller holds the lock; or of one name."""
+    for path in folder.glob(f"{SCRATCH}*" if name is None else f"{SCRATCH}????????-{glob.escape(name[-50:])}"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

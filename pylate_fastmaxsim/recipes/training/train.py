@@ -12,12 +12,13 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import ProgressCallback, Trainer, TrainerState
 
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.files.replace import replace_folder
+from pylate_fastmaxsim.files.replace import remove_scratch, replace_folder
 from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import FastSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
+from pylate_fastmaxsim.recipes.files.inputs import require_outputs
 from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.models.load import load_model, load_trained
@@ -32,6 +33,7 @@ from pylate_fastmaxsim.recipes.training.model_card import NameRecipe, name_recip
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.run_directory import (
     MODEL_DIRECTORY,
+    RECIPE_FILE,
     open_run_directory,
     require_own_checkpoints,
 )
@@ -78,6 +80,8 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     require_trainable(arguments)
     require_reduced_once(recipe, arguments)
     directory = Path(recipe.output_dir)
+    sections = recipe.model, recipe.data, recipe.evaluation
+    require_outputs("output_dir", directory, (RESULT_FILE, RECIPE_FILE), *sections)
     taken = (
         f"output_dir: {directory} is being trained in by another command; wait until it ends, or choose another folder."
     )
@@ -91,7 +95,8 @@ def _train(
 ) -> dict[str, Any]:
     with arguments.main_process_first(local=False), unsharded_loading(arguments):
         if arguments.should_save:
-            require_own_checkpoints(recipe, resume)
+            require_own_checkpoints(recipe)
+            remove_scratch(Path(recipe.output_dir), MODEL_DIRECTORY)
         goes_on = resume and last_checkpoint(recipe) is not None
         prepared = prepare(recipe, anew=not goes_on and arguments.should_save)
         data = load_data(prepared)

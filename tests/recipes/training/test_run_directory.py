@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import json
 import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 from filelock import FileLock
-from recipe_runs import command, interrupt, same_model
+from recipe_runs import command
 from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.files import replace
@@ -49,22 +47,6 @@ mining: null
 """
 
 
-def test_a_run_directory_of_0_1_0_goes_on(tmp_path, monkeypatch):
-    whole = training.train(load_recipe(write(tmp_path, tiny(tmp_path, "whole"))))
-    recipe, out = load_recipe(write(tmp_path, tiny(tmp_path, "parts"))), tmp_path / "parts"
-    assert interrupt(recipe, monkeypatch, step=10) == "checkpoint-11"
-    # 0.1.0 wrote the same checkpoints, digests beside them, and files from scratch under another name.
-    (out / RECIPE_FILE).write_text(RECIPE_OF_0_1_0.format(folder=tmp_path))
-    file = {"size": 8491, "modified": 0, "changed": 0, "digest": "6bcb"}
-    (out / "files.json").write_text(json.dumps({str(tmp_path / "pairs.jsonl"): file}))
-    (out / "processes.json").write_text('{"processes": 1}')
-    (prepared,) = (out / "prepared").iterdir()
-    prepared.rename(out / "prepared" / "6e7e9d0731bd")
-    parts = training.train(recipe)
-    assert (parts["resumed_from"], parts["losses"]) == ("checkpoint-11", whole["losses"])
-    assert same_model(tmp_path / "whole", out)
-
-
 @pytest.fixture
 def trained(tmp_path) -> Path:
     """A recipe that was trained for four steps, and its file."""
@@ -84,10 +66,6 @@ def test_another_recipe_is_refused_with_the_keys_that_differ(trained, tmp_path):
     said = "fastmaxsim: loss.pooling.top_k is 4 and was None, training.learning_rate is 1.0 and was 0.001 in the recipe of "
     assert done.exit_code == 2 and done.stderr.startswith(said) and done.stderr.count("\n") == 1
     assert files_of(out) == before
-    # A record of an earlier version lacks keys, which had their defaults.
-    record = yaml.safe_load((out / RECIPE_FILE).read_text())
-    del record["training"]["adam_epsilon"], record["fast"]["stock_masking"], record["loss"]
-    (out / RECIPE_FILE).write_text(yaml.safe_dump(record))
     with pytest.raises(RecipeError, match="training.adam_epsilon is 1e-06 and was 1e-08 in the recipe"):
         training.train(load_recipe(trained, ["training.adam_epsilon=1e-6"]))
     assert training.train(load_recipe(trained))["resumed_from"] == "checkpoint-4"
