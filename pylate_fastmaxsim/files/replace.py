@@ -89,6 +89,12 @@ def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def remove_file(file: Path) -> None:
+    """Remove a file, if it is there; a power cut does not bring it back beside what is written afterwards."""
+    file.unlink(missing_ok=True)
+    _sync(file.parent)
+
+
 def require_replaceable(file: Path) -> None:
     """Raise ValueError if there is something else than a regular file under the name."""
     if (what := in_the_way(file)) is not None:

@@ -13,7 +13,7 @@ import yaml
 from datasets import Dataset
 
 from pylate_fastmaxsim.files.record import write_record
-from pylate_fastmaxsim.files.replace import replace_file, replace_folder
+from pylate_fastmaxsim.files.replace import remove_file, replace_file, replace_folder
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.teacher import Candidates
 
@@ -53,7 +53,7 @@ def put_into_place(data: Path, output: Path, replace: bool) -> None:
         return
     output.mkdir(exist_ok=True)
     # Old rows with new texts could be trained on, so the rows go first and come last.
-    (output / "train.parquet").unlink(missing_ok=True)
+    remove_file(output / "train.parquet")
     if (output / CARD).exists():  # it may be edited, and says where the tables are, which does not change
         (data / CARD).unlink()
     for name in OWN_FILES:

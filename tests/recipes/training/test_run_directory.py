@@ -20,32 +20,6 @@ from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint
 from pylate_fastmaxsim.recipes.training.run_directory import RECIPE_FILE, open_run_directory
 
-# The record that 0.1.0 wrote of the tiny recipe.
-RECIPE_OF_0_1_0 = """\
-name: tiny
-output_dir: {folder}/parts
-model: {{kind: colbert, name_or_path: null, build: {{vocab_size: 600, hidden_size: 16, num_hidden_layers: 1,
-      num_attention_heads: 1, intermediate_size: 16, local_attention: 128, global_attn_every_n_layers: 3, dropout: 0.1}},
-  embedding_size: 8, query_length: 8, document_length: 24, do_query_expansion: null, attend_to_expansion_tokens: null,
-  config_kwargs: {{}}, trust_remote_code: false, dtype: auto, attn_implementation: null, max_visual_tokens: null,
-  lora: null}}
-data: {{source: files, packages: null, name: null, config: null, split: null, files: ['{folder}/pairs.jsonl'],
-  columns: null, n_ways: null, max_rows: null, seed: 0}}
-loss: {{name: contrastive, temperature: null, size_average: null, mini_batch_size: null, score_mini_batch_size: null,
-  gather_across_devices: null, normalize_scores: null, use_smooth_max: null, tau: null,
-  pos_aware_negative_filtering: null, filter_threshold: null, filter_factor: null, in_batch_term_weight: null,
-  norm_tol: null, max_batch_size: null}}
-training: {{per_device_train_batch_size: 4, gradient_accumulation_steps: 1, num_train_epochs: 1.0, max_steps: 14,
-  learning_rate: 0.001, lr_scheduler_type: linear, warmup_steps: 0, weight_decay: 0.0, adam_epsilon: 1.0e-08,
-  max_grad_norm: 1.0, optim: adamw_torch, seed: 42, precision: auto, gradient_checkpointing: false,
-  batch_sampler: batch_sampler, dataloader_drop_last: true, dataloader_num_workers: 0, logging_steps: 1, save_steps: 4,
-  save_total_limit: 2, report_to: none, use_cpu: true}}
-fast: {{enabled: false, padding_free: true, compile: false, stock_masking: false, grad_filter: null, ring: false,
-  fused_head: true}}
-evaluation: {{rows: 24, beir: null, split: test, nano_beir: null, batch_size: 32}}
-mining: null
-"""
-
 
 @pytest.fixture
 def trained(tmp_path) -> Path:
