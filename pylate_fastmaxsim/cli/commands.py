@@ -465,7 +465,7 @@ def search(
         quiet_libraries()
         if json_ is not None:
             prepare_file("--json", json_, inputs)
-            if run == json_:
+            if run is not None and run.resolve() == json_.resolve():
                 raise RecipeError("--run and --json must be two files.")
         try:
             with one_sentence_for_a_full_disk(lambda: kept), progress_of_tasks() as begin:

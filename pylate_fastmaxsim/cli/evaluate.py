@@ -95,7 +95,7 @@ def evaluate(
         inputs = (*(Path(name).expanduser() for name in models), index, *files_of_collection(beir))
         if json_ is not None:
             prepare_file("--json", json_, inputs)
-            if json_ == per_query:
+            if per_query is not None and per_query.resolve() == json_.resolve():
                 raise RecipeError("--per-query and --json must be two files.")
         options = Options(run, per_query, index, format_, batch_size, trust_remote_code, test.value, inputs)
         targets = find_targets(models, set_ or ())

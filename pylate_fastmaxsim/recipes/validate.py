@@ -315,8 +315,8 @@ def _check_pooling(recipe: Recipe) -> None:
         )
     for name in (*given, "start"):
         value = getattr(pooling, name)
-        if value == 0:
-            raise RecipeError(f"loss.pooling.{name} must be greater than 0, got 0.0.")
+        if value is not None and not 1e-30 <= value <= 1e30:
+            raise RecipeError(f"loss.pooling.{name} must be a number from 1e-30 to 1e30, got {value}.")
     if pooling.top_k is not None and pooling.start is not None and not pooling.start.is_integer():
         raise RecipeError(f"loss.pooling.start must be an integer with top_k, got {pooling.start}.")
     if recipe.fast.stock_masking:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 
 def _limited(size: int, write: Callable[[], object], said) -> None:
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # a bar is no file of the function
+    # A bar is no file of the function.
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     try:
         write()

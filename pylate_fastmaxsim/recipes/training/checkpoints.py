@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from transformers import TrainerState
 
+from pylate_fastmaxsim.files.replace import remove_file
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.files.json import parse_json
@@ -65,9 +66,9 @@ def trained_state(checkpoint: Path | None) -> TrainerState | None:
 
 
 def remove_checkpoints(directory: Path) -> None:
-    """Remove all checkpoints. First the file that marks them as complete, in case this is interrupted."""
+    """Remove all checkpoints. First the file that marks them as complete, in case this is interrupted, even by a power cut."""
     checkpoints = checkpoints_in(directory)
     for path in checkpoints:
-        (path / CHECKPOINT_LAST_FILE).unlink(missing_ok=True)
+        remove_file(path / CHECKPOINT_LAST_FILE)
     for path in checkpoints:
         shutil.rmtree(path)

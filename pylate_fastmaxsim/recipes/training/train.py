@@ -6,13 +6,14 @@ import logging
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import ProgressCallback, Trainer, TrainerState
 
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.files.replace import remove_scratch, replace_folder
+from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace_file, replace_folder
 from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import FastSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -29,7 +30,7 @@ from pylate_fastmaxsim.recipes.training.callbacks import IntervalsOfRecipe, Shuf
 from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint, trained_state
 from pylate_fastmaxsim.recipes.training.epochs import FinishByEpochs, RefuseUnevenEpochs
 from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.model_card import NameRecipe, name_recipe, restore_card_metadata
+from pylate_fastmaxsim.recipes.training.model_card import CARD, NameRecipe, name_recipe, restore_card_metadata
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.run_directory import (
     MODEL_DIRECTORY,
@@ -188,7 +189,7 @@ def _save(recipe: Recipe, model: Retriever, result: dict[str, Any]) -> None:
         model.save_pretrained(str(folder))
         name_recipe(folder, recipe)
         # Its metrics are those of the earlier model.
-        (directory / RESULT_FILE).unlink(missing_ok=True)
+        remove_file(directory / RESULT_FILE)
 
     replace_folder(directory / MODEL_DIRECTORY, write)
     _write_result(recipe, result)
@@ -197,9 +198,10 @@ def _save(recipe: Recipe, model: Retriever, result: dict[str, Any]) -> None:
 def _save_metrics(recipe: Recipe, model: Retriever, result: dict[str, Any]) -> None:
     """Add the metrics to the card and to ``train.json``; the weights on disk stay as they are."""
     if backend(recipe.model, __package__).CARD_TRAINER:
-        directory = Path(recipe.output_dir, MODEL_DIRECTORY)
-        model._create_model_card(str(directory))
-        name_recipe(directory, recipe)
+        with TemporaryDirectory() as scratch:
+            model._create_model_card(scratch)
+            name_recipe(Path(scratch), recipe)
+            replace_file(Path(recipe.output_dir, MODEL_DIRECTORY, CARD), Path(scratch, CARD).read_bytes())
     _write_result(recipe, result)
 
 

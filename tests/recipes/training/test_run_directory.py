@@ -12,6 +12,7 @@ from recipe_runs import command
 from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.files import replace
+from pylate_fastmaxsim.integrations.log import forget_what_was_said
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -27,6 +28,25 @@ def trained(tmp_path) -> Path:
     file = write(tmp_path, tiny(tmp_path, training={"max_steps": 4, "save_steps": 2}))
     training.train(load_recipe(file))
     return file
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json"]
+)
+def test_from_a_damaged_checkpoint_the_run_goes_back_to_the_one_before(name, trained, tmp_path, caplog):
+    forget_what_was_said()
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    whole = (checkpoint / name).read_bytes()
+    nested = b"[" * 10**6 if name == "trainer_state.json" else b""
+    for damaged in (whole[: len(whole) // 2], bytes(len(whole)), nested):
+        (checkpoint / name).write_bytes(damaged)
+        assert last_checkpoint(load_recipe(trained)).name == "checkpoint-2"
+    said = (
+        f"{checkpoint / name} is damaged, so training does not go on from {checkpoint} but from the checkpoint before"
+    )
+    assert [message.startswith(said) for message in caplog.messages] == [True]
+    if name == "optimizer.pt":
+        assert training.train(load_recipe(trained))["resumed_from"] == "checkpoint-2"
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
