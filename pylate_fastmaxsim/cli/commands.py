@@ -121,6 +121,10 @@ def one_sentence_instead_of_a_traceback():
         yield
     except RecipeError as error:
         end_with(f"fastmaxsim: {error}", BAD_RECIPE)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        end_with(f"fastmaxsim: {error.filename} cannot be reached: {error.strerror}.", BAD_RECIPE)
     except KeyboardInterrupt:
         end_interrupted()
 

@@ -238,6 +238,7 @@ def _run(
         )
         steps_file.unlink(missing_ok=True)
         recipe = replace(recipes_of(prepared, attention)[mode], output_dir=str(directory))
+        # For the run that is started next, and for nobody else.
         recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
         children[mode] = Child(
             command=[*python(_PROGRAM), str(recipe_file), str(steps_file), *options.get(mode, ())],

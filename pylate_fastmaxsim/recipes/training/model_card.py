@@ -74,4 +74,5 @@ class NameRecipe(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
+            # In place: the trainer has just written the checkpoint, and goes on from it with any card.
             name_recipe(Path(args.output_dir) / f"checkpoint-{state.global_step}", self.recipe)

@@ -513,6 +513,20 @@ def test_bad_input_is_one_line(arguments, said, saved, tmp_path):
     assert not done.stdout and not (data / "run").exists()
 
 
+@pytest.mark.process
+def test_of_two_commands_with_one_run_file_one_is_there_whole(saved, files, tmp_path):
+    run, alone = tmp_path / "run", [tmp_path / "3", tmp_path / "5"]
+    for file in alone:
+        search(saved["sparse"], *files, "--k", file.name, "--run", file)
+    commands = [
+        [sys.executable, "-m", "pylate_fastmaxsim.cli", "search", saved["sparse"], *files, "--run", str(run), "--k", k]
+        for k in ("3", "5")
+    ]
+    started = [subprocess.Popen([*each, "--batch-size", "8"], stdout=subprocess.DEVNULL) for each in commands]
+    assert [process.wait(120) for process in started] == [0, 0]
+    assert run.read_bytes() in [file.read_bytes() for file in alone]
+
+
 @pytest.mark.e2e  # ranx compiles for seconds
 @pytest.mark.parametrize("kind", KINDS)
 def test_metrics_are_those_of_the_evaluation(kind, saved, tmp_path):
