@@ -97,6 +97,7 @@ KIND_LOSS_OPTIONS = {"splade": SPLADE_LOSS_OPTIONS, "multi_vector": MULTI_VECTOR
 
 def check(recipe: Recipe) -> None:
     """Raise RecipeError if keys contradict each other, or if a file or package is missing."""
+    _check_name(recipe.name)
     _check_model(recipe)
     _check_kind(recipe)
     _check_data(recipe.data, "data")
@@ -180,6 +181,11 @@ def _require_no_file(key: str, what: str, path: str | None) -> None:
     """Refuse a file in place of a folder or a name on the Hub."""
     if path is not None and Path(path).is_file():
         raise RecipeError(f"{key} must be {what} on the Hub or a directory, but {path} is a file.")
+
+
+def _check_name(name: str) -> None:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise RecipeError(f"name must be a name, not a path out of the folder of an index, got {name!r}.")
 
 
 def _check_model(recipe: Recipe) -> None:
@@ -309,8 +315,8 @@ def _check_pooling(recipe: Recipe) -> None:
         )
     for name in (*given, "start"):
         value = getattr(pooling, name)
-        if value == 0:
-            raise RecipeError(f"loss.pooling.{name} must be greater than 0, got 0.0.")
+        if value is not None and not 1e-30 <= value <= 1e30:
+            raise RecipeError(f"loss.pooling.{name} must be a number from 1e-30 to 1e30, got {value}.")
     if pooling.top_k is not None and pooling.start is not None and not pooling.start.is_integer():
         raise RecipeError(f"loss.pooling.start must be an integer with top_k, got {pooling.start}.")
     if recipe.fast.stock_masking:

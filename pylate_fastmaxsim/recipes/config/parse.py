@@ -121,27 +121,3 @@ def _allowed(hint: Any, limits: Limits) -> str:
             bounds += f" and at most {maximum}" if maximum is not None else ""
             names.append(_TYPE_NAMES[option] + bounds)
     return " or ".join(names)
-
-
-def with_defaults(values: dict[str, Any], section: type) -> dict[str, Any]:
-    """A section that an earlier version wrote, with defaults for the keys that are new since then.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.config.parse import with_defaults
-    >>> from pylate_fastmaxsim.recipes.config.schema import FastSection
-    >>> with_defaults({"enabled": False, "ring": True}, FastSection)["padding_free"]
-    True
-    """
-    hints = typing.get_type_hints(section)
-    filled = dict(values)
-    for field in dataclasses.fields(section):
-        if field.name not in values:
-            made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            if made is not dataclasses.MISSING:
-                filled[field.name] = dataclasses.asdict(made) if dataclasses.is_dataclass(made) else made
-            continue
-        kinds = [kind for kind in _alternatives(hints[field.name]) if dataclasses.is_dataclass(kind)]
-        if kinds and isinstance(values[field.name], dict):
-            filled[field.name] = with_defaults(values[field.name], kinds[0])
-    return filled

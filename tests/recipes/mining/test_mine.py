@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,10 +97,7 @@ def test_other_settings_and_other_folders_are_refused(encoder, teacher, tmp_path
     changed = recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.range_min=0")
     with pytest.raises(RecipeError, match="was mined with other settings; keep them, choose another folder, or "):
         mining_mine.mine(changed)
-    # Sizes of batches and parts may differ, and keys that an earlier version did not have.
-    record = json.loads((mined / "mining.json").read_text())
-    del record["settings"]["mining"]["min_score"], record["settings"]["model"]["lora"]
-    (mined / "mining.json").write_text(json.dumps(record | {"digest": "0", "inputs": {"model": None}}))
+    # Sizes of batches and parts may differ.
     pieces = ["mining.batch_size=3", "mining.documents_per_part=7", "mining.rows_per_part=50"]
     assert mining_mine.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, *pieces)) == summary
     # A recipe that cannot be mined removes nothing and leaves nothing.
@@ -109,9 +105,15 @@ def test_other_settings_and_other_folders_are_refused(encoder, teacher, tmp_path
     with pytest.raises(RecipeError, match="mining.teacher /no/such/model cannot be loaded: "):
         mining_mine.mine(wrong, resume=False)
     assert (mined / "mining.json").exists() and not (tmp_path / "mined.unfinished").exists()
-    with pytest.raises(RecipeError, match="data.name must be a folder for mining to write, but .* something else"):
-        other = recipe_for(tmp_path, encoder("modernbert"), teacher, f"data.name={tmp_path / 'pairs'}")
-        mining_mine.mine(other, resume=False)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    for name, said in (("other", "must be a folder for mining to write, but .* something else"), ("pairs", "reads")):
+        other = recipe_for(tmp_path, encoder("modernbert"), teacher, f"data.name={tmp_path / name}")
+        with pytest.raises(RecipeError, match=f"data.name .*{said}"):
+            mining_mine.mine(other, resume=False)
+    (mined / "mining.json").write_text("{}")
+    with pytest.raises(RecipeError, match="mining.json is damaged"):
+        mining_mine.mine(recipe)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 from mining_recipe import (
@@ -67,17 +65,3 @@ def test_changed_settings_keep_what_they_do_not_concern(
         whole = f"data.name={tmp_path / 'whole'}"
         mining_mine.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, *overrides, whole))
         assert same_data(tmp_path / "mined", tmp_path / "whole")
-
-
-def test_work_of_0_1_0_goes_on(encoder, teacher, tmp_path, monkeypatch):
-    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
-    mine_but_stop(recipe, "teacher", 2, monkeypatch)
-
-    def digests_added(name: str, change) -> None:
-        file = Path(f"{tmp_path}/mined.unfinished/settings-{name}.json")
-        file.write_text(json.dumps(change(json.loads(file.read_text()))))
-
-    for stage in ("search", "positives"):
-        digests_added(stage, lambda values: values | {"model": values["model"] | {"files": "0a1b"}})
-    digests_added("teacher", lambda values: values | {"mining.teacher": [values["mining.teacher"], None]})
-    assert parts_written(recipe, monkeypatch) == TEACHER[2:]

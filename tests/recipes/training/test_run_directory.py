@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import errno
-import json
 import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 from filelock import FileLock
-from recipe_runs import command, interrupt, same_model
+from recipe_runs import command
 from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.files import replace
+from pylate_fastmaxsim.integrations.log import forget_what_was_said
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -22,48 +21,6 @@ from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint
 from pylate_fastmaxsim.recipes.training.run_directory import RECIPE_FILE, open_run_directory
 
-# The record that 0.1.0 wrote of the tiny recipe.
-RECIPE_OF_0_1_0 = """\
-name: tiny
-output_dir: {folder}/parts
-model: {{kind: colbert, name_or_path: null, build: {{vocab_size: 600, hidden_size: 16, num_hidden_layers: 1,
-      num_attention_heads: 1, intermediate_size: 16, local_attention: 128, global_attn_every_n_layers: 3, dropout: 0.1}},
-  embedding_size: 8, query_length: 8, document_length: 24, do_query_expansion: null, attend_to_expansion_tokens: null,
-  config_kwargs: {{}}, trust_remote_code: false, dtype: auto, attn_implementation: null, max_visual_tokens: null,
-  lora: null}}
-data: {{source: files, packages: null, name: null, config: null, split: null, files: ['{folder}/pairs.jsonl'],
-  columns: null, n_ways: null, max_rows: null, seed: 0}}
-loss: {{name: contrastive, temperature: null, size_average: null, mini_batch_size: null, score_mini_batch_size: null,
-  gather_across_devices: null, normalize_scores: null, use_smooth_max: null, tau: null,
-  pos_aware_negative_filtering: null, filter_threshold: null, filter_factor: null, in_batch_term_weight: null,
-  norm_tol: null, max_batch_size: null}}
-training: {{per_device_train_batch_size: 4, gradient_accumulation_steps: 1, num_train_epochs: 1.0, max_steps: 14,
-  learning_rate: 0.001, lr_scheduler_type: linear, warmup_steps: 0, weight_decay: 0.0, adam_epsilon: 1.0e-08,
-  max_grad_norm: 1.0, optim: adamw_torch, seed: 42, precision: auto, gradient_checkpointing: false,
-  batch_sampler: batch_sampler, dataloader_drop_last: true, dataloader_num_workers: 0, logging_steps: 1, save_steps: 4,
-  save_total_limit: 2, report_to: none, use_cpu: true}}
-fast: {{enabled: false, padding_free: true, compile: false, stock_masking: false, grad_filter: null, ring: false,
-  fused_head: true}}
-evaluation: {{rows: 24, beir: null, split: test, nano_beir: null, batch_size: 32}}
-mining: null
-"""
-
-
-def test_a_run_directory_of_0_1_0_goes_on(tmp_path, monkeypatch):
-    whole = training.train(load_recipe(write(tmp_path, tiny(tmp_path, "whole"))))
-    recipe, out = load_recipe(write(tmp_path, tiny(tmp_path, "parts"))), tmp_path / "parts"
-    assert interrupt(recipe, monkeypatch, step=10) == "checkpoint-11"
-    # 0.1.0 wrote the same checkpoints, digests beside them, and files from scratch under another name.
-    (out / RECIPE_FILE).write_text(RECIPE_OF_0_1_0.format(folder=tmp_path))
-    file = {"size": 8491, "modified": 0, "changed": 0, "digest": "6bcb"}
-    (out / "files.json").write_text(json.dumps({str(tmp_path / "pairs.jsonl"): file}))
-    (out / "processes.json").write_text('{"processes": 1}')
-    (prepared,) = (out / "prepared").iterdir()
-    prepared.rename(out / "prepared" / "6e7e9d0731bd")
-    parts = training.train(recipe)
-    assert (parts["resumed_from"], parts["losses"]) == ("checkpoint-11", whole["losses"])
-    assert same_model(tmp_path / "whole", out)
-
 
 @pytest.fixture
 def trained(tmp_path) -> Path:
@@ -71,6 +28,25 @@ def trained(tmp_path) -> Path:
     file = write(tmp_path, tiny(tmp_path, training={"max_steps": 4, "save_steps": 2}))
     training.train(load_recipe(file))
     return file
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json"]
+)
+def test_from_a_damaged_checkpoint_the_run_goes_back_to_the_one_before(name, trained, tmp_path, caplog):
+    forget_what_was_said()
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    whole = (checkpoint / name).read_bytes()
+    nested = b"[" * 10**6 if name == "trainer_state.json" else b""
+    for damaged in (whole[: len(whole) // 2], bytes(len(whole)), nested):
+        (checkpoint / name).write_bytes(damaged)
+        assert last_checkpoint(load_recipe(trained)).name == "checkpoint-2"
+    said = (
+        f"{checkpoint / name} is damaged, so training does not go on from {checkpoint} but from the checkpoint before"
+    )
+    assert [message.startswith(said) for message in caplog.messages] == [True]
+    if name == "optimizer.pt":
+        assert training.train(load_recipe(trained))["resumed_from"] == "checkpoint-2"
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -84,10 +60,6 @@ def test_another_recipe_is_refused_with_the_keys_that_differ(trained, tmp_path):
     said = "fastmaxsim: loss.pooling.top_k is 4 and was None, training.learning_rate is 1.0 and was 0.001 in the recipe of "
     assert done.exit_code == 2 and done.stderr.startswith(said) and done.stderr.count("\n") == 1
     assert files_of(out) == before
-    # A record of an earlier version lacks keys, which had their defaults.
-    record = yaml.safe_load((out / RECIPE_FILE).read_text())
-    del record["training"]["adam_epsilon"], record["fast"]["stock_masking"], record["loss"]
-    (out / RECIPE_FILE).write_text(yaml.safe_dump(record))
     with pytest.raises(RecipeError, match="training.adam_epsilon is 1e-06 and was 1e-08 in the recipe"):
         training.train(load_recipe(trained, ["training.adam_epsilon=1e-6"]))
     assert training.train(load_recipe(trained))["resumed_from"] == "checkpoint-4"
