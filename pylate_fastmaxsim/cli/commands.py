@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,18 +121,18 @@ def one_sentence_instead_of_a_traceback():
         yield
     except RecipeError as error:
         end_with(f"fastmaxsim: {error}", BAD_RECIPE)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        end_with(f"fastmaxsim: {error.filename} cannot be reached: {error.strerror}.", BAD_RECIPE)
     except KeyboardInterrupt:
         end_interrupted()
 
 
-# What safetensors and torch say when they cannot write a file to its end.
-_FULL_DISK = (
-    "No space left on device",
-    "os error 28",
-    "os error 27",
-    "PytorchStreamWriter failed",
-    ". unexpected pos ",
-)
+# What safetensors and other libraries say of a full disk, a quota or a limit of the size of files, and what torch says of any
+# file that it cannot write to its end.
+_FULL_DISK = re.compile(r"No space left on device|\(os error (27|28|122)\)")
+_NOT_WRITTEN = re.compile(r"PytorchStreamWriter failed writing|unexpected pos \d+ vs \d+")
 
 
 @contextmanager
@@ -139,11 +140,15 @@ def one_sentence_for_a_full_disk(kept: Callable[[], str]):
     """``kept`` says what is left."""
     try:
         yield
+    except RecipeError:
+        raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        elif any(words in str(error) for words in _FULL_DISK):
-            reason = os.strerror(errno.ENOSPC)
+        elif _FULL_DISK.search(str(error)):
+            reason = next(line.strip().rstrip(".") for line in str(error).splitlines() if _FULL_DISK.search(line))
+        elif _NOT_WRITTEN.search(str(error)):
+            reason = "a file cannot be written to its end, as on a full disk"
         else:
             raise
         end_with(f"\nfastmaxsim: {reason}; {kept()}.")
@@ -366,11 +371,12 @@ def robustness(
         settings = settings_of(pooling or (), times, tokens, append, noise, seed)
         limits = Limits(max_queries, max_documents, seed)
         quiet_libraries()
-        result, pairs, file = run(target, settings, limits, set_ or (), beir, split, output)
-        for table in tables(result):
-            plain.print(table)
-        draw_robustness(result, file.with_suffix(".png"))
-        write_html(result, pairs, file.with_suffix(".html"))
+        with one_sentence_for_a_full_disk(lambda: "the same command starts again"):
+            result, pairs, file = run(target, settings, limits, set_ or (), beir, split, output)
+            for table in tables(result):
+                plain.print(table)
+            draw_robustness(result, file.with_suffix(".png"))
+            write_html(result, pairs, file.with_suffix(".html"))
     typer.echo("\n".join(str(file.with_suffix(suffix)) for suffix in (".json", ".png", ".html")))
 
 
@@ -451,22 +457,20 @@ def search(
         kept = "documents are kept with --index only, and the same command starts again"
         if index is not None:
             kept = f"what is encoded is kept in {index}, and the same command goes on from there"
-        options = Options(k, run, index, format_, batch_size, trust_remote_code, exact, plaid)
+        inputs = (Path(model).expanduser(), corpus, queries, qrels, index, plaid, *files_of_collection(beir))
+        options = Options(k, run, index, format_, batch_size, trust_remote_code, exact, plaid, inputs=inputs)
         quiet_libraries()
-        inputs = (corpus, queries, qrels, *files_of_collection(beir))
-        if run is not None:
-            prepare_file("--run", run, inputs)
         if json_ is not None:
             prepare_file("--json", json_, inputs)
-            if run == json_:
+            if run is not None and run.resolve() == json_.resolve():
                 raise RecipeError("--run and --json must be two files.")
         try:
             with one_sentence_for_a_full_disk(lambda: kept), progress_of_tasks() as begin:
                 result = run_search(model, load_inputs(beir, split, corpus, queries, qrels), options, begin)
+                if json_ is not None:
+                    write_json(json_, result)
         except KeyboardInterrupt:
             end_interrupted(kept)
-        if json_ is not None:
-            write_json(json_, result)
     plain.print(search_table(result))
 
 

@@ -92,22 +92,21 @@ def evaluate(
         if index is not None:
             kept = f"what is encoded is kept in {index}, and the same command goes on from there"
         quiet_libraries()
-        if per_query is not None:
-            prepare_file("--per-query", per_query, files_of_collection(beir))
+        inputs = (*(Path(name).expanduser() for name in models), index, *files_of_collection(beir))
         if json_ is not None:
-            prepare_file("--json", json_, files_of_collection(beir))
-            if json_ == per_query:
+            prepare_file("--json", json_, inputs)
+            if per_query is not None and per_query.resolve() == json_.resolve():
                 raise RecipeError("--per-query and --json must be two files.")
-        options = Options(run, per_query, index, format_, batch_size, trust_remote_code, test.value)
+        options = Options(run, per_query, index, format_, batch_size, trust_remote_code, test.value, inputs)
         targets = find_targets(models, set_ or ())
         try:
             name, collection = find_collection(targets, beir, split)
             with one_sentence_for_a_full_disk(lambda: kept), progress_of_tasks() as begin:
                 result = run_evaluation(targets, name, collection, options, begin)
+                if json_ is not None:
+                    write_json(json_, result)
         except KeyboardInterrupt:
             end_interrupted(kept)
-        if json_ is not None:
-            write_json(json_, result)
     plain.print(metrics_table(result))
     if result["pairs"]:
         plain.print(pairs_table(result))

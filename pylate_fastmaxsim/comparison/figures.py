@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pylate_fastmaxsim.comparison.report import GIBIBYTE, LABELS, headline
 from pylate_fastmaxsim.comparison.runs import FINISHED, OUT_OF_MEMORY, PHASES
+from pylate_fastmaxsim.files.replace import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +36,7 @@ def draw_comparison(comparison: dict[str, Any], file: Path) -> None:
         _draw_bars(figure.add_subplot(grid[3]), "padding in documents\nencoded (%)", runs, padding)
     # Dollar signs in a name are not a formula.
     figure.suptitle(headline(comparison), fontsize=12, x=0.01, ha="left", parse_math=False)
-    figure.savefig(file, dpi=150)
+    replace_file(file, lambda scratch: figure.savefig(scratch, dpi=150))
 
 
 def svg(draw: Callable[[Figure], None], width: float, height: float) -> str:

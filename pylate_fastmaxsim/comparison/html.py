@@ -21,6 +21,7 @@ from pylate_fastmaxsim.comparison.report import (
     warnings_of,
 )
 from pylate_fastmaxsim.comparison.runs import FINISHED, NO_BATCH, OUT_OF_MEMORY, PHASES
+from pylate_fastmaxsim.files.replace import replace_file
 
 TEMPLATE = "report.html.jinja"
 
@@ -58,7 +59,7 @@ def write_page(
         settings=yaml.safe_dump(values, sort_keys=False, allow_unicode=True),
         **content,
     )
-    file.write_text(html, encoding="utf-8")
+    replace_file(file, html.encode())
 
 
 def _environment(runs: dict[str, Any]) -> dict[str, Any]:

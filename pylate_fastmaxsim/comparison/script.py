@@ -17,6 +17,7 @@ from pylate_fastmaxsim.comparison.report import comparison_table, comparison_tex
 from pylate_fastmaxsim.comparison.script_child import FAILURE, FAST, STOCK, script_comparison_parser
 from pylate_fastmaxsim.comparison.turns import Child, ChildFailed, python, take_turns
 from pylate_fastmaxsim.comparison.verdict import compared_runs
+from pylate_fastmaxsim.files.replace import replace_file, require_replaceable
 from pylate_fastmaxsim.integrations.run_script import parse
 
 RESULT_FILE = "compare.json"
@@ -56,6 +57,8 @@ def compare_script(arguments: Sequence[str], prog: str = "fastmaxsim compare") -
         ranks = Ranks()
         output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=output).close()  # can be written into
+        for suffix in (".json", ".png", ".html"):
+            require_replaceable((output / RESULT_FILE).with_suffix(suffix))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     with tempfile.TemporaryDirectory(prefix="fastmaxsim-compare-") as scratch:
@@ -71,7 +74,10 @@ def compare_script(arguments: Sequence[str], prog: str = "fastmaxsim compare") -
     if ranks.rank == 0:
         given = {name: str(value) for name, value in options.items()}
         command = {"name": Path(words[0]).name, "command": shlex.join(words), "processes": ranks.size, "steps": steps}
-        _report({"recipe": command | {"options": given}, **compared_runs(turns)}, output / RESULT_FILE)
+        try:
+            _report({"recipe": command | {"options": given}, **compared_runs(turns)}, output / RESULT_FILE)
+        except OSError as error:
+            sys.exit(f"fastmaxsim: the result cannot be written to {output}: {error.strerror}.")
 
 
 def child_of(mode: str, scratch: Path, output: Path, arguments: Sequence[str], ranks: Ranks) -> Child:
@@ -118,7 +124,6 @@ def _fail_as(failed: ChildFailed, scratch: Path) -> NoReturn:
 def _report(comparison: dict[str, Any], file: Path) -> None:
     """Write and print what was measured; JSON has no NaN and no infinity."""
     comparison = json.loads(json.dumps(comparison), parse_constant=lambda name: None)
-    file.write_text(json.dumps(comparison, indent=2) + "\n", encoding="utf-8")
     try:
         from rich.console import Console
 
@@ -127,6 +132,7 @@ def _report(comparison: dict[str, Any], file: Path) -> None:
         print(comparison_text(comparison))
     for warning in warnings_of(comparison):
         print(warning, file=sys.stderr)
+    replace_file(file, (json.dumps(comparison, indent=2) + "\n").encode())
     written = [file]
     try:
         from pylate_fastmaxsim.comparison.figures import draw_comparison

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,14 +45,20 @@ def locked(folder: Path, sentence: str, name: str = LOCK_FILE) -> Iterator[None]
     ValueError
         The lock cannot be taken, as without the permission to write, or without file descriptors.
     """
-    lock = FileLock(folder / name)
+    file = folder / name
+    lock = FileLock(file)
     try:
-        lock.acquire(timeout=0)
+        with open(file, "ab") as opened:
+            lock.acquire(timeout=0)
+            # A folder may be removed together with its lock file, and made again: then this is the lock of nothing.
+            if not file.exists() or not os.path.samestat(os.fstat(opened.fileno()), file.stat()):
+                lock.release()
+                raise HeldError(sentence)
     except Timeout:
         raise HeldError(sentence) from None
     except (NotImplementedError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
-            raise ValueError(f"{folder / name} cannot be locked ({error.strerror}).") from error
+            raise ValueError(f"{file} cannot be locked ({error.strerror}).") from error
         logger.warning("%s is on a file system without locks: do not start a second process that writes it.", folder)
     try:
         yield

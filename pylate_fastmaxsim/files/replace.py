@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import glob
 import os
 import re
 import secrets
@@ -94,6 +95,12 @@ def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def remove_file(file: Path) -> None:
+    """Remove a file, if it is there; a power cut does not bring it back beside what is written afterwards."""
+    file.unlink(missing_ok=True)
+    _sync(file.parent)
+
+
 def require_replaceable(file: Path) -> None:
     """Raise ValueError if there is something else than a regular file under the name."""
     if (what := in_the_way(file)) is not None:
@@ -107,9 +114,9 @@ def in_the_way(file: Path) -> str | None:
     return None
 
 
-def remove_scratch(folder: Path) -> None:
-    """Remove what killed processes have left unfinished in a folder, of which the caller holds the lock."""
-    for path in folder.glob(f"{SCRATCH}*"):
+def remove_scratch(folder: Path, name: str | None = None) -> None:
+    """Remove what killed processes have left unfinished in a folder, of which the caller holds the lock; or of one name."""
+    for path in folder.glob(f"{SCRATCH}*" if name is None else f"{SCRATCH}????????-{glob.escape(name[-50:])}"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

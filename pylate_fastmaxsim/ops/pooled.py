@@ -65,10 +65,10 @@ Pooling = Max | TopK | Softmax | LogSumExp
 
 def _temperature(where: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{where}: temperature must be a number above 0, got {value!r}.")
+        raise TypeError(f"{where}: temperature must be a number from 1e-30 to 1e30, got {value!r}.")
     # Similarities over it must be numbers of float32.
     if not 1e-30 <= value <= 1e30:
-        raise ValueError(f"{where}: temperature must be a number above 0, from 1e-30 to 1e30, got {value}.")
+        raise ValueError(f"{where}: temperature must be a number from 1e-30 to 1e30, got {value}.")
     return float(value)
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from pylate_fastmaxsim.recipes.config.kinds import RECIPES
-from pylate_fastmaxsim.recipes.config.parse import build
+from pylate_fastmaxsim.recipes.config.kinds import build_recipe
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.config.shipped import recipe_file
 from pylate_fastmaxsim.recipes.config.yaml_text import apply_override, read_yaml
@@ -52,16 +50,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), output_dir: str
         values["output_dir"] = output_dir
     values.setdefault("name", path.stem)
     try:
-        recipe = _built(values)
+        recipe = build_recipe(values)
         check(recipe)
     except OSError as error:  # a path without permission, or with a name that is too long
         raise RecipeError(f"{path}: {error.filename} cannot be reached: {error.strerror}.") from None
     return recipe
-
-
-def _built(values: dict[str, Any]) -> Recipe:
-    model = values.get("model")
-    kind = model.get("kind", "colbert") if isinstance(model, dict) else "colbert"
-    if kind not in list(RECIPES):  # a list, because it may be anything
-        raise RecipeError(f"model.kind must be one of {', '.join(RECIPES)}, got {kind!r}.")
-    return build(RECIPES[kind], values, "", f" with model.kind {kind}")

@@ -22,6 +22,7 @@ from pylate_fastmaxsim.recipes.files.types import ENDINGS, file_type
 
 def check(recipe: Recipe) -> None:
     """Raise RecipeError if keys contradict each other, or if a file or package is missing."""
+    _check_name(recipe.name)
     _check_model(recipe)
     if recipe.model.visual:
         _check_pages(recipe)
@@ -103,6 +104,11 @@ def _require_no_file(key: str, what: str, path: str | None) -> None:
         raise RecipeError(f"{key} must be {what} on the Hub or a directory, but {path} is a file.")
 
 
+def _check_name(name: str) -> None:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise RecipeError(f"name must be a name, not a path out of the folder of an index, got {name!r}.")
+
+
 def _check_model(recipe: Recipe) -> None:
     model = recipe.model
     if sum(way is not None for way in (model.name_or_path, model.build, model.token_table)) != 1:
@@ -165,8 +171,8 @@ def _check_pooling(recipe: Recipe) -> None:
         )
     for name in (*given, "start"):
         value = getattr(pooling, name)
-        if value == 0:
-            raise RecipeError(f"loss.pooling.{name} must be greater than 0, got 0.0.")
+        if value is not None and not 1e-30 <= value <= 1e30:
+            raise RecipeError(f"loss.pooling.{name} must be a number from 1e-30 to 1e30, got {value}.")
     if pooling.top_k is not None and pooling.start is not None and not pooling.start.is_integer():
         raise RecipeError(f"loss.pooling.start must be an integer with top_k, got {pooling.start}.")
     if recipe.fast.stock_masking:

@@ -16,7 +16,7 @@ from tiny_recipe import tiny, write
 from typer.testing import CliRunner
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.cli import commands
+from pylate_fastmaxsim.cli import commands, load_app
 from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.recipes.training import train as training
 
@@ -165,3 +165,26 @@ def test_run_and_doctor_work_without_the_recipes_extra(tmp_path):
     assert done.stdout.strip() == f"{arguments} True", done.stderr
     done = fastmaxsim("doctor", code=code)
     assert done.returncode == 0 and pylate_fastmaxsim.__version__ in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "LONG.yaml"],
+        ["compare", "RECIPE", "--output", "LONG"],
+        ["mine", "RECIPE", "--set", "output_dir=LONG"],
+        ["robustness", "LONG", "--beir", "LONG"],
+        ["search", "LONG", "--beir", "LONG", "--run", "run"],
+        ["search", "MODEL", "--beir", "LONG"],
+        ["search", "MODEL", "--corpus", "LONG.jsonl", "--queries", "LONG.jsonl"],
+        ["evaluate", "LONG", "--beir", "LONG", "--json", "LONG"],
+        ["recipes", "copy", "quickstart", "LONG"],
+    ],
+)
+def test_a_name_that_is_too_long_is_one_line(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path, tiny(tmp_path))
+    named = {"RECIPE": str(file), "MODEL": str(tmp_path)}
+    arguments = [named.get(each, each.replace("LONG", f"{tmp_path}/{'x' * 300}")) for each in arguments]
+    done = CliRunner().invoke(load_app(), arguments)
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("fastmaxsim: "), done.output

@@ -70,6 +70,12 @@ def test_maximum_and_the_best_one_are_maxsim():
     assert torch.equal(pooled_scores(queries, documents, pooling=TopK(1)), expected)
 
 
+@pytest.mark.parametrize("pooling", [kind(value) for kind in (Softmax, LogSumExp) for value in (1e-30, 1e30)], ids=str)
+def test_the_least_and_the_largest_temperature_give_numbers(pooling):
+    queries, documents = batches()
+    assert pooled_scores(queries, documents, pooling=pooling).isfinite().all()
+
+
 @pytest.mark.parametrize("pooling", [TopK(2), Softmax(0.5), LogSumExp(0.5)], ids=str)
 def test_nan_in_a_live_token_is_in_its_scores_and_reaches_its_gradient(pooling):
     queries, documents = torch.ones(2, 2, 3), torch.ones(3, 4, 3)
@@ -138,9 +144,11 @@ def test_second_derivatives_are_refused(pooling):
         (lambda: TopK(0), ValueError, "TopK: k must be at least 1, got 0"),
         (lambda: TopK(2.5), TypeError, "TopK: k must be an integer, at least 1, got 2.5"),
         (lambda: TopK(True), TypeError, "TopK: k must be an integer, at least 1, got True"),
-        (lambda: Softmax(0), ValueError, "Softmax: temperature must be a number above 0, got 0"),
-        (lambda: Softmax(float("nan")), ValueError, "temperature must be a number above 0, got nan"),
-        (lambda: LogSumExp("1"), TypeError, "LogSumExp: temperature must be a number above 0, got '1'"),
+        (lambda: Softmax(0), ValueError, "Softmax: temperature must be a number from 1e-30 to 1e30, got 0"),
+        (lambda: Softmax(1e-300), ValueError, "Softmax: temperature must be a number from 1e-30 to 1e30, got 1e-300"),
+        (lambda: LogSumExp(1e40), ValueError, "LogSumExp: temperature must be a number from 1e-30 to 1e30, got 1e+40"),
+        (lambda: Softmax(float("nan")), ValueError, "temperature must be a number from 1e-30 to 1e30, got nan"),
+        (lambda: LogSumExp("1"), TypeError, "LogSumExp: temperature must be a number from 1e-30 to 1e30, got '1'"),
         (lambda: pooled_scores(torch.ones(1, 1, 1), torch.ones(1, 1, 1), pooling="max"), TypeError, "must be Max()"),
         (lambda: pooled_scores(torch.ones(1, 1, 1), torch.ones(1, 1, 1), pooling=TopK), TypeError, "must be Max()"),
     ],

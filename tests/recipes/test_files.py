@@ -1,48 +1,87 @@
-"""Outputs of commands, and parts of mining."""
+"""Outputs of commands: regular files that are no inputs, and one of two whole where two commands write it."""
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
-from accelerate import PartialState
+import multiprocessing
+import os
+from pathlib import Path
 
-from pylate_fastmaxsim.ops.pooled import LogSumExp, Softmax
+import pytest
+from tiny_recipe import tiny, write
+
+from pylate_fastmaxsim.recipes.comparison.compare import compare
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.write import prepare_file
-from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.mining.mine import mine
+from pylate_fastmaxsim.recipes.search.run_file import write_run
+from pylate_fastmaxsim.recipes.training.train import train
 
 
-def test_an_output_is_a_regular_file_that_is_no_input(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("corpus.jsonl", "it is what this command reads"),
+        ("other-name.jsonl", "it is what this command reads"),
+        ("model/config.json", "it is in .*/model, which this command reads"),
+        ("link", "it is a link"),
+        (".", "it is a folder"),
+        ("/dev/null", "it is no regular file"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_an_output_is_a_regular_file_that_is_no_input(name, reason, tmp_path):
     (tmp_path / "corpus.jsonl").write_text("{}")
-    (tmp_path / "link").symlink_to(tmp_path / "corpus.jsonl")
-    for name in ("corpus.jsonl", "link", ".", "/dev/null", "x" * 300):
-        with pytest.raises(RecipeError, match="^--run "):
-            prepare_file("--run", tmp_path / name, (None, tmp_path / "corpus.jsonl"))
-    prepare_file("--run", tmp_path / "run", (tmp_path / "corpus.jsonl",))
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    os.link(tmp_path / "corpus.jsonl", tmp_path / "other-name.jsonl")
+    (tmp_path / "model").mkdir()
+    inputs = (None, tmp_path / "corpus.jsonl", tmp_path / "model", Path("name/on-the-hub"))
+    with pytest.raises(RecipeError, match=f"^--run .* cannot be written: {reason}"):
+        prepare_file("--run", tmp_path / name, inputs)
+    prepare_file("--run", tmp_path / "runs" / "run", inputs)
 
 
-def test_damaged_parts_are_computed_again(tmp_path, caplog):
-    def parts():
-        def compute(part, bar):
-            computed.append(part.start)
-            return np.arange(part.start, part.stop)
+@pytest.mark.parametrize(
+    ("run", "keys", "said"),
+    [
+        (train, {"data.files": ["OUT/train.json"]}, "output_dir OUT/train.json .* what this command reads"),
+        (train, {"model.name_or_path": "OUT/model"}, "OUT/model lies in output_dir, where this training replaces it"),
+        (train, {"evaluation.beir": "OUT"}, "output_dir OUT/train.json .* in OUT, which this command reads"),
+        (compare, {"data.files": ["OUT/compare.json"]}, "output_dir OUT/compare.json .* what this command reads"),
+        (mine, {"mining.pairs.name": "OUT"}, "data.name OUT/queries.parquet .* in OUT, which this command reads"),
+        (mine, {"mining.teacher": "OUT"}, "data.name OUT/queries.parquet .* in OUT, which this command reads"),
+    ],
+)
+def test_a_recipe_replaces_nothing_that_it_reads(run, keys, said, tmp_path):
+    out = tmp_path / "out"
+    (out / "model").mkdir(parents=True)
+    for name in ("train.json", "compare.json"):
+        (out / name).write_text('{"query": "a", "positive": "b"}\n' * 60)
+    values = tiny(tmp_path, evaluation={"rows": 0})
+    if run is mine:
+        values["data"] = {"source": "distillation", "name": str(out)}
+        values["loss"] = {"name": "distillation"}
+        values["mining"] = {"pairs": {"source": "hub", "name": "pairs"}, "teacher": "teacher", "num_negatives": 1}
+    if "model.name_or_path" in keys or run is mine:
+        values["model"] = {"name_or_path": "name/on-the-hub"}
+    recipe = load_recipe(
+        write(tmp_path, values), [f"{key}={value}".replace("OUT", str(out)) for key, value in keys.items()]
+    )
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(RecipeError, match=said.replace("OUT", str(out))):
+        run(recipe)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
 
-        computed = []
-        files = Work(tmp_path, PartialState()).parts("search", {"a": 1}, "", "", 10, 5, compute)
-        assert np.concatenate(list(map(read_part, files))).tolist() == list(range(10))
-        return files, computed
 
-    files, computed = parts()
-    assert computed == [0, 5] and parts()[1] == []
-    whole = files[1].read_bytes()
-    at = whole.index(np.arange(5, 10).tobytes())
-    for damaged in (whole[:at] + b"x" + whole[at + 1 :], whole[:-30], b""):
-        files[1].write_bytes(damaged)
-        assert parts()[1] == [5] and "is damaged, so it is computed again" in caplog.text
-
-
-@pytest.mark.parametrize("kind", [Softmax, LogSumExp])
-@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e40])
-def test_a_temperature_that_float32_cannot_hold_is_refused(kind, temperature):
-    with pytest.raises(ValueError, match="from 1e-30 to 1e30"):
-        kind(temperature)
+def test_of_two_commands_with_one_output_file_one_is_there_whole(tmp_path):
+    file, context = tmp_path / "run.trec", multiprocessing.get_context("fork")
+    rankings = [{f"q{query}": {name * 20: 1.0} for query in range(2000)} for name in "ab"]
+    for _ in range(5):
+        processes = [context.Process(target=write_run, args=(file, ranking)) for ranking in rankings]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        lines = file.read_text().splitlines()
+        assert len(lines) == 2000 and len({line.split()[2] for line in lines}) == 1
+    assert os.listdir(tmp_path) == ["run.trec"]

@@ -1,60 +1,99 @@
-"""The folder of a static model: damage is one error, and saving never loses the model before."""
+"""The folder of a static model: damage is one error, and no kill, power cut or full disk loses the model before."""
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import random
 
 import pytest
 import torch
+from full_disk import no_file_above
+from power_cut import states, written
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from pylate_fastmaxsim import StaticLateInteraction
-from pylate_fastmaxsim.retrieval.static import files
+
+FILES = ("tables-*", "tokenizer-*", "static_late_interaction.json")
 
 
-def saved(folder, seed=0):
+def save(folder, seed=0):
+    """A model whose vectors, words and description are all of its seed."""
     vectors = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
-    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate("abcd")}, unk_token="a"))
-    StaticLateInteraction(vectors, None, tokenizer, threshold="lowest").save(folder)
-    return StaticLateInteraction.load(folder).query_vectors
+    tokenizer = Tokenizer(
+        WordLevel({f"{word}{seed}": number for number, word in enumerate("abcd")}, unk_token=f"a{seed}")
+    )
+    StaticLateInteraction(vectors, None, tokenizer, threshold=float(seed), normalize=False).save(folder)
 
 
-def test_a_flipped_bit_or_a_missing_file_is_one_error_that_names_the_file(tmp_path):
-    saved(tmp_path)
-    draw = random.Random(0)
-    for file in (path for path in list(tmp_path.iterdir()) if path.name != "lock"):
-        whole = file.read_bytes()
-        for _ in range(40):
-            flipped = bytearray(whole)
-            flipped[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
-            file.write_bytes(flipped)
-            with pytest.raises(ValueError, match=file.name):
-                StaticLateInteraction.load(tmp_path)
-        file.unlink()
+def loaded(folder) -> int:
+    """The seed of the model in a folder."""
+    model = StaticLateInteraction.load(folder)
+    seed = int(model.threshold)
+    expected = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(model.query_vectors, expected)
+    assert model.tokenizer.token_to_id(f"d{seed}") == 3
+    return seed
+
+
+@pytest.mark.parametrize("pattern", FILES)
+def test_a_flipped_bit_or_a_missing_file_is_one_error_that_names_the_file(pattern, tmp_path):
+    save(tmp_path)
+    (file,), draw = tmp_path.glob(pattern), random.Random(0)
+    whole = file.read_bytes()
+    for _ in range(100):
+        flipped = bytearray(whole)
+        flipped[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        file.write_bytes(flipped)
         with pytest.raises(ValueError, match=file.name):
-            StaticLateInteraction.load(tmp_path)
-        file.write_bytes(whole)
+            loaded(tmp_path)
+    file.unlink()
+    with pytest.raises(ValueError, match=file.name):
+        loaded(tmp_path)
 
 
-@pytest.mark.parametrize("step", range(3))
-def test_saving_that_fails_leaves_the_model_before(step, tmp_path, monkeypatch):
-    before = saved(tmp_path)
-    left = iter(range(3))
+@pytest.mark.parametrize("before", [False, True])
+def test_kills_and_power_cuts_leave_the_old_model_or_the_new_one(before, tmp_path):
+    root = written({"model": None}, tmp_path / "root")
+    if before:
+        save(root / "model")
+        save(root / "model", 1)  # files of the one before stay for its readers
+    found = states(root, lambda: save(root / "model", 2), cuts=20)
+    assert loaded(root / "model") == 2 and len(list((root / "model").glob("tables-*"))) == 1 + before
+    for number, (kind, state) in enumerate(found):
+        left = written(state, tmp_path / str(number)) / "model"
+        if before or kind == "end" or (left / FILES[-1]).exists():
+            assert loaded(left) in ((2,) if kind == "end" else (1, 2))
+        save(left, 3)
+        assert loaded(left) == 3
 
-    def full(write):
-        def failing(*arguments):
-            if next(left) == step:
-                raise OSError("No space left on device")
-            write(*arguments)
 
-        return failing
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.99])
+def test_a_full_disk_leaves_the_model_before(share, tmp_path):
+    save(tmp_path)
+    size = int(share * max(path.stat().st_size for path in tmp_path.iterdir()))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with no_file_above(size), pytest.raises(OSError, match="File too large"):
+        save(tmp_path, 1)
+    assert {path: path.read_bytes() for path in before} == before and loaded(tmp_path) == 0
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
-        patch.setattr(files, "replace_file", full(files.replace_file))
-        patch.setattr(files, "write_record", full(files.write_record))
-        saved(tmp_path, seed=1)
-    assert torch.equal(StaticLateInteraction.load(tmp_path).query_vectors, before)
-    for seed in (1, 2, 3):  # those of the model before stay, older ones go
-        assert not torch.equal(saved(tmp_path, seed), before)
-    assert len(list(tmp_path.glob("tables-*"))) == 2
+
+def test_readers_beside_a_writer_load_one_model_or_the_other(tmp_path):
+    save(tmp_path)
+    stop = multiprocessing.get_context("fork").Event()
+
+    def write():
+        for seed in itertools.cycle(range(2)):
+            if stop.is_set():
+                break
+            save(tmp_path, seed)
+
+    writer = multiprocessing.get_context("fork").Process(target=write)
+    writer.start()
+    try:
+        seeds = [loaded(tmp_path) for _ in range(300)]
+    finally:
+        stop.set()
+        writer.join()
+    assert {0, 1} == set(seeds)

@@ -20,6 +20,7 @@ from pylate_fastmaxsim.comparison.verdict import compared_runs, summary_of
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.files.inputs import require_outputs
 from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.files.write import make_directory
@@ -94,6 +95,8 @@ def compare(
         raise RecipeError("compare measures on one device; start it without a distributed launcher.")
     _require_trainable(recipe)
     directory = Path(recipe.output_dir)
+    outputs = [str(Path(RESULT_FILE).with_suffix(suffix)) for suffix in (".json", ".png", ".html")]
+    require_outputs("output_dir", directory, outputs, recipe.model, recipe.data, recipe.evaluation)
     taken = f"output_dir: another command compares in {directory}; wait until it ends, or choose another folder."
     with hold_lock("output_dir", directory, LOCK_FILE, taken):
         return _compare(recipe, directory, on_progress, batch_sizes, begun)
@@ -208,6 +211,7 @@ def _run(
         )
         steps_file.unlink(missing_ok=True)
         recipe = replace(recipes_of(prepared)[mode], output_dir=str(directory))
+        # For the run that is started next, and for nobody else.
         recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
         children[mode] = Child(
             command=[*python(_PROGRAM), str(recipe_file), str(steps_file), *options.get(mode, ())],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_type_hints
 
+from pylate_fastmaxsim.recipes.config.parse import build
 from pylate_fastmaxsim.recipes.config.schema import (
     EvaluationSection,
     FastSection,
@@ -18,6 +19,7 @@ from pylate_fastmaxsim.recipes.config.schema import (
     TrainingSection,
     key,
 )
+from pylate_fastmaxsim.recipes.errors import RecipeError
 
 CONTRASTIVE = ("contrastive", "cached_contrastive")
 CACHED, DISTILLATION = ("cached_contrastive",), ("distillation",)
@@ -369,3 +371,18 @@ RECIPES: dict[str, type[Recipe]] = {
     "colqwen2": ColQwen2Recipe,
 }
 MODELS: dict[str, type[ModelSection]] = {kind: get_type_hints(recipe)["model"] for kind, recipe in RECIPES.items()}
+
+
+def build_recipe(values: dict[str, Any]) -> Recipe:
+    """The recipe of plain values, with the sections of its kind.
+
+    Raises
+    ------
+    RecipeError
+        There is no such kind or key, or a value is not what its key takes.
+    """
+    model = values.get("model")
+    kind = model.get("kind", "colbert") if isinstance(model, dict) else "colbert"
+    if kind not in list(RECIPES):  # a list, because it may be anything
+        raise RecipeError(f"model.kind must be one of {', '.join(RECIPES)}, got {kind!r}.")
+    return build(RECIPES[kind], values, "", f" with model.kind {kind}")

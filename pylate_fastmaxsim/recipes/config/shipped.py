@@ -85,7 +85,7 @@ def copy_recipe(name: str, folder: Path) -> Path:
     copy = folder / shipped[name].name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Refuses a file that is there, which may have been edited.
+        # Refuses a file that is there, which may have been edited; so nothing is replaced.
         with open(shipped[name], "rb") as source, open(copy, "xb") as target:
             shutil.copyfileobj(source, target)
     except OSError as error:

@@ -181,10 +181,10 @@ def has_plain_files(name: str) -> bool:
 
 def _names_subsets(card: Path) -> bool:
     """Whether the header of a README.md has ``configs``; one that is not YAML is left for ``datasets`` to refuse."""
-    block = REGEX_YAML_BLOCK.search(card.read_text(encoding="utf-8")) if card.exists() else None
     try:
+        block = REGEX_YAML_BLOCK.search(card.read_text(encoding="utf-8")) if card.exists() else None
         values = yaml.safe_load(block[2]) if block else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError, UnicodeDecodeError):
         return True
     return isinstance(values, dict) and bool(values.get("configs"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ from datasets.exceptions import DatasetGenerationError
 from pylate_fastmaxsim.recipes.data.delimited import open_text
 from pylate_fastmaxsim.recipes.data.tables import progress_shown
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.files.json import parse_json
 
 TRIPLES = {"query": Value("string"), "positive": Value("string"), "negatives": Sequence(Value("string"))}
 SCORED = {
@@ -26,7 +26,7 @@ def has_lists(file: str) -> bool:
     """Whether the first line of a JSON file is a list that holds an id, and not an array of rows."""
     try:
         with open_text(file) as lines:
-            row = json.loads(next(lines, ""))
+            row = parse_json(next(lines, ""))
     except (OSError, ValueError):  # read_triples or datasets say what is wrong
         return False
     return isinstance(row, list) and bool(row) and not isinstance(row[0], dict)
@@ -42,7 +42,7 @@ def read_triples(key: str, files: list[str]) -> Dataset:
         A line is no such list, or not one like the first.
     """
     with open_text(files[0]) as lines:
-        scored = isinstance(json.loads(next(lines))[-1], list)
+        scored = isinstance(parse_json(next(lines))[-1], list)
     status = [(each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in map(os.stat, files)]
     arguments = {"key": key, "files": files, "scored": scored, "status": [status]}
     try:
@@ -59,7 +59,7 @@ def _rows(key: str, files: list[str], scored: bool, status: Any) -> Iterator[dic
         with open_text(file) as lines:
             for number, line in enumerate(lines, 1):
                 try:
-                    query, *documents = json.loads(line)
+                    query, *documents = parse_json(line)
                     if scored:
                         ids, scores = zip(*documents, strict=True)
                         row = {

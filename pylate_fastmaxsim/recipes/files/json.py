@@ -26,6 +26,14 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def parse_json(text: str) -> Any:
+    """:func:`json.loads`, with ValueError as well for lists in lists that are too deep for it."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its lists or objects are too deep inside of each other") from None
+
+
 def write_json(file: Path, value: Any) -> None:
     """Write a value without NaN and infinity; the file appears when it is complete."""
     write_text_atomically(file, json.dumps(value, indent=2, allow_nan=False) + "\n")

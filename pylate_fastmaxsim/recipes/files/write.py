@@ -33,29 +33,46 @@ def prepare_file(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> No
     Raises
     ------
     RecipeError
-        It cannot be made or written, there is something else than a regular file in its place, or the command reads it,
-        as one of ``inputs``. The sentence names ``key``.
+        It cannot be made or written, there is something else than a regular file in its place, or it is one of
+        ``inputs``, or in a folder that is. The sentence names ``key``.
     """
+    require_output(key, file, inputs)
     make_directory(key, file.parent)
-    try:
-        if (what := in_the_way(file)) is not None:
-            raise RecipeError(f"{key} {file} cannot be written: it is {what}.")
-    except OSError as error:  # a name that is too long
-        raise RecipeError(f"{key} {file} cannot be written: {error.strerror}.") from None
     if not os.access(file.parent, os.W_OK):
         raise RecipeError(f"{key} {file} cannot be written: {file.parent} is read-only.")
-    if file.exists() and any(path is not None and path.exists() and path.samefile(file) for path in inputs):
-        raise RecipeError(f"{key} {file} is read by this command; choose another file.")
 
 
-def files_of_collection(folder: str | Path | None) -> list[Path]:
+def require_output(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> None:
+    """Refuse a file that a command must not replace; :func:`prepare_file` without making the folder."""
+    try:
+        what = in_the_way(file)
+    except OSError as error:  # a name that is too long
+        raise RecipeError(f"{key} {file} cannot be written: {error.strerror}.") from None
+    if what is not None:
+        raise RecipeError(f"{key} {file} cannot be written: it is {what}.")
+    for path in inputs:
+        if path is not None and path.exists() and _same(path, file.parent if path.is_dir() else file):
+            where = f"in {path}, which" if path.is_dir() else "what"
+            raise RecipeError(
+                f"{key} {file} cannot be written: it is {where} this command reads; choose another place."
+            )
+
+
+def require_folder(key: str, folder: Path) -> None:
+    """Refuse what a folder cannot replace: a file, or a link."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise RecipeError(f"{key}: {folder} must be a folder, or not be there, to be replaced.")
+
+
+def _same(path: Path, other: Path) -> bool:
+    return other.exists() and path.samefile(other)
+
+
+def files_of_collection(folder: str | None) -> list[Path]:
     """What is read of a folder in BEIR's layout, as inputs for :func:`prepare_file`."""
-    found = Path(folder or "")
-    return (
-        []
-        if folder is None
-        else [found / "corpus.jsonl", found / "queries.jsonl", *found.glob("qrels*"), *found.glob("qrels/*")]
-    )
+    if folder is None:
+        return []
+    return [path for part in ("corpus", "queries", "qrels") for path in Path(folder).expanduser().glob(f"{part}*")]
 
 
 def write_atomically(file: Path, content: bytes | Callable[[str], Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import shutil
 from pathlib import Path
@@ -12,11 +12,15 @@ import numpy as np
 import yaml
 from datasets import Dataset
 
+from pylate_fastmaxsim.files.record import write_record
+from pylate_fastmaxsim.files.replace import remove_file, replace_file, replace_folder
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.teacher import Candidates
 
 CARD = "README.md"
 SUMMARY_FILE = "mining.json"  # written last: data with it are complete
+# In the order in which new ones come into place.
+OWN_FILES = ("queries.parquet", "documents.parquet", "train.parquet", CARD, SUMMARY_FILE)
 # Where the summary of data that are being replaced waits, in the folder of unfinished work.
 OLD_SUMMARY = "replaced.json"
 
@@ -39,22 +43,22 @@ def write_data(folder: Path, pairs: Pairs, candidates: Candidates, scores: np.nd
         table.to_parquet(folder / f"{name}.parquet")
     configs = [{"config_name": name, "data_files": [{"split": "train", "path": f"{name}.parquet"}]} for name in tables]
     (folder / CARD).write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n", encoding="utf-8")
-    (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_record(folder / SUMMARY_FILE, summary)
 
 
 def put_into_place(data: Path, output: Path, replace: bool) -> None:
     """Move the folder ``data`` to ``output``; with ``replace`` file by file, which leaves the user's files there."""
     if not replace:
-        os.replace(data, output)
+        replace_folder(output, lambda scratch: os.replace(data, scratch))
         return
     output.mkdir(exist_ok=True)
     # Old rows with new texts could be trained on, so the rows go first and come last.
-    (output / "train.parquet").unlink(missing_ok=True)
+    remove_file(output / "train.parquet")
     if (output / CARD).exists():  # it may be edited, and says where the tables are, which does not change
         (data / CARD).unlink()
-    for name in ("queries.parquet", "documents.parquet", "train.parquet", CARD, SUMMARY_FILE):
+    for name in OWN_FILES:
         if (data / name).exists():
-            os.replace(data / name, output / name)
+            replace_file(output / name, functools.partial(os.replace, data / name))
 
 
 def _numbered(texts: Dataset, column: str, folder: Path) -> Dataset:

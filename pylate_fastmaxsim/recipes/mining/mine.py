@@ -15,12 +15,15 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from pylate_fastmaxsim._memory import is_out_of_memory
+from pylate_fastmaxsim.files.record import read_record
+from pylate_fastmaxsim.files.replace import remove_scratch
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.tables import progress_shown
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.files.inputs import require_outputs
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.files.write import make_directory
-from pylate_fastmaxsim.recipes.mining.dataset import OLD_SUMMARY, SUMMARY_FILE, put_into_place, write_data
+from pylate_fastmaxsim.recipes.mining.dataset import OLD_SUMMARY, OWN_FILES, SUMMARY_FILE, put_into_place, write_data
 from pylate_fastmaxsim.recipes.mining.first_stage import find_candidates, load_first_stage
 from pylate_fastmaxsim.recipes.mining.negatives import (
     hard_negatives,
@@ -79,11 +82,13 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     output = Path(recipe.data.name)
     if output.is_symlink():  # a folder cannot be renamed to a link
         output = output.resolve()
+    require_outputs("data.name", output, OWN_FILES, section, recipe.model)
     unfinished = output.with_name(output.name + ".unfinished")
     mined = f"data.name: {output} is being mined by another command; wait until it ends, or choose another folder."
     lock = hold_lock("data.name", output.parent, output.name + LOCK_ENDING, mined)
     with lock if processes.is_main_process else nullcontext():
         if processes.is_main_process:
+            remove_scratch(output.parent, output.name)
             make_directory("data.name", unfinished)
         try:
             return _mine(recipe, resume, device, processes, output, unfinished)
@@ -190,7 +195,10 @@ def _finished(output: Path, unfinished: Path, settings: dict[str, Any], resume: 
         raise RecipeError(f"data.name must be a folder for mining to write, but {output} holds something else.")
     if not resume:
         return None
-    earlier = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        earlier = read_record(file)
+    except ValueError as error:
+        raise RecipeError(f"data.name: {error} Choose another folder, or start over with --no-resume.") from None
     # As JSON, where a tuple is a list.
     if _deciding(earlier["settings"]) != _deciding(json.loads(json.dumps(settings))):
         raise RecipeError(

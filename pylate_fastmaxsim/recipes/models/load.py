@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.files.json import parse_json
 from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.models.retriever import Retriever, encoder_of
 
@@ -150,7 +150,7 @@ def json_of(name: str, file: str) -> Any:
     """The content of a JSON file of a model, or None if it has no such file."""
     try:
         path = Path(name, file) if Path(name).is_dir() else Path(hf_hub_download(name, file))
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except LocalEntryNotFoundError:  # no connection to the Hub, and no copy on disk
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return None  # of a model that was downloaded; the libraries take the file as missing too

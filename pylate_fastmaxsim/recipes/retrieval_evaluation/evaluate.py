@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +43,8 @@ class Options:
         Whether code that comes with a model may run; a recipe may allow it too.
     test
         The paired test: student or fisher.
+    inputs
+        Files and folders that are read, and so are not written to.
     """
 
     run: Path | None = None
@@ -53,6 +54,7 @@ class Options:
     batch_size: int | None = None
     trust_remote_code: bool = False
     test: str = "student"
+    inputs: Sequence[Path | None] = ()
 
 
 def evaluate(
@@ -75,9 +77,9 @@ def evaluate(
         check_format(options.format, options.index)
     if options.run is not None:
         require_ids_of_one_word(collection)
-        _prepare_runs(options.run, targets)
+        _prepare_runs(options, targets)
     if options.per_query is not None:
-        prepare_per_query(options.per_query)
+        prepare_per_query(options.per_query, options.inputs)
     models: list[dict[str, Any]] = []
     scores: Scores = {}
     for target in targets:
@@ -132,12 +134,12 @@ def _run_file(folder: Path, target: Target) -> Path:
     return folder / f"{target.label.replace('/', '-')}.trec"
 
 
-def _prepare_runs(folder: Path, targets: Sequence[Target]) -> None:
+def _prepare_runs(options: Options, targets: Sequence[Target]) -> None:
     """Make the folder of run files. RecipeError if one cannot be written, or would be that of two models."""
     labels: dict[Path, str] = {}
     for target in targets:
-        file = _run_file(folder, target)
-        prepare_file("--run", file)
+        file = _run_file(options.run, target)
+        prepare_file("--run", file, options.inputs)
         if file in labels:
             raise RecipeError(
                 f"--run: {labels[file]} and {target.label} would be written to one file, {file}; evaluate them apart."
@@ -150,5 +152,4 @@ def _index_name(target: Target, task: Search) -> str:
     made_of = task.description
     parts = f"{made_of.model_digest} {made_of.corpus_digest} {made_of.stored}"
     own = short_name(target.path) if target.recipe is None else target.recipe.name
-    own = re.sub(r"[^\w.-]+", "-", own).lstrip(".")[:50]  # a name of a recipe may be a path
     return f"{own}-{hashlib.blake2b(parts.encode(), digest_size=6).hexdigest()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -13,11 +14,11 @@ from pylate_fastmaxsim.recipes.retrieval_evaluation.significance import Scores
 SUFFIXES = (".jsonl", ".tsv")
 
 
-def prepare_per_query(file: Path) -> None:
+def prepare_per_query(file: Path, inputs: Sequence[Path | None] = ()) -> None:
     """Make the folder of the file. RecipeError if it cannot be written, or has another ending."""
     if file.suffix not in SUFFIXES:
         raise RecipeError(f"--per-query must be a file that ends in {' or '.join(SUFFIXES)}, got {file}.")
-    prepare_file("--per-query", file)
+    prepare_file("--per-query", file, inputs)
 
 
 def write_per_query(file: Path, scores: Scores) -> None:

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pylate_fastmaxsim.diagnostics.injection import RANDOM, TARGETED
+from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.recipes.robustness.measure import Pair
 from pylate_fastmaxsim.recipes.robustness.report import ATTACKS, title_of
 
@@ -26,7 +27,7 @@ def draw_robustness(result: dict[str, Any], file: Path) -> None:
     overview(result)(figure)
     # Dollar signs in a name are not a formula.
     figure.suptitle(f"{title_of(result)}: robustness", fontsize=12, x=0.01, ha="left", parse_math=False)
-    figure.savefig(file, dpi=130)
+    replace_file(file, lambda scratch: figure.savefig(scratch, dpi=130))
 
 
 def overview(result: dict[str, Any]) -> Draw:

@@ -14,8 +14,9 @@ from pylate_fastmaxsim.recipes.config.schema import Recipe, TextEvaluationSectio
 from pylate_fastmaxsim.recipes.config.shipped import is_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import load_collection
+from pylate_fastmaxsim.recipes.files.inputs import inputs_of
 from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
-from pylate_fastmaxsim.recipes.files.write import make_directory
+from pylate_fastmaxsim.recipes.files.write import prepare_file
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import is_missing_folder, load_model, load_trained
 from pylate_fastmaxsim.recipes.pooling import final_pooling
@@ -41,6 +42,7 @@ class Target:
     names: dict[str, Any]  # of model and recipe
     batch_size: int
     output: Path
+    inputs: list[Path]
 
 
 def robustness(
@@ -91,7 +93,8 @@ def robustness(
             raise RecipeError(f"--set overrides a key of a recipe, and {target} is no recipe.")
         found = _of_model(target, section, limits)
     directory = found.output if output is None else Path(output).expanduser()
-    make_directory("--output", directory)
+    for suffix in (".json", ".png", ".html"):
+        prepare_file("--output", (directory / RESULT_FILE).with_suffix(suffix), found.inputs)
     measured, pairs = measure(found.model, found.task, settings, found.batch_size)
     result = without_nan(found.names | measured)
     write_json(directory / RESULT_FILE, result)
@@ -113,7 +116,8 @@ def _of_recipe(recipe: Recipe, section: TextEvaluationSection | None, limits: Li
     else:
         task = collection_task(section.beir, load_collection(section), limits)
     names = {"model": str(folder), "recipe": recipe.name}
-    return Target(model, task, names, recipe.evaluation.batch_size, Path(recipe.output_dir))
+    inputs = [folder, *inputs_of(recipe.model, recipe.data, section or recipe.evaluation)]
+    return Target(model, task, names, recipe.evaluation.batch_size, Path(recipe.output_dir), inputs)
 
 
 def _of_model(name: str, section: TextEvaluationSection | None, limits: Limits) -> Target:
@@ -128,4 +132,4 @@ def _of_model(name: str, section: TextEvaluationSection | None, limits: Limits) 
     key = "the model"
     model = load_model(ColBERTSection(name_or_path=str(path) if path.is_dir() else name), device, seed=0, key=key)
     task = collection_task(section.beir, load_collection(section), limits)
-    return Target(model, task, {"model": name, "recipe": None}, section.batch_size, Path())
+    return Target(model, task, {"model": name, "recipe": None}, section.batch_size, Path(), [path, Path(section.beir)])

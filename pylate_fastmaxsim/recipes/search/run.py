@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -71,6 +71,8 @@ class Options:
         Folder of an index of PLAID that is searched in place of documents that the model encodes, or None.
     pooling
         Of late interaction, over document tokens.
+    inputs
+        Files and folders that are read, and so are not written to.
     """
 
     k: int = 1000
@@ -82,6 +84,7 @@ class Options:
     exact: bool = True
     plaid: Path | None = None
     pooling: Pooling = Max()
+    inputs: Sequence[Path | None] = ()
 
 
 def search(name: str, collection: Collection, options: Options, progress: Progress) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
     """
     if options.run is not None:
         require_ids_of_one_word(collection)
-        prepare_file("--run", options.run)
+        prepare_file("--run", options.run, options.inputs)
     device = best_device()
     model = load_retriever(name, device, options.trust_remote_code)
     task = Search(name, model, collection, options, progress, Clock(device))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import re
 import shutil
 import zipfile
@@ -12,9 +10,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from transformers import TrainerState
 
+from pylate_fastmaxsim.files.replace import remove_file
+from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-
-logger = logging.getLogger(__name__)
+from pylate_fastmaxsim.recipes.files.json import parse_json
 
 # The trainer writes it last, so a checkpoint that has it is complete.
 CHECKPOINT_LAST_FILE = "trainer_state.json"
@@ -27,29 +26,28 @@ def last_checkpoint(recipe: Recipe) -> Path | None:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether the last file of a checkpoint is there, and no file is cut short, as on a full disk."""
-    file = checkpoint / CHECKPOINT_LAST_FILE
-    try:
-        if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
-            return False
-    except FileNotFoundError:
+    """Whether the last file of a checkpoint is there, and no file is cut short, as by a power cut."""
+    if not (checkpoint / CHECKPOINT_LAST_FILE).exists():
         return False
-    except (ValueError, RecursionError):
-        cut = [file]
-    else:
-        cut = [path for path in checkpoint.rglob("*") if _is_cut_short(path)]
-    if cut:
-        logger.warning("%s is damaged, so %s is not gone on from.", cut[0], checkpoint)
-    return not cut
+    damaged = [path for path in sorted(checkpoint.rglob("*")) if _is_cut_short(path)]
+    if damaged:
+        log_once(
+            "%s is damaged, so training does not go on from %s but from the checkpoint before it, if there is one.",
+            damaged[0],
+            checkpoint,
+        )
+    return not damaged
 
 
 def _is_cut_short(file: Path) -> bool:
-    if file.suffix == ".safetensors":
-        try:
+    try:
+        if file.suffix == ".safetensors":
             with safe_open(file, framework="pt"):
                 return False
-        except (OSError, SafetensorError):
-            return True
+        if file.suffix == ".json":
+            return not isinstance(parse_json(file.read_text(encoding="utf-8")), (dict, list))
+    except (OSError, ValueError, SafetensorError):
+        return True
     return file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file)
 
 
@@ -68,9 +66,9 @@ def trained_state(checkpoint: Path | None) -> TrainerState | None:
 
 
 def remove_checkpoints(directory: Path) -> None:
-    """Remove all checkpoints. First the file that marks them as complete, in case this is interrupted."""
+    """Remove all checkpoints. First the file that marks them as complete, in case this is interrupted, even by a power cut."""
     checkpoints = checkpoints_in(directory)
     for path in checkpoints:
-        (path / CHECKPOINT_LAST_FILE).unlink(missing_ok=True)
+        remove_file(path / CHECKPOINT_LAST_FILE)
     for path in checkpoints:
         shutil.rmtree(path)

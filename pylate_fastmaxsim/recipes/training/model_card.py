@@ -17,11 +17,13 @@ from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.models.retriever import TextRetriever, encoder_of
 from pylate_fastmaxsim.recipes.pooling import described, final_pooling
 
+CARD = "README.md"
+
 
 def name_recipe(folder: Path, recipe: Recipe) -> None:
     """Append recipe and versions to the card that the host library wrote into ``folder``."""
     host = kind_of(recipe.model).host
-    with open(folder / "README.md", "a", encoding="utf-8") as card:
+    with open(folder / CARD, "a", encoding="utf-8") as card:
         card.write(
             f"\n## Training recipe\n\nTrained with the recipe `{recipe.name}` of pylate-fastmaxsim "
             f"{pylate_fastmaxsim.__version__} ({host} {version(host)}):\n\n```yaml\n{dump_recipe(recipe)}```\n"
@@ -93,4 +95,5 @@ class NameRecipe(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
+            # In place: the trainer has just written the checkpoint, and goes on from it with any card.
             name_recipe(Path(args.output_dir) / f"checkpoint-{state.global_step}", self.recipe)

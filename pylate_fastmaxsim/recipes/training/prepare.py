@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -14,6 +11,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
+from pylate_fastmaxsim.files.replace import replace_folder
 from pylate_fastmaxsim.recipes.config.schema import ModelSection, Recipe
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.files.write import make_directory
@@ -69,8 +67,9 @@ def _make(recipe: Recipe, root: Path, directory: Path, anew: bool) -> None:
     if not _is_made(recipe.model):
         load_model(recipe.model, "cpu", recipe.training.seed)  # its errors come before anything is written
     made = make_directory("output_dir", root)
-    scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=root))
-    try:
+
+    def write(scratch: Path) -> None:
+        scratch.mkdir()
         if recipe.data.source == "docstrings":
             pairs = docstring_pairs(recipe.data.packages, recipe.data.max_rows, recipe.data.seed)
             Dataset.from_list(pairs).to_parquet(scratch / PAIRS)
@@ -85,15 +84,10 @@ def _make(recipe: Recipe, root: Path, directory: Path, anew: bool) -> None:
         if anew and directory.is_dir():
             # Before what they need, and after what may fail.
             remove_checkpoints(Path(recipe.output_dir))
-            shutil.rmtree(directory)
-        try:
-            os.replace(scratch, directory)
-        except OSError:
-            if not directory.is_dir():
-                raise
-            shutil.rmtree(scratch)  # another process was first, and made the same
+
+    try:
+        replace_folder(directory, write)
     except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
         for path in made:  # a recipe that cannot run leaves nothing behind
             with suppress(OSError):
                 path.rmdir()

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
-from pylate_fastmaxsim.recipes.config.parse import build
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.config.yaml_text import read_yaml
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.write import make_directory, write_text_atomically
+from pylate_fastmaxsim.recipes.files.inputs import inputs_of
+from pylate_fastmaxsim.recipes.files.write import make_directory, require_folder, write_text_atomically
 from pylate_fastmaxsim.recipes.trainers.checkpoints import (
     checkpoints_in,
     last_checkpoint,
@@ -69,11 +69,11 @@ def open_run_directory(recipe: Recipe, resume: bool, writes: bool, processes: in
     directory = Path(recipe.output_dir)
     record = directory / RECIPE_FILE
     if writes:
-        require_own_checkpoints(recipe, resume)
+        require_own_checkpoints(recipe)
     checkpoint = last_checkpoint(recipe) if resume else None
     trained_with = recipe
     if checkpoint is not None:
-        earlier = build(Recipe, read_yaml(record), "")
+        earlier = build_recipe(read_yaml(record))
         _require_same_recipe(recipe, earlier)
         if writes:  # one process of several
             _warn_of_other_masking(recipe, earlier)
@@ -92,26 +92,21 @@ def open_run_directory(recipe: Recipe, resume: bool, writes: bool, processes: in
     return checkpoint, trained_with
 
 
-def require_own_checkpoints(recipe: Recipe, resume: bool) -> None:
-    """Refuse checkpoints that may be of another recipe, and, without ``resume``, the removal of a model to train on."""
+def require_own_checkpoints(recipe: Recipe) -> None:
+    """Refuse checkpoints that may be of another recipe, and to remove or replace what the recipe reads."""
     directory = Path(recipe.output_dir)
     if checkpoints_in(directory) and not (directory / RECIPE_FILE).exists():
         raise RecipeError(
             f"output_dir: {directory} has checkpoints but no {RECIPE_FILE}, so they may be of another recipe; move them "
             "away or choose another output_dir."
         )
-    if not resume:
-        _require_model_elsewhere(recipe, directory)
-
-
-def _require_model_elsewhere(recipe: Recipe, directory: Path) -> None:
-    """Keep the checkpoint that somebody trains on from: starting over would remove it."""
-    model = recipe.model.name_or_path
-    if model is not None and directory.resolve() in Path(model).resolve().parents:
-        raise RecipeError(
-            f"model.name_or_path: {model} lies in output_dir, whose checkpoints --no-resume removes; choose another "
-            "output_dir."
-        )
+    for folder in (directory / MODEL_DIRECTORY, *checkpoints_in(directory)):
+        for path in inputs_of(recipe.model, recipe.data, recipe.evaluation):
+            if path.resolve().is_relative_to(folder.resolve()):
+                raise RecipeError(
+                    f"{path} lies in output_dir, where this training replaces it; choose another output_dir."
+                )
+    require_folder("output_dir", directory / MODEL_DIRECTORY)
 
 
 def _require_same_recipe(recipe: Recipe, earlier: Recipe) -> None:

@@ -6,17 +6,19 @@ import logging
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import ProgressCallback, Trainer, TrainerState
 
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.files.replace import replace_folder
+from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace_file, replace_folder
 from pylate_fastmaxsim.recipes.config.schema import FastSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
+from pylate_fastmaxsim.recipes.files.inputs import require_outputs
 from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.kind import kind_of
@@ -29,10 +31,17 @@ from pylate_fastmaxsim.recipes.trainers.epochs import FinishByEpochs, RefuseUnev
 from pylate_fastmaxsim.recipes.trainers.sharded import require_reduced_once, unsharded_loading
 from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.model_card import NameRecipe, add_metrics, name_recipe, restore_card_metadata
+from pylate_fastmaxsim.recipes.training.model_card import (
+    CARD,
+    NameRecipe,
+    add_metrics,
+    name_recipe,
+    restore_card_metadata,
+)
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.run_directory import (
     MODEL_DIRECTORY,
+    RECIPE_FILE,
     open_run_directory,
     require_own_checkpoints,
 )
@@ -78,6 +87,8 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     require_trainable(arguments)
     require_reduced_once(recipe, arguments)
     directory = Path(recipe.output_dir)
+    sections = recipe.model, recipe.data, recipe.evaluation
+    require_outputs("output_dir", directory, (RESULT_FILE, RECIPE_FILE), *sections)
     taken = (
         f"output_dir: {directory} is being trained in by another command; wait until it ends, or choose another folder."
     )
@@ -91,7 +102,8 @@ def _train(
 ) -> dict[str, Any]:
     with arguments.main_process_first(local=False), unsharded_loading(arguments):
         if arguments.should_save:
-            require_own_checkpoints(recipe, resume)
+            require_own_checkpoints(recipe)
+            remove_scratch(Path(recipe.output_dir), MODEL_DIRECTORY)
         goes_on = resume and last_checkpoint(recipe) is not None
         prepared = prepare(recipe, anew=not goes_on and arguments.should_save)
         data = load_data(prepared)
@@ -184,7 +196,7 @@ def _save(recipe: Recipe, model: Retriever, result: dict[str, Any]) -> None:
         model.save_pretrained(str(folder))
         name_recipe(folder, recipe)
         # Its metrics are those of the earlier model.
-        (directory / RESULT_FILE).unlink(missing_ok=True)
+        remove_file(directory / RESULT_FILE)
 
     replace_folder(directory / MODEL_DIRECTORY, write)
     _write_result(recipe, result)
@@ -193,10 +205,11 @@ def _save(recipe: Recipe, model: Retriever, result: dict[str, Any]) -> None:
 def _save_metrics(recipe: Recipe, model: Retriever, result: dict[str, Any], metrics: dict[str, float | None]) -> None:
     """Add the metrics to the card and to ``train.json``; the weights on disk stay as they are."""
     if kind_of(recipe.model).writes_card:
-        directory = Path(recipe.output_dir, MODEL_DIRECTORY)
         add_metrics(recipe, model, metrics)
-        model._create_model_card(str(directory))
-        name_recipe(directory, recipe)
+        with TemporaryDirectory() as scratch:
+            model._create_model_card(scratch)
+            name_recipe(Path(scratch), recipe)
+            replace_file(Path(recipe.output_dir, MODEL_DIRECTORY, CARD), Path(scratch, CARD).read_bytes())
     _write_result(recipe, result)
 
 

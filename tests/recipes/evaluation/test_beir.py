@@ -169,6 +169,7 @@ def test_a_recipe_reports_it(tmp_path, caplog, monkeypatch):
             "does not fit together: the query q99 is judged but is not among the queries.",
         ),
         ({"qrels": judged(("q1", "0001", 0.5))}, "of query q1 and document 0001 must be an integer, got '0.5'"),
+        ({"qrels": judged(("q1", "0001", 10**22))}, "of query q1 and document 0001 must be an integer, got '1000"),
         ({"qrels": judged(("q1", "0001", 1), ("q1", "0001", 0))}, "must have one grade, but are judged 1 and 0."),
         ({"corpus": [{"_id": "d1", "text": "a"}]}, "no judged document is in the corpus, whose first id is 'd1'"),
         ({"corpus": [row | {"text": 7} for row in tables()["corpus"]]}, "'text' of the subset corpus must hold text"),

@@ -105,9 +105,15 @@ def test_other_settings_and_other_folders_are_refused(encoder, teacher, tmp_path
     with pytest.raises(RecipeError, match="mining.teacher /no/such/model cannot be loaded: "):
         mining_mine.mine(wrong, resume=False)
     assert (mined / "mining.json").exists() and not (tmp_path / "mined.unfinished").exists()
-    with pytest.raises(RecipeError, match="data.name must be a folder for mining to write, but .* something else"):
-        other = recipe_for(tmp_path, encoder("modernbert"), teacher, f"data.name={tmp_path / 'pairs'}")
-        mining_mine.mine(other, resume=False)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    for name, said in (("other", "must be a folder for mining to write, but .* something else"), ("pairs", "reads")):
+        other = recipe_for(tmp_path, encoder("modernbert"), teacher, f"data.name={tmp_path / name}")
+        with pytest.raises(RecipeError, match=f"data.name .*{said}"):
+            mining_mine.mine(other, resume=False)
+    (mined / "mining.json").write_text("{}")
+    with pytest.raises(RecipeError, match="mining.json is damaged"):
+        mining_mine.mine(recipe)
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,10 @@ def test_a_trained_recipe_and_its_model_are_measured_and_reported(tmp_path, monk
     write_collection(data)
     done = CliRunner().invoke(app, ["robustness", str(folder / "model"), "--beir", str(data), *FEW])
     assert done.exit_code == 0, done.output
+    refused = CliRunner().invoke(
+        app, ["robustness", str(folder / "model"), "--beir", str(data), "--output", str(folder / "model"), *FEW]
+    )
+    assert refused.exit_code == 2 and f"it is in {folder / 'model'}, which this command reads" in refused.stderr
     of_model = json.loads((tmp_path / "robustness.json").read_text())
     assert of_model["recipe"] is None and of_model["documents"] == 12 and of_model["data"] == str(data)
     done = CliRunner().invoke(app, ["robustness", str(file), "--set", "evaluation.rows=0"])

@@ -419,6 +419,15 @@ def test_an_index_of_something_else_is_refused(saved, files, encoder, tmp_path):
             build_sparse_encoder(other, encoder("bert"), seed=1)
         done = search(model, *files, "--index", folder, code=2)
         assert f"--index: {folder} was made with another model ({name}, or other weights or settings of " in done.stderr
+    # The same weights, but one word has another id.
+    shutil.rmtree(other)
+    build_sparse_encoder(other, encoder("bert"))
+    tokenizer = Path(name, "tokenizer.json").read_text()
+    rules = json.loads(tokenizer)
+    words = sorted(rules["model"]["vocab"], key=rules["model"]["vocab"].get)[-2:]
+    rules["model"]["vocab"] |= dict(zip(words, map(rules["model"]["vocab"].get, words[::-1]), strict=True))
+    Path(name, "tokenizer.json").write_text(json.dumps(rules))
+    assert f"--index: {folder} was made with another model" in search(name, *files, "--index", folder, code=2).stderr
     corpus = Path(files[1])
     rows = corpus.read_text().splitlines()
     corpus.write_text("\n".join([*rows[1:], rows[0]]) + "\n")
@@ -474,7 +483,15 @@ def test_a_file_that_is_cut_is_named(kind, saved, files, tmp_path):
         ),
         (["--beir", "DATA", "--run", "DATA"], "--run DATA cannot be written: it is a folder."),
         (["--beir", "DATA", "--json", "DATA"], "--json DATA cannot be written: it is a folder."),
-        (["--beir", "DATA", "--json", "DATA/run", "--run", "DATA/run"], "--run and --json must be two files."),
+        (["--beir", "DATA", "--run", "DATA/corpus.jsonl"], "--run DATA/corpus.jsonl cannot be written: it is what"),
+        (["--beir", "DATA", "--run", "/dev/null"], "--run /dev/null cannot be written: it is no regular file."),
+        (["--beir", "DATA", "--json", "DATA/qrels/test.tsv"], "--json DATA/qrels/test.tsv cannot be written: it is in"),
+        (
+            ["--beir", "DATA", "--json", "MODEL/config.json"],
+            "--json MODEL/config.json cannot be written: it is in MODEL",
+        ),
+        (["--beir", "DATA", "--run", f"DATA/{'x' * 300}"], f"--run DATA/{'x' * 300} cannot be written: File name too"),
+        (["--beir", "DATA", "--json", "DATA/../data/run", "--run", "DATA/run"], "--run and --json must be two files."),
         (["--beir", "DATA", "--format", "float16"], "--format is that of token embeddings in an index"),
         (
             ["--beir", "DATA", "--index", "DATA/i", "--format", "int4"],
@@ -485,9 +502,29 @@ def test_a_file_that_is_cut_is_named(kind, saved, files, tmp_path):
 def test_bad_input_is_one_line(arguments, said, saved, tmp_path):
     data = write_folder(tmp_path / "data")
     (data / "spaced.jsonl").write_text(json.dumps({"_id": "a b", "text": text(1, 3)}) + "\n")
-    done = search(saved["sparse"], *(each.replace("DATA", str(data)) for each in arguments), code=2)
-    assert done.stderr.startswith(f"fastmaxsim: {said.replace('DATA', str(data))}") and done.stderr.count("\n") == 1
+    before = {path: path.read_bytes() for path in data.rglob("*") if path.is_file()}
+
+    def named(text: str) -> str:
+        return text.replace("DATA", str(data)).replace("MODEL", saved["sparse"])
+
+    done = search(saved["sparse"], *map(named, arguments), code=2)
+    assert done.stderr.startswith(f"fastmaxsim: {named(said)}") and done.stderr.count("\n") == 1
+    assert {path: path.read_bytes() for path in data.rglob("*") if path.is_file()} == before
     assert not done.stdout and not (data / "run").exists()
+
+
+@pytest.mark.process
+def test_of_two_commands_with_one_run_file_one_is_there_whole(saved, files, tmp_path):
+    run, alone = tmp_path / "run", [tmp_path / "3", tmp_path / "5"]
+    for file in alone:
+        search(saved["sparse"], *files, "--k", file.name, "--run", file)
+    commands = [
+        [sys.executable, "-m", "pylate_fastmaxsim.cli", "search", saved["sparse"], *files, "--run", str(run), "--k", k]
+        for k in ("3", "5")
+    ]
+    started = [subprocess.Popen([*each, "--batch-size", "8"], stdout=subprocess.DEVNULL) for each in commands]
+    assert [process.wait(120) for process in started] == [0, 0]
+    assert run.read_bytes() in [file.read_bytes() for file in alone]
 
 
 @pytest.mark.e2e  # ranx compiles for seconds

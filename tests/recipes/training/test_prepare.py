@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from power_cut import states
 from pylate import models
 from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.trainers.checkpoints import CHECKPOINT_LAST_FILE
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 
 
@@ -32,6 +34,31 @@ def test_other_rows_are_prepared_when_a_run_starts_over(tmp_path, monkeypatch):
     other = prepared(changed, True)
     assert other[0] != first[0] and other[1] != first[1]
     assert prepared(code, True) == first
+
+
+def test_kills_and_power_cuts_leave_checkpoints_with_what_they_need(tmp_path, monkeypatch):
+    package = tmp_path / "documented"
+    package.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    values = tiny(tmp_path, evaluation={"rows": 0}) | {"data": {"source": "docstrings", "packages": ["documented"]}}
+    recipe, out = load_recipe(write(tmp_path, values)), tmp_path / "out"
+    rest = "The rest is long enough to be a document, for it has more than a dozen words."
+
+    def prepared(word: str, anew: bool) -> dict[str, bytes | None]:
+        code = "".join(f'def f{i}():\n    """One number {i} {word}.\n\n    {rest} {i}"""\n' for i in range(40))
+        (package / "__init__.py").write_text(code)
+        made = Path(prepare(recipe, anew).data.files[0]).parent
+        paths = made.rglob("*")
+        return {str(path.relative_to(out)): path.read_bytes() if path.is_file() else None for path in paths}
+
+    old, new = prepared("of all", False), {}
+    (out / "checkpoint-4").mkdir()
+    (out / "checkpoint-4" / CHECKPOINT_LAST_FILE).write_text("{}")
+    found = states(out, lambda: new.update(prepared("of them", True)), cuts=5)
+    assert new != old and not (out / "checkpoint-4").exists()
+    for _, state in found:
+        held = {name: content for name, content in state.items() if name in old.keys() | new.keys()}
+        assert held == old or (held == new and f"checkpoint-4/{CHECKPOINT_LAST_FILE}" not in state)
 
 
 def test_a_built_model_is_the_same_each_time(tmp_path):

@@ -12,6 +12,7 @@ from recipe_runs import command
 from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.files import replace
+from pylate_fastmaxsim.integrations.log import forget_what_was_said
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -29,6 +30,25 @@ def trained(tmp_path) -> Path:
     return file
 
 
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json"]
+)
+def test_from_a_damaged_checkpoint_the_run_goes_back_to_the_one_before(name, trained, tmp_path, caplog):
+    forget_what_was_said()
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    whole = (checkpoint / name).read_bytes()
+    nested = b"[" * 10**6 if name == "trainer_state.json" else b""
+    for damaged in (whole[: len(whole) // 2], bytes(len(whole)), nested):
+        (checkpoint / name).write_bytes(damaged)
+        assert last_checkpoint(load_recipe(trained)).name == "checkpoint-2"
+    said = (
+        f"{checkpoint / name} is damaged, so training does not go on from {checkpoint} but from the checkpoint before"
+    )
+    assert [message.startswith(said) for message in caplog.messages] == [True]
+    if name == "optimizer.pt":
+        assert training.train(load_recipe(trained))["resumed_from"] == "checkpoint-2"
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -40,6 +60,8 @@ def test_another_recipe_is_refused_with_the_keys_that_differ(trained, tmp_path):
     said = "fastmaxsim: loss.pooling.top_k is 4 and was None, training.learning_rate is 1.0 and was 0.001 in the recipe of "
     assert done.exit_code == 2 and done.stderr.startswith(said) and done.stderr.count("\n") == 1
     assert files_of(out) == before
+    with pytest.raises(RecipeError, match="training.adam_epsilon is 1e-06 and was 1e-08 in the recipe"):
+        training.train(load_recipe(trained, ["training.adam_epsilon=1e-6"]))
     assert training.train(load_recipe(trained))["resumed_from"] == "checkpoint-4"
     assert training.train(load_recipe(trained, ["loss.temperature=2"]), resume=False)["resumed_from"] is None
 

@@ -12,7 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from power_cut import states
 from recipe_runs import command, interrupt, same_model
+from safetensors import SafetensorError
 from tiny_recipe import fell_back, text, tiny, write
 from transformers import TrainerCallback
 
@@ -140,6 +142,29 @@ def test_a_new_model_replaces_all_of_an_earlier_one_or_nothing(tmp_path, monkeyp
     }
 
 
+def test_kills_and_power_cuts_leave_a_model_whole_and_no_metrics_of_another(tmp_path, monkeypatch):
+    recipe, out, saved, save = load_recipe(without_checkpoints(tmp_path)), tmp_path / "out", [], training._save
+    monkeypatch.setattr(training, "_save", lambda *args: saved.extend(args) or save(*args))
+    training.train(recipe)
+
+    def files(state: dict) -> dict:
+        return {name: content for name, content in state.items() if name.startswith("model/")}
+
+    def content() -> dict:
+        paths = out.rglob("*")
+        return {str(path.relative_to(out)): path.read_bytes() if path.is_file() else None for path in paths}
+
+    before = content()
+    with torch.no_grad():
+        next(saved[1].parameters()).add_(1)
+    found = states(out, lambda: save(*saved[:2], {"steps": 0}), cuts=5)
+    after = content()
+    assert files(before) != files(after) and len(found) > 50
+    for _, state in found:
+        assert files(state) in (files(before), files(after)) and len(files(state)) > 5
+        assert files(state) == files(before) or state.get("train.json") != before["train.json"]
+
+
 def test_a_training_that_is_over_keeps_its_card_and_what_it_was_trained_with(tmp_path, monkeypatch):
     # As where the model that a training began with is on the Hub.
     info = "sentence_transformers.model_card.get_model_info"
@@ -165,6 +190,12 @@ def test_errors_in_a_step_say_what_is_kept_and_leave_ctrl_c_as_it_was(tmp_path, 
     errors = {
         f"{out}/x: No space left on device; {out}/checkpoint-4 is kept, and the same command": (
             OSError(errno.ENOSPC, "No space left on device", f"{out}/x")
+        ),
+        f"Error while serializing: I/O error: No space left on device (os error 28); {out}/checkpoint-4 is kept, and the same command": (
+            SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        ),
+        f"a file cannot be written to its end, as on a full disk; {out}/checkpoint-4 is kept": (
+            RuntimeError("[enforce fail at inline_container.cc:863] . unexpected pos 64 vs 0")
         ),
         f"out of memory; {out}/checkpoint-4 is kept: set training.gradient_checkpointing to true": (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.\nMore lines.")
