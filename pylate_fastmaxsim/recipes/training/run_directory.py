@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
+from pylate_fastmaxsim.recipes.config.kinds import build_recipe
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.config.yaml_text import read_yaml
 from pylate_fastmaxsim.recipes.errors import RecipeError
