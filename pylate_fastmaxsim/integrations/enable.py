@@ -120,8 +120,8 @@ def enable(
         Sentence Transformers from 5 up to but not including 7 can be imported. Of those that are installed and cannot
         be, a line of log says why they are left alone.
     ValueError
-        The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off, or
-        ``stock_masking=True`` comes with another pooling than ``Max()``.
+        The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off, or ``stock_masking=True`` comes
+        with another pooling than ``Max()``.
     TypeError
         ``pooling`` is not one, or another option is neither True nor False, nor is ``padding_free`` ``"always"``.
 

@@ -98,8 +98,7 @@ def maxsim(
         raise ValueError(f'maxsim: save_documents must be "int8" or None, got {save_documents!r}.')
     if isinstance(documents, CompressedBatch):
         for name, value in (
-            ("documents_mask", documents_mask), ("zero_floor", zero_floor),
-            ("save_documents", save_documents),
+            ("documents_mask", documents_mask), ("zero_floor", zero_floor), ("save_documents", save_documents),
         ):  # fmt: skip
             if value is not None:
                 raise ValueError(f"maxsim: {name} goes with documents that are not compressed.")
