@@ -7,8 +7,8 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +45,20 @@ def replace_file(file: Path, content: bytes | Callable[[str], Any]) -> None:
     require_replaceable(file)
     scratch = _scratch(file)
     try:
-        # Not tempfile, whose files nobody else can read.
-        with open(scratch, "xb") as written:
-            if isinstance(content, bytes):
-                written.write(content)
-        if not isinstance(content, bytes):
-            content(str(scratch))
-        _sync(scratch)
-        os.replace(scratch, file)
+        with naming(file):
+            # Not tempfile, whose files nobody else can read.
+            with open(scratch, "xb") as written:
+                if isinstance(content, bytes):
+                    written.write(content)
+            if not isinstance(content, bytes):
+                content(str(scratch))
+            sync(scratch)
+            os.replace(scratch, file)
     except BaseException:
         with suppress(OSError):
             scratch.unlink(missing_ok=True)
         raise
-    _sync(file.parent)
+    sync(file.parent)
 
 
 def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
@@ -80,12 +81,23 @@ def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
         write(scratch)
         for root, _, names in os.walk(scratch, topdown=False):
             for name in names:
-                _sync(Path(root, name))
-            _sync(Path(root))
+                sync(Path(root, name))
+            sync(Path(root))
         _exchange(scratch, folder) if folder.exists() else os.replace(scratch, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Context whose OSError, as of a full disk, names the file that is being written unless it names another."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or not (error.filename is None or SCRATCH in str(error.filename)):
+            raise
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def require_replaceable(file: Path) -> None:
@@ -136,7 +148,7 @@ def _exchange(new: Path, old: Path) -> None:
         raise OSError(code, os.strerror(code), str(old))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Have a file or the entries of a folder on the disk: a power cut must not leave a name of what was never written."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
