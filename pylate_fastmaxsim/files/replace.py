@@ -58,7 +58,8 @@ def replace_file(file: Path, content: bytes | Callable[[str], Any]) -> None:
         with suppress(OSError):
             scratch.unlink(missing_ok=True)
         raise
-    sync(file.parent)
+    with naming(file):
+        sync(file.parent)
 
 
 def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:

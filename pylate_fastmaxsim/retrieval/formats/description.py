@@ -119,9 +119,12 @@ def _values(file: Path, what_to_do: str) -> dict[str, Any] | None:
 
 def _held(folder: Path, values: dict[str, Any]) -> Held:
     file = folder / values["checksums"]
-    table = file.read_bytes() if file.exists() else None
-    if table is None or file.name != _CHECKSUMS.format(checksum(table)):
-        raise ValueError(f"Corpus: {file} is {'missing' if table is None else 'damaged'}; {WRITE_AGAIN}.")
+    try:
+        table = file.read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"Corpus: {file} is missing; {WRITE_AGAIN}.") from None
+    if file.name != _CHECKSUMS.format(checksum(table)):
+        raise ValueError(f"Corpus: {file} is damaged; {WRITE_AGAIN}.")
     return Held(
         format_from(folder, values),
         values["documents"],
