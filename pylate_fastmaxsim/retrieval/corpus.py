@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -134,7 +135,8 @@ class Corpus:
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:
-        self._set(Path(folder), open_parts(Path(folder)))
+        folder = Path(folder)
+        self._set(folder, open_parts(folder))
 
     @classmethod
     def of_parts(cls, folder: str | os.PathLike, parts: Sequence[Part]) -> Corpus:
@@ -157,7 +159,7 @@ class Corpus:
                 )
         self.tokens: int = sum(part.tokens for part in parts)
         # Documents before each part, and all.
-        self._firsts = torch.tensor([0, *map(len, parts)], device="cpu").cumsum(0)
+        self._firsts = torch.tensor([0, *accumulate(map(len, parts))], device="cpu")
 
     def __len__(self) -> int:
         return self._firsts[-1].item()

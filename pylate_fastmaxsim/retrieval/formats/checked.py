@@ -8,8 +8,6 @@ import numpy as np
 import xxhash
 from torch import Tensor
 
-from pylate_fastmaxsim.cpu.live_tokens import live_tokens
-
 # Bytes that have one checksum. A document that is read alone costs a chunk or two, 1 to 5 microseconds each.
 CHUNK = 1 << 16
 
@@ -45,10 +43,12 @@ class Checked:
 
     def require_runs(self, begins: Tensor, ends: Tensor) -> None:
         """:meth:`require` of several runs of rows, ``[n]``, int64."""
-        first = begins * self._row // CHUNK
-        count = (chunks(ends * self._row) - first) * (ends > begins)
-        touched = live_tokens(first, count, None).row.numpy()
-        self._look_at(np.unique(touched[~self._seen[touched]]))
+        first, last = begins.numpy() * self._row // CHUNK, chunks(ends.numpy() * self._row)
+        # The first chunk of each run, then the second of those that have one, and so on.
+        while len(first := first[have_one := first < last]):
+            last = last[have_one]
+            self._look_at(first[~self._seen[first]])
+            first = first + 1
 
     def sound_rows(self) -> int:
         """How many rows there are before the first damaged chunk."""
@@ -65,7 +65,7 @@ class Checked:
         return np.append(whole, np.uint64(xxhash.xxh3_64_intdigest(left))) if len(left) else whole
 
     def _look_at(self, numbers: np.ndarray) -> None:
-        for chunk in numbers.tolist():
+        for chunk in set(numbers.tolist()):
             if not self._is_sound(chunk):
                 raise ValueError(
                     f"Corpus: {self._file} is damaged in the bytes from {chunk * CHUNK}; put it back, or write the corpus "

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import mmap
-import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.cpu.live_tokens import live_tokens
-from pylate_fastmaxsim.retrieval.formats import checked
+from pylate_fastmaxsim.retrieval.formats import checked, description
 from pylate_fastmaxsim.retrieval.formats.checked import Checked
 from pylate_fastmaxsim.retrieval.formats.description import BOUNDS_FILE, WRITE_AGAIN, Held, file_of
 from pylate_fastmaxsim.retrieval.formats.format import Arrays, Column, Format, ResidualDocuments
@@ -105,12 +103,11 @@ class Part:
         sizes = ((ends - starts).cumsum(0) // tokens_per_block).unique_consecutive(return_counts=True)[1]
         return positions.split(sizes.tolist())
 
-    def require_ends(self, tokens: int) -> None:
-        """ValueError unless the documents end where they are said to, with so many tokens."""
-        for number in (0, len(self)):
-            self.checked_bounds.require(number, number + 1)
-        if (self.bounds[0].item(), self.tokens) != (0, tokens):
-            raise ValueError(f"Corpus: {self.file} must go from 0 to {tokens}, but does not; {WRITE_AGAIN}.")
+    def require_end(self, tokens: int) -> None:
+        """ValueError unless the last document ends at so many tokens."""
+        self.checked_bounds.require(len(self), len(self) + 1)
+        if self.tokens != tokens:
+            raise ValueError(f"Corpus: {self.file} must end with {tokens}, but ends with {self.tokens}; {WRITE_AGAIN}.")
 
     def verify(self) -> None:
         """Read all that was not read before. ValueError if something is damaged."""
@@ -125,7 +122,8 @@ class Part:
         return starts, ends
 
     def _require_order(self, starts: Tensor, ends: Tensor) -> None:
-        if len(starts) and (starts.min() < 0 or ends.max() > self.tokens or bool((starts > ends).any())):
+        starts, ends = starts.numpy(), ends.numpy()
+        if len(starts) and (starts.min() < 0 or ends.max() > self.tokens or (starts > ends).any()):
             raise ValueError(
                 f"Corpus: {self.file} must rise from 0 to {self.tokens}, but does not; write or build it anew."
             )
@@ -150,34 +148,38 @@ def _rows(array: Tensor, rows: Tensor) -> Tensor:
 
 def mapped_part(folder: Path, held: Held) -> Part:
     """The files of a folder, mapped into memory. ValueError if they are shorter than its description says."""
-    found, first = {}, 0
-    for name, column in (*held.format.columns.items(), ("bounds", _BOUNDS)):
-        documents = held.documents + (column is _BOUNDS)
-        file = folder / (BOUNDS_FILE if column is _BOUNDS else file_of(name))
-        array = mapped(file, column.shape(documents, held.tokens), column.dtype)
-        last = first + checked.chunks(array.nbytes)
-        content = array.view(torch.uint8).flatten().numpy()
-        found[name] = array, Checked(file, content, column.nbytes(1, 1), held.checksums[first:last])
-        first = last
-    bounds, checked_bounds = found.pop("bounds")
-    arrays, checks = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
-    return Part(held.format, arrays, bounds, folder / BOUNDS_FILE, checks, checked_bounds)
+    columns, first, found = held.format.columns, 0, {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        for name, size in description.sizes(*held[:3]).items():
+            file, last = folder / name, first + checked.chunks(size)
+            found[name] = file, mapped(file, size), held.checksums[first:last]
+            first = last
+
+    def column(name: str, column: Column, documents: int) -> tuple[Tensor, Checked]:
+        file, content, checksums = found[name]
+        array = content.view(column.dtype).view(column.shape(documents, held.tokens))
+        return array, Checked(file, content.numpy(), column.nbytes(1, 1), checksums)
+
+    pairs = {name: column(file_of(name), columns[name], held.documents) for name in columns}
+    bounds, checked_bounds = column(BOUNDS_FILE, _BOUNDS, held.documents + 1)
+    arrays, checks = ({name: pair[i] for name, pair in pairs.items()} for i in (0, 1))
+    return Part(held.format, arrays, bounds, found[BOUNDS_FILE][0], checks, checked_bounds)
 
 
-def mapped(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The numbers of a file without a header. ValueError if there are fewer.
+def mapped(file: Path, size: int) -> Tensor:
+    """The first bytes of a file, uint8. ValueError if there are fewer.
 
     It may be longer while documents are added, and when that was interrupted.
     """
-    wanted = math.prod(shape) * dtype.itemsize
-    if wanted == 0:  # which cannot be mapped
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    if not file.exists():
-        raise ValueError(f"Corpus: {file} is missing; {WRITE_AGAIN}.")
-    # The mapping of torch.from_file is writable, and refused where it is larger than the memory.
-    with open(file, "rb") as opened, warnings.catch_warnings():
-        if (size := os.fstat(opened.fileno()).st_size) < wanted:
-            raise ValueError(f"Corpus: {file} must have at least {wanted} bytes, but has {size}; {WRITE_AGAIN}.")
-        warnings.filterwarnings("ignore", "The given buffer is not writable")
-        mapping = mmap.mmap(opened.fileno(), wanted, access=mmap.ACCESS_READ)
-        return torch.frombuffer(mapping, dtype=dtype).view(shape)
+    if size == 0:  # which cannot be mapped
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    try:
+        # The mapping of torch.from_file is writable, and refused where it is larger than the memory.
+        with open(file, "rb", buffering=0) as opened:
+            return torch.frombuffer(mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ), dtype=torch.uint8)
+    except FileNotFoundError:
+        reason = "is missing"
+    except ValueError:  # of mmap
+        reason = f"must have at least {size} bytes, but has {file.stat().st_size}"
+    raise ValueError(f"Corpus: {file} {reason}; {WRITE_AGAIN}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from pathlib import Path
 
@@ -36,9 +35,10 @@ def rank_folder(folder: Path, rank: object) -> Path:
 
 def open_parts(folder: Path) -> list[Part]:
     """The documents of a folder, of all ranks if it is of several. ValueError if they are not complete."""
+    if (part := _opened(folder)) is not None:
+        return [part]
     parts: list[Part] = []
-    for inside in folders(folder):
-        part = read_again_if_replaced(inside / DESCRIPTION_FILE, functools.partial(_opened, inside))
+    for part in map(_opened, folders(folder)):
         if parts and _have_one_codec(part.format, parts[0].format):
             part = dataclasses.replace(part, format=parts[0].format)  # so that a device holds it once
         parts.append(part)
@@ -65,11 +65,17 @@ def folders(folder: Path) -> list[Path]:
     return found
 
 
-def _opened(folder: Path) -> Part:
-    held = description.read(folder)
-    part = mapped_part(folder, held)
-    part.require_ends(held.tokens)
-    return part
+def _opened(folder: Path) -> Part | None:
+    """The corpus of a folder; None if it has none."""
+
+    def opened() -> Part | None:
+        if (held := description.read(folder)) is None:
+            return None
+        part = mapped_part(folder, held)
+        part.require_end(held.tokens)
+        return part
+
+    return read_again_if_replaced(folder / DESCRIPTION_FILE, opened)
 
 
 def _of_rank(folder: Path, number: int, ranks: int) -> Path:
