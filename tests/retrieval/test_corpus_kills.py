@@ -8,7 +8,7 @@ import random
 import resource
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ FORMATS = {"bfloat16": None, "int8": "int8", "fp8": "fp8", "residual": codec()}
 SEQUENCES = unit_documents(20, seed=3)
 BEFORE = 12  # documents of a corpus that is added to
 
-CUTS, STATES = 2, 12  # power cuts at each event, and how many of all states are tried in each test
+CUTS, STATES = 2, 6  # power cuts at each event, and how many of all states are tried in each test
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,10 @@ def small_chunks(monkeypatch):
 
 
 def write(folder: Path, format: object, end: int = len(SEQUENCES), fails_at: int | None = None) -> Corpus:
+    complete = len(documents_of(folder) or ()) if folder.exists() else 0
+
     def batches(held: int):
+        assert held >= complete
         for begin in range(held, end, 4):
             if begin == fails_at:
                 raise KeyboardInterrupt
@@ -45,6 +48,13 @@ def write(folder: Path, format: object, end: int = len(SEQUENCES), fails_at: int
 def interrupted(folder: Path, format: object) -> None:
     with pytest.raises(KeyboardInterrupt):
         write(folder, format, fails_at=BEFORE + 4)
+
+
+def with_left_overs(folder: Path, format: object) -> None:
+    """Of a call that was killed before it noted what it had written."""
+    for file in write(folder, format, end=BEFORE).folder.glob("*.bin"):
+        if not file.name.startswith("checksums-"):
+            file.write_bytes(file.read_bytes() + bytes(3000))
 
 
 def killed_at_its_start(folder: Path, format: object) -> None:
@@ -59,6 +69,7 @@ STARTS: dict[str, Callable[[Path, object], object]] = {
     "begun": killed_at_its_start,
     "interrupted": interrupted,
     "corpus": lambda folder, format: write(folder, format, end=BEFORE),
+    "corpus and left-overs": with_left_overs,
     "corpus and interrupted": lambda folder, format: (write(folder, format, end=BEFORE), interrupted(folder, format)),
 }
 
@@ -86,10 +97,12 @@ def format(request) -> object:
 
 
 @pytest.fixture(params=STARTS)
-def root(request, format, tmp_path) -> Path:
+def root(request, format, tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "root"
     folder.mkdir()
     STARTS[request.param](folder, format)
+    if "interrupted" in request.param:  # so that a journal counts less than the corpus that is finished next
+        monkeypatch.setattr(writer, "SECONDS_BETWEEN_NOTES", 60.0)
     return folder
 
 
@@ -108,6 +121,24 @@ def test_after_a_kill_or_a_power_cut_the_old_or_the_new_is_there(root, format, a
         assert documents_of(left) in ([after] if kind == "end" else [before, after])
         write(left, format)
         assert documents_of(left) == after
+
+
+@pytest.mark.parametrize("calls", range(0, 21, 4))
+def test_an_interruption_between_the_files_of_a_batch_loses_that_batch_only(calls, format, after, tmp_path):
+    stock, left = writer.Writer._write, [calls]
+
+    def write_or_fail(self, name, tensor):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        stock(self, name, tensor)
+
+    write(tmp_path, format, end=1)
+    with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(writer.Writer, "_write", write_or_fail)
+        write(tmp_path, format)
+    write(tmp_path, format)
+    assert documents_of(tmp_path) == after
 
 
 @contextmanager
@@ -137,7 +168,7 @@ def no_room_later(calls: int) -> Iterator[None]:
         yield
 
 
-LIMITS, CALLS = range(0, 1400, 200), range(0, 60, 8)
+LIMITS, CALLS = range(0, 1400, 330), range(0, 50, 11)
 
 
 @pytest.mark.parametrize(("full", "at"), [(no_room, LIMITS), (no_room_later, CALLS)], ids=["write", "fsync"])
@@ -158,7 +189,7 @@ def test_on_a_full_disk_the_old_stays_whole(full, at, root, format, after, tmp_p
     assert failed
 
 
-SECONDS = 0.4
+SECONDS = 0.2
 
 
 def test_readers_beside_a_writer_see_one_generation(format, tmp_path):
@@ -178,13 +209,13 @@ def test_readers_beside_a_writer_see_one_generation(format, tmp_path):
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
         reader.start()
-    for end in range(2, len(SEQUENCES) + 1):
+    for end in range(2, len(SEQUENCES) + 1, 2):
         write(folder, format, end=end)
         ended.wait(SECONDS / len(SEQUENCES))
     ended.set()
     for reader in readers:
         reader.join()
-    assert not wrong and len(loads) > 10 and all(loads)
+    assert not wrong and len(loads) > 5 and all(loads)
     assert documents_of(folder) == expected
 
 

@@ -86,9 +86,22 @@ def test_a_flipped_bit_changes_no_result(corpus, tmp_path):
             found = results(tmp_path, file)
             assert all(each in (None, expected[name]) for name, each in found.items())
             refused += found["batches"] is None
-            # An open corpus that has not read it yet refuses as well.
         file.write_bytes(content)
     assert refused > FLIPS * (len(files(tmp_path)) - 2)
+
+
+@pytest.mark.parametrize("number", [0, 3, 4, 17, 24])
+def test_a_bound_that_is_one_more_or_less_changes_no_result(number, corpus, tmp_path):
+    expected, file = results(tmp_path, tmp_path), tmp_path / "bounds.bin"
+    bounds = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.int64)
+    for other in (bounds[number] - 1, bounds[number] + 1):
+        changed = bounds.clone()
+        changed[number] = other
+        file.write_bytes(changed.numpy().tobytes())
+        found = results(tmp_path, file)
+        assert all(each in (None, expected[name]) for name, each in found.items()) and found["batches"] is None
+        for name, position in (("select", 4), ("sizes", 24)):
+            assert (found[name] is None) >= (number == position)
 
 
 def test_files_that_are_short_or_missing_are_named(corpus, tmp_path):

@@ -46,9 +46,10 @@ class AppendedFile:
         if found < size:
             raise ValueError(f"Corpus: {file} must have at least {size} bytes, but has {found}; {WRITE_AGAIN}.")
         if found > size:
-            self._file.truncate(size)
-            # Before anything is written behind them.
-            os.fsync(self._file.fileno())
+            with naming(file):
+                self._file.truncate(size)
+                # Before anything is written behind them.
+                os.fsync(self._file.fileno())
         # Of chunks that are complete, and of the one that is not, with its bytes so far.
         self._whole = array("Q", checksums[: size // checked.CHUNK].tolist())
         left = self._left_of(size)
