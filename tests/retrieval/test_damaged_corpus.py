@@ -90,6 +90,36 @@ def test_a_flipped_bit_changes_no_result(corpus, tmp_path):
     assert refused > FLIPS * (len(files(tmp_path)) - 2)
 
 
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_a_flipped_bit_of_an_unfinished_corpus_changes_no_result(format, tmp_path):
+    def batches(held: int, fails: bool = False):
+        yield from grouped(SEQUENCES[held : held + 14], 7)
+        if fails:
+            raise KeyboardInterrupt
+        yield from grouped(SEQUENCES[held + 14 :], 7)
+
+    expected = results(write_corpus(tmp_path / "whole", batches, format=format).folder, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        write_corpus(tmp_path / "new", lambda held: batches(held, fails=True), format=format)
+    kept, numbers = {file: file.read_bytes() for file in files(tmp_path / "new")}, random.Random(0)
+    for file in kept:
+        for _ in range(FLIPS // 3):
+            damaged = bytearray(kept[file])
+            damaged[numbers.randrange(len(damaged))] ^= 1 << numbers.randrange(8)
+            file.write_bytes(damaged)
+            try:
+                write_corpus(tmp_path / "new", batches, format=format)
+            except ValueError as error:
+                assert str(file) in str(error) and "\n" not in str(error)
+            else:
+                found = results(tmp_path / "new", file)
+                assert all(each in (None, expected[name]) for name, each in found.items())
+            for each in files(tmp_path / "new"):
+                each.unlink()
+            for each, content in kept.items():
+                each.write_bytes(content)
+
+
 @pytest.mark.parametrize("number", [0, 3, 4, 17, 24])
 def test_a_bound_that_is_one_more_or_less_changes_no_result(number, corpus, tmp_path):
     expected, file = results(tmp_path, tmp_path), tmp_path / "bounds.bin"
