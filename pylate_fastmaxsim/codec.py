@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -13,14 +14,17 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_count, require_tensor
+from pylate_fastmaxsim.files.replace import replace_file
 
-FORMAT = "pylate-fastmaxsim residual codec 1"
+FORMAT = "pylate-fastmaxsim residual codec 2"
 BITS = (1, 2, 4)
+_TENSORS = ("centroids", "weights", "cutoffs")
 
 # Numbers that are handled at once, 64 MiB of float32: similarities to centroids, or decompressed vectors.
 AT_ONCE = 1 << 24
@@ -137,6 +141,15 @@ class ResidualCodec:
         """What :func:`decoded` looks codes and bytes up in."""
         return self.centroids, self.byte_values
 
+    @functools.cached_property
+    def checksum(self) -> str:
+        """The same for codecs that hold the same numbers, on any devices: XXH3, 16 digits."""
+        found = xxhash.xxh3_64()
+        for tensor in self._tensors:
+            found.update(f"{[*tensor.shape]}".encode())
+            found.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
+        return found.hexdigest()
+
     def to(self, device: str | torch.device) -> ResidualCodec:
         """The codec on a device. A copy is made once for each."""
         device = torch.empty(0, device=device).device  # with the index of "cuda", which changes
@@ -147,7 +160,7 @@ class ResidualCodec:
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
-        return self.centroids, self.weights, self.cutoffs
+        return tuple(getattr(self, name) for name in _TENSORS)
 
     def __reduce__(self):
         # Without the copies on other devices, which a process that reads it may not have.
@@ -311,14 +324,19 @@ class ResidualCodec:
             )
 
     def save(self, file: str | os.PathLike) -> None:
-        """Write a safetensors file, which :meth:`load` reads."""
-        # Not save_file, whose files nobody else can read.
-        Path(file).write_bytes(self.to_bytes())
+        """Write a safetensors file, which :meth:`load` reads. It appears under its name when it is complete.
 
-    def to_bytes(self) -> bytes:
-        """What :meth:`save` writes."""
-        tensors = {name: getattr(self, name).cpu().contiguous() for name in ("centroids", "weights", "cutoffs")}
-        return save(tensors, {"format": FORMAT})
+        Raises
+        ------
+        ValueError
+            There is something else than a regular file under the name.
+        OSError
+            Writing fails, as on a full disk. A file that was there before stays as it was.
+        """
+        tensors = {name: getattr(self, name).cpu().contiguous() for name in _TENSORS}
+        # One key, since safetensors writes several in random order.
+        about = json.dumps({"format": FORMAT, "checksum": self.checksum})
+        replace_file(Path(file), save(tensors, {"codec": about}))
 
     @classmethod
     def load(cls, file: str | os.PathLike) -> ResidualCodec:
@@ -327,17 +345,24 @@ class ResidualCodec:
         Raises
         ------
         ValueError
-            The file is no codec, or is truncated.
-        FileNotFoundError
-            There is none.
+            The file is no codec, or is damaged.
+        OSError
+            It cannot be read, as a FileNotFoundError if there is none.
         """
+        with open(file, "rb"):  # whose errors say more than those of safetensors
+            pass
         try:
             with safe_open(file, framework="pt") as opened:
-                if (opened.metadata() or {}).get("format") != FORMAT:
-                    raise ValueError(f"ResidualCodec.load: {file} is no codec; it must be of the format {FORMAT!r}.")
-                return cls(*(opened.get_tensor(name) for name in ("centroids", "weights", "cutoffs")))
-        except SafetensorError as error:
-            raise ValueError(f"ResidualCodec.load: {file} is no codec, or is truncated ({error}).") from None
+                about = json.loads((opened.metadata() or {}).get("codec", "{}"))
+                codec = cls(*(opened.get_tensor(name) for name in _TENSORS)) if about.get("format") == FORMAT else None
+        except (SafetensorError, OSError, ValueError, AttributeError, RuntimeError, TypeError):
+            about, codec = {}, None
+        if codec is None or codec.checksum != about.get("checksum"):
+            raise ValueError(
+                f"ResidualCodec.load: {file} is damaged, or no codec of the format {FORMAT!r}; put it back as "
+                "ResidualCodec.save wrote it, or make a codec and encode with it again."
+            )
+        return codec
 
 
 def decoded(codes: Tensor, packed: Tensor, scales: Tensor | None, centroids: Tensor, byte_values: Tensor) -> Tensor:

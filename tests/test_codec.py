@@ -1,12 +1,16 @@
 """Residual codes: the order of PLAID's bits, codecs trained and on disk, and what is refused."""
 
+import errno
+import os
 import pickle
+import random
 import sys
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from power_cut import states, written
 from residual_codecs import random_codec, unit_vectors
 
 from pylate_fastmaxsim import ResidualCodec
@@ -105,23 +109,67 @@ def test_a_codec_is_read_as_it_was_written(tmp_path):
         assert torch.equal(getattr(again, name), getattr(codec, name))
 
 
-def test_a_file_that_is_no_codec_is_named(tmp_path):
+def test_what_is_no_codec_is_named(tmp_path):
     from safetensors.torch import save_file
 
     file = tmp_path / "codec.safetensors"
     codec = random_codec(12, 2)
     codec.save(file)
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="codec.safetensors is no codec, or is truncated"):
-        ResidualCodec.load(file)
-    file.write_text("centroids")
-    with pytest.raises(ValueError, match="codec.safetensors is no codec, or is truncated"):
-        ResidualCodec.load(file)
-    save_file({"centroids": codec.centroids}, file)
-    with pytest.raises(ValueError, match="codec.safetensors is no codec; it must be of the format 'pylate-fastmaxsim"):
-        ResidualCodec.load(file)
+    content = file.read_bytes()
+    writers = [lambda size=size: file.write_bytes(content[:size]) for size in range(0, len(content), 97)]
+    for write in (*writers, lambda: save_file({"centroids": codec.centroids}, file)):
+        write()
+        with pytest.raises(
+            ValueError, match=f"^ResidualCodec.load: {file} is damaged, or no codec .*; put it back as [^\n]*$"
+        ):
+            ResidualCodec.load(file)
     with pytest.raises(FileNotFoundError):
         ResidualCodec.load(tmp_path / "another")
+    with pytest.raises(IsADirectoryError):
+        ResidualCodec.load(tmp_path)
+
+
+FLIPS = 400
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_a_flipped_bit_of_a_codec_changes_no_number(bits, tmp_path):
+    file, numbers = tmp_path / "codec.safetensors", random.Random(bits)
+    codec = random_codec(8, bits)
+    codec.save(file)
+    content = file.read_bytes()
+    for _ in range(FLIPS):
+        damaged = bytearray(content)
+        damaged[numbers.randrange(len(content))] ^= 1 << numbers.randrange(8)
+        file.write_bytes(damaged)
+        try:
+            assert numbers_of(ResidualCodec.load(file)) == numbers_of(codec)
+        except ValueError as error:
+            assert str(file) in str(error) and "\n" not in str(error)
+
+
+def numbers_of(codec: ResidualCodec) -> list[list]:
+    return [getattr(codec, name).tolist() for name in ("centroids", "weights", "cutoffs")]
+
+
+def test_saving_leaves_the_old_codec_or_the_new_one(tmp_path, monkeypatch):
+    old, new = random_codec(8, 2), random_codec(8, 4)
+    root = tmp_path / "root"
+    root.mkdir()
+    old.save(root / "codec.safetensors")
+    found = states(root, lambda: new.save(root / "codec.safetensors"), cuts=20)
+    for number, (_, state) in enumerate(found):
+        left = ResidualCodec.load(written(state, tmp_path / str(number)) / "codec.safetensors")
+        assert numbers_of(left) in (numbers_of(old), numbers_of(new))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device: '.*root/codec.safetensors'$"):
+        old.save(root / "codec.safetensors")
+    assert numbers_of(ResidualCodec.load(root / "codec.safetensors")) == numbers_of(new)
+    assert os.listdir(root) == ["codec.safetensors"]
 
 
 def changed(**tensors):

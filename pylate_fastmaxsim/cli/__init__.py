@@ -51,7 +51,7 @@ def main() -> None:
 def load_app():
     """The typer app with all commands but ``run`` and ``doctor``."""
     # Each adds its commands.
-    from pylate_fastmaxsim.cli import commands, evaluate, recipes  # noqa: F401
+    from pylate_fastmaxsim.cli import check, commands, evaluate, recipes  # noqa: F401
 
     return commands.app
 

@@ -41,7 +41,7 @@ def read_record(file: Path) -> dict[str, Any] | None:
         The file is damaged, or of something else.
     """
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, RecursionError):
@@ -55,14 +55,14 @@ def read_again_if_replaced(file: Path, read: Callable[[], _Read]) -> _Read:
     """What ``read`` returns, which reads a description and the files that it names.
 
     A writer may have removed these since the description was read. So where ``read`` raises ValueError, it is called again
-    as long as there is another description than before.
+    as long as there is another description than after the last error.
     """
+    before = None
     while True:
-        before = _content(file)
         try:
             return read()
         except ValueError:
-            if _content(file) == before:
+            if before == (before := _content(file)):
                 raise
 
 

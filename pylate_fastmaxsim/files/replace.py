@@ -9,8 +9,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,24 +47,23 @@ def replace_file(file: Path, content: bytes | Callable[[str], Any]) -> None:
     require_replaceable(file)
     scratch = _scratch(file)
     try:
-        # Not tempfile, whose files nobody else can read.
-        with open(scratch, "xb") as written:
-            if isinstance(content, bytes):
-                written.write(content)
-        if not isinstance(content, bytes):
-            mode = scratch.stat().st_mode
-            content(str(scratch))
-            scratch.chmod(mode)  # files of safetensors are for their owner only
-        _sync(scratch)
-        os.replace(scratch, file)
-    except BaseException as error:
+        with naming(file):
+            # Not tempfile, whose files nobody else can read.
+            with open(scratch, "xb") as written:
+                if isinstance(content, bytes):
+                    written.write(content)
+            if not isinstance(content, bytes):
+                mode = scratch.stat().st_mode
+                content(str(scratch))
+                scratch.chmod(mode)  # files of safetensors are for their owner only
+            sync(scratch)
+            os.replace(scratch, file)
+    except BaseException:
         with suppress(OSError):
             scratch.unlink(missing_ok=True)
-        # As safetensors says it.
-        if not isinstance(error, OSError) and (code := re.search(r"\(os error (\d+)\)", str(error))):
-            raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from None
         raise
-    _sync(file.parent)
+    with naming(file):
+        sync(file.parent)
 
 
 def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
@@ -87,10 +86,10 @@ def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
         write(scratch)
         for root, _, names in os.walk(scratch, topdown=False):
             for name in names:
-                _sync(Path(root, name))
-            _sync(Path(root))
+                sync(Path(root, name))
+            sync(Path(root))
         _exchange(scratch, folder) if folder.exists() else os.replace(scratch, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -98,7 +97,25 @@ def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
 def remove_file(file: Path) -> None:
     """Remove a file, if it is there; a power cut does not bring it back beside what is written afterwards."""
     file.unlink(missing_ok=True)
-    _sync(file.parent)
+    sync(file.parent)
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Context whose OSError, as of a full disk, names the file that is being written unless it names another.
+
+    An error of safetensors that has another type becomes one.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or not (error.filename is None or SCRATCH in str(error.filename)):
+            raise
+        raise OSError(error.errno, error.strerror, str(file)) from error
+    except Exception as error:
+        if (code := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from error
 
 
 def require_replaceable(file: Path) -> None:
@@ -149,7 +166,7 @@ def _exchange(new: Path, old: Path) -> None:
         raise OSError(code, os.strerror(code), str(old))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Have a file or the entries of a folder on the disk: a power cut must not leave a name of what was never written."""
     try:
         descriptor = os.open(path, os.O_RDONLY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -55,7 +56,8 @@ def write_corpus(
         :class:`pylate_fastmaxsim.ResidualCodec`. The first batch sets the scale of fp8.
     rank
         ``(r, n)``: this is process r of n that write one corpus, each its own documents, in a folder inside of
-        ``folder``. ``Corpus(folder)`` opens when all are finished, with the documents of rank 0 first.
+        ``folder``. ``Corpus(folder)`` opens when all are finished, with the documents of rank 0 first. Only the last rank
+        takes more documents once it is finished.
 
     Returns
     -------
@@ -67,8 +69,8 @@ def write_corpus(
     ValueError
         The folder is not empty and ``batches`` no function, or it holds something else than documents of this format
         and d; there is no batch, batches differ in d, ``dtype``, ``format`` or ``rank`` is another, a number is too large
-        for the format (or, compressed, not finite), a file of an earlier call is truncated, or another process writes the
-        folder.
+        for the format (or, compressed, not finite), a file of an earlier call is damaged, a finished rank with others
+        behind it is to take more documents, or another process writes the folder.
     TypeError
         Documents are one batch and not several, or something in them is no ``TokenBatch``.
     OSError
@@ -98,8 +100,9 @@ def write_corpus(
     folder = Path(folder) if rank is None else rank_folder(Path(folder), rank)
     if not callable(batches):
         require_batches("write_corpus", "batches", batches)
+    others_follow = rank is not None and rank[0] < rank[1] - 1
     with writing("write_corpus", folder):
-        write(folder, batches, stored)
+        write(folder, batches, stored, others_follow)
     return Corpus(folder)
 
 
@@ -110,9 +113,12 @@ class Corpus:
     that of the vectors; ``format`` is ``"bfloat16"``, ``"float16"``, ``"float32"``, ``"int8"``, ``"fp8"`` or
     ``"residual"``, and ``dtype`` that of the first three, else None.
 
-    Opening reads only the sizes. The files are mapped into memory, and the operating system reads and caches what is
-    used. If a file is truncated while it is mapped, or the disk fails, reading ends the process (SIGBUS) without a
-    Python error.
+    Opening reads only the sizes and checksums. The files are mapped into memory, and the operating system reads and caches
+    what is used. Before a chunk of 64 KiB is used for the first time, it is compared with its checksum, so that damage is
+    an error and never another result; :meth:`verify` does so with all of them. If a file is truncated while it is mapped,
+    or the disk fails, reading ends the process (SIGBUS) without a Python error.
+
+    Threads may share a corpus. A process that adds documents does not change one that is open.
 
     Parameters
     ----------
@@ -122,13 +128,15 @@ class Corpus:
     Raises
     ------
     ValueError
-        The folder holds no complete corpus, a rank is missing, or its files do not fit together.
+        The folder holds no complete corpus, a rank is missing, or a file is damaged or missing. Methods that read the
+        documents raise it where these are damaged.
     OSError
         A file cannot be opened or mapped.
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:
-        self._set(Path(folder), open_parts(Path(folder)))
+        folder = Path(folder)
+        self._set(folder, open_parts(folder))
 
     @classmethod
     def of_parts(cls, folder: str | os.PathLike, parts: Sequence[Part]) -> Corpus:
@@ -151,7 +159,7 @@ class Corpus:
                 )
         self.tokens: int = sum(part.tokens for part in parts)
         # Documents before each part, and all.
-        self._firsts = torch.tensor([0, *map(len, parts)], device="cpu").cumsum(0)
+        self._firsts = torch.tensor([0, *accumulate(map(len, parts))], device="cpu")
 
     def __len__(self) -> int:
         return self._firsts[-1].item()
@@ -160,6 +168,19 @@ class Corpus:
     def nbytes(self) -> int:
         """Bytes of its arrays on disk."""
         return sum(tensor.nbytes for part in self.parts for tensor in (*part.arrays.values(), part.bounds))
+
+    def verify(self) -> None:
+        """Read all that was not read before, and compare it with its checksums.
+
+        An index that :func:`pylate_fastmaxsim.read_plaid` has opened has none; of it only codes are looked at.
+
+        Raises
+        ------
+        ValueError
+            A file is damaged: the first that is found.
+        """
+        for part in self.parts:
+            part.verify()
 
     def batches(
         self,
@@ -189,7 +210,8 @@ class Corpus:
         Raises
         ------
         ValueError
-            ``tokens_per_batch`` is below 1, ``begin`` and ``end`` do not fit the corpus, or its bounds are damaged.
+            ``tokens_per_batch`` is below 1, ``begin`` and ``end`` do not fit the corpus, or a file is damaged, which is
+            told in the turn of the batch.
         TypeError
             One of these is no integer.
 
@@ -232,7 +254,8 @@ class Corpus:
         Raises
         ------
         ValueError
-            A position is not in the corpus, or documents are in parts of other codecs or fp8 scales (``parts``).
+            A position is not in the corpus, documents are in parts of other codecs or fp8 scales (``parts``), or a file
+            is damaged.
         TypeError
             Positions are no integers.
         """

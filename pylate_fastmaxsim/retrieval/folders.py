@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,5 @@ def writing(where: str, folder: Path) -> Iterator[None]:
         yield
 
 
-def holds_something(folder: Path, besides: Collection[str] = ()) -> bool:
-    known = {LOCK_FILE, *besides}
-    return any(path.name not in known and not path.name.startswith(SCRATCH) for path in folder.iterdir())
+def holds_something(folder: Path) -> bool:
+    return any(path.name != LOCK_FILE and not path.name.startswith(SCRATCH) for path in folder.iterdir())

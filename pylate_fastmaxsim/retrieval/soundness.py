@@ -77,6 +77,8 @@ def check_folder(folder: str | os.PathLike, *, repair: bool = False) -> list[Che
     >>> found.what, found.documents, found.damage
     ('a sparse index', 2, None)
     """
+    if not os.path.isdir(folder):
+        raise ValueError(f"check: there is no folder {folder}.")
     found = list(_found(Path(folder), repair))
     if not found:
         raise ValueError(f"check: {folder} holds no sparse index, token embeddings or static model of this package.")
@@ -103,11 +105,13 @@ def _sparse(folder: Path, repair: bool) -> Checked:
         try:
             description = sparse_files.read_description("check", folder)
         except ValueError as error:
-            return Checked(folder, what, None, str(error))
+            return Checked(folder, what, None, _sentence(error))
         count, damage = sparse_files.sound_blocks("check", folder, description)
         if damage and repair:
             description = sparse_files.keep_blocks(folder, description, count)
-    return Checked(folder, what, sum(description.documents), damage, repair and damage is not None)
+    return Checked(
+        folder, what, sum(description.documents), damage and _sentence(damage), repair and damage is not None
+    )
 
 
 def _corpus(folder: Path, repair: bool) -> Checked:
@@ -119,7 +123,7 @@ def _corpus(folder: Path, repair: bool) -> Checked:
     except ValueError as error:
         if repair:
             documents = repair_corpus(folder)
-        return Checked(folder, what, documents, str(error), repair)
+        return Checked(folder, what, documents, _sentence(error), repair)
     return Checked(folder, what, documents)
 
 
@@ -127,5 +131,10 @@ def _static(folder: Path) -> Checked:
     try:
         StaticLateInteraction.load(folder)
     except ValueError as error:
-        return Checked(folder, "a static model", None, str(error))
+        return Checked(folder, "a static model", None, _sentence(error))
     return Checked(folder, "a static model", None)
+
+
+def _sentence(error: object) -> str:
+    """What an error says behind the name of the function."""
+    return str(error).partition(": ")[2]

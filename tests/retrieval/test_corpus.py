@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
+import xxhash
 from corpora import documents, grouped, lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pylate_fastmaxsim import TokenBatch, maxsim
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
-from pylate_fastmaxsim.retrieval.formats import description, reading
+from pylate_fastmaxsim.retrieval.formats import checked, description, reading
+from pylate_fastmaxsim.retrieval.formats.description import Held
+from pylate_fastmaxsim.retrieval.formats.format import Plain
 from pylate_fastmaxsim.retrieval.search import search
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -76,6 +79,12 @@ def test_on_a_cpu_nothing_is_copied(tmp_path):
     assert len(batches) > 3 and {batch.values.untyped_storage().data_ptr() for batch in batches} == {whole}
 
 
+def checksums(file, begin: int = 0) -> list[int]:
+    with open(file, "rb") as opened:
+        opened.seek(begin, os.SEEK_SET if begin >= 0 else os.SEEK_END)
+        return [xxhash.xxh3_64_intdigest(chunk) for chunk in iter(lambda: opened.read(checked.CHUNK), b"")]
+
+
 def sparse(folder) -> Corpus:
     """256 GiB that take no room and are read at their end only, where three tokens are not zero."""
     d, count, tokens = 128, 1 << 20, 1 << 30
@@ -83,10 +92,11 @@ def sparse(folder) -> Corpus:
         file.truncate(tokens * d * 2)
         file.seek(-3 * d * 2, os.SEEK_END)
         file.write(torch.ones(3, d, dtype=torch.bfloat16).view(torch.uint8).numpy().data)
-    with open(folder / "bounds.bin", "wb") as file:
-        file.write((torch.arange(count + 1) * (tokens // count)).numpy().data)
-    sizes = {"format": description.PLAIN, "documents": count, "tokens": tokens, "dim": d}
-    (folder / "corpus.json").write_text(json.dumps(sizes | {"dtype": "bfloat16"}))
+    (folder / "bounds.bin").write_bytes((torch.arange(count + 1) * (tokens // count)).numpy().data)
+    values = np.full(tokens * d * 2 // checked.CHUNK, xxhash.xxh3_64_intdigest(bytes(checked.CHUNK)), np.uint64)
+    values[-1] = checksums(folder / "values.bin", -checked.CHUNK)[0]
+    table = np.concatenate([values, np.array(checksums(folder / "bounds.bin"), np.uint64)])
+    description.finish(folder, Held(Plain(d, torch.bfloat16), count, tokens, table, 0, "identity"))
     return Corpus(folder)
 
 
@@ -119,45 +129,6 @@ def test_what_is_not_a_corpus_is_refused(tmp_path):
             Corpus(tmp_path / folder)
     with pytest.raises(ValueError, match="write_corpus: .*part must be empty; choose another folder, or remove what"):
         write_corpus(tmp_path / "part", [])
-    for text in ("{", "[]", '{"format": "another"}'):
-        (tmp_path / "part" / "corpus.json").write_text(text)
-        with pytest.raises(ValueError, match="corpus.json must be of the format 'pylate-fastmaxsim corpus 1'"):
-            Corpus(tmp_path / "part")
-    whole = write_corpus(tmp_path / "whole", [TokenBatch.from_list([torch.ones(2, 3)])])
-    os.truncate(whole.folder / "values.bin", 10)
-    with pytest.raises(ValueError, match="values.bin must have 12 bytes, as corpus.json has it, but has 10"):
-        Corpus(whole.folder)
-
-
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"tokens": None}, "must hold documents, tokens and dim, "),
-        ({"dtype": "float64"}, "one of bfloat16, float16, float32, as write_corpus writes"),
-        ({"bounds": [0, 0, 0, 0]}, "bounds.bin must go from 0 to 6, .* but goes from 0 to 0; write the corpus anew"),
-        ({"bounds": [0, 10**9, 2, 6]}, "bounds.bin must rise from 0 to 6, but does not at the documents"),
-    ],
-)
-def test_a_damaged_corpus_is_refused(changed, sentence, tmp_path):
-    write_corpus(tmp_path, [TokenBatch.from_list([torch.ones(n, 4) for n in (2, 3, 1)])])
-    if "bounds" in changed:
-        (tmp_path / "bounds.bin").write_bytes(torch.tensor(changed["bounds"]).numpy().tobytes())
-    description = json.loads((tmp_path / "corpus.json").read_text()) | changed
-    kept = {key: value for key, value in description.items() if value is not None}
-    (tmp_path / "corpus.json").write_text(json.dumps(kept))
-    with pytest.raises(ValueError, match=f"^Corpus: .*{sentence}"):
-        # What the bounds hold inside is found where it is read. Not on a CPU, where a TokenBatch looks for itself.
-        list(Corpus(tmp_path).batches("meta"))
-
-
-def test_the_description_is_there_once_the_rest_is_on_the_disk(tmp_path, monkeypatch):
-    steps, replace = [], os.replace
-    monkeypatch.setattr(os, "fsync", lambda file: steps.append(os.fstat(file).st_size))
-    monkeypatch.setattr(os, "replace", lambda *paths: steps.append(paths[1].name) or replace(*paths))
-    write_corpus(tmp_path, [TokenBatch.from_list([torch.ones(n, 4) for n in (2, 3, 1)])])
-    *_, values, bounds, journal, named, described = steps
-    assert (values, bounds, named, described) == (6 * 4 * 2, 4 * 8, "unfinished.json", "corpus.json")
-    assert journal == (tmp_path / "corpus.json").stat().st_size
 
 
 @pytest.mark.parametrize(

@@ -136,10 +136,10 @@ def _content(file: File, chance: random.Random) -> bytes:
     if file.synced == file.now:
         return file.now
     lost = file.now[: chance.randint(0, len(file.now))]
-    # What was synced stays, if it was only added to.
+    # What was synced stays, if it was only added to or cut off.
     kept = file.synced or b""
-    if file.now.startswith(kept):
-        lost = file.now[: chance.randint(len(kept), len(file.now))]
+    if file.now.startswith(kept) or kept.startswith(file.now):
+        lost = file.now[: chance.randint(min(len(kept), len(file.now)), len(file.now))]
     return chance.choice((kept, lost, file.now, lost + bytes(len(file.now) - len(lost))))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -99,7 +100,7 @@ def open_or_build(
         builds it.
     """
     building = f"--index: {folder} is being built by another command; wait until it ends, or choose another folder."
-    try:
+    with _one_sentence():
         if (folder / DESCRIPTION_FILE).exists():
             _require_same(folder, description)
             if (index := _finished(folder, description, device, pooling)) is not None:
@@ -109,9 +110,16 @@ def open_or_build(
             if description.is_sparse:
                 return _Sparse(SparseIndex.build(_vectors(encode_from), folder=folder / SPARSE_FOLDER, device=device))
             return _LateInteraction(_build(folder, description.stored, encode_from, encode_sample), pooling)
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """Context in which a damaged file, also one that is read late, or a number that does not fit the format is a RecipeError."""
+    try:
+        yield
     except RecipeError:
         raise
-    except ValueError as error:  # a file is damaged, or a number does not fit the format
+    except ValueError as error:
         raise RecipeError(f"--index: {first_line(error)}") from error
 
 
@@ -119,10 +127,13 @@ def _finished(folder: Path, description: Description, device: torch.device, pool
     if description.is_sparse:
         if not (folder / SPARSE_FOLDER / SPARSE_FILE).exists():
             return None
-        return _Sparse(SparseIndex.load(folder / SPARSE_FOLDER, device))
+        index = SparseIndex.load(folder / SPARSE_FOLDER, device)
+        # A damaged index that was repaired has fewer, and is gone on with.
+        return _Sparse(index) if len(index) == description.documents else None
     if not (folder / LATE_FOLDER / CORPUS_FILE).exists():
         return None
-    return _LateInteraction(Corpus(folder / LATE_FOLDER), pooling)
+    corpus = Corpus(folder / LATE_FOLDER)
+    return _LateInteraction(corpus, pooling) if len(corpus) == description.documents else None
 
 
 def _describe(folder: Path, description: Description) -> None:
@@ -161,7 +172,8 @@ class _Sparse:
 
     def search(self, queries: Encoded, k: int, searched: Callable[[int], None]) -> tuple[Tensor, Tensor]:
         is_static = isinstance(queries, StaticQueries)
-        found = queries.search(self.index, k) if is_static else self.index.search(queries, k)
+        with _one_sentence():
+            found = queries.search(self.index, k) if is_static else self.index.search(queries, k)
         searched(len(self.index))
         return found
 
@@ -182,10 +194,8 @@ class _LateInteraction:
     pooling: Pooling
 
     def search(self, queries: TokenBatch, k: int, searched: Callable[[int], None]) -> tuple[Tensor, Tensor]:
-        try:
+        with _one_sentence():
             return search(queries, self.corpus, k, pooling=self.pooling, progress=searched)
-        except ValueError as error:  # bounds or codes are damaged, which are looked at when they are read
-            raise RecipeError(f"--index: {first_line(error)}") from error
 
 
 def _build(folder: Path, stored: str, encode_from: EncodeFrom, encode_sample: EncodeSample) -> Corpus:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,7 +175,7 @@ def require_chosen(held: str, format: Format, chosen: Chosen) -> None:
     elif isinstance(chosen, ResidualCodec):
         other = f"a codec of {chosen.bits} bits and d = {chosen.dim}"
         if isinstance(format, ResidualDocuments):
-            if digest(format.codec) == digest(chosen):
+            if format.codec.checksum == chosen.checksum:
                 return
             other += f" that is not the one that they were begun with ({CODEC_FILE})"
     elif format.name == chosen:
@@ -193,7 +192,7 @@ def described(format: Format) -> dict:
     if isinstance(format, Fp8Documents):
         return {"dim": format.dim, "stored": format.name, "scale": format.scale}
     if isinstance(format, ResidualDocuments):
-        return {"dim": format.dim, "stored": format.name, "codec": digest(format.codec)}
+        return {"dim": format.dim, "stored": format.name, "codec": format.codec.checksum}
     return {"dim": format.dim, "stored": format.name}
 
 
@@ -210,15 +209,6 @@ def format_from(folder: Path, description: dict) -> Format:
     if not file.exists():
         raise ValueError(f"Corpus: {file} is missing, without which residual codes cannot be read; put it back.")
     codec = ResidualCodec.load(file)
-    if digest(codec) != description["codec"]:
+    if codec.checksum != description["codec"]:
         raise ValueError(f"Corpus: {file} is not the codec that the corpus was written with; put that back.")
     return ResidualDocuments(codec)
-
-
-def digest(codec: ResidualCodec) -> str:
-    """The same for codecs that hold the same numbers, on any devices."""
-    found = hashlib.sha256()
-    for tensor in (codec.centroids, codec.weights, codec.cutoffs):
-        found.update(f"{[*tensor.shape]}".encode())
-        found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
-    return found.hexdigest()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.cpu.live_tokens import live_tokens
-from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE, JOURNAL_FILE, Held
-from pylate_fastmaxsim.retrieval.formats.format import Arrays, Format, ResidualDocuments
-from pylate_fastmaxsim.retrieval.formats.writer import BOUNDS_FILE, file_of
+from pylate_fastmaxsim.retrieval.formats import checked, description
+from pylate_fastmaxsim.retrieval.formats.checked import Checked
+from pylate_fastmaxsim.retrieval.formats.description import BOUNDS_FILE, WRITE_AGAIN, Held, file_of
+from pylate_fastmaxsim.retrieval.formats.format import Arrays, Column, Format, ResidualDocuments
+
+_BOUNDS = Column(torch.int64, per_document=True)
+# Of what is read to be looked at only.
+_TOKENS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,12 +36,18 @@ class Part:
         Where documents begin and end in the rows of tokens, as ``cu_seqlens``: ``[n + 1]``, int64.
     file
         What the bounds are read from, for errors.
+    checked
+        Of mapped files with checksums, by the name of the column: every row goes through it before it is handed on.
+    checked_bounds
+        The same of the bounds.
     """
 
     format: Format
     arrays: Arrays
     bounds: Tensor
     file: Path
+    checked: dict[str, Checked] = field(default_factory=dict)
+    checked_bounds: Checked | None = None
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -51,51 +61,81 @@ class Part:
         while begin < end:
             # At most all tokens, so that the sum fits 64 bits.
             most = self.bounds[begin] + min(tokens_per_batch, self.tokens)
-            fitting = int(torch.searchsorted(self.bounds[: end + 1], most, right=True)) - 1
+            fitting = begin + int(torch.searchsorted(self.bounds[begin : end + 1], most, right=True)) - 1
             last = max(begin + 1, fitting)
-            bounds = self.bounds[begin : last + 1]
-            if bounds[0] < 0 or bounds[-1] > self.tokens or bool((bounds.diff() < 0).any()):
-                raise ValueError(
-                    f"Corpus: {self.file} must rise from 0 to {self.tokens}, but does not at the documents {begin} to "
-                    f"{last}; write the corpus anew with write_corpus."
-                )
+            # Only now, so that no more bounds are read than are used.
+            if self.checked_bounds is not None:
+                self.checked_bounds.require(begin, last + 1)
+            self._require_order(self.bounds[begin:last], self.bounds[begin + 1 : last + 1])
             yield begin, last
             begin = last
 
     def views(self, begin: int, end: int) -> tuple[Arrays, Tensor, int]:
-        """Arrays of some documents, their ``cu_seqlens``, and the length of the longest."""
+        """Arrays of the documents of a cut, their ``cu_seqlens``, and the length of the longest."""
         bounds = self.bounds[begin : end + 1]
         first, last = bounds[0].item(), bounds[-1].item()
-        per_document = {name for name, column in self.format.columns.items() if column.per_document}
-        arrays = {
-            name: array[begin:end] if name in per_document else array[first:last] for name, array in self.arrays.items()
-        }
-        if isinstance(self.format, ResidualDocuments) and last > first:
-            # A kernel would read beyond the centroids.
+        arrays = {}
+        for name, column in self.format.columns.items():
+            rows = (begin, end) if column.per_document else (first, last)
+            if name in self.checked:
+                self.checked[name].require(*rows)
+            arrays[name] = self.arrays[name][slice(*rows)]
+        self._require_codes(arrays)
+        return arrays, bounds - first, int(bounds.diff().max())
+
+    def gathered(self, documents: Tensor) -> tuple[Arrays, Tensor]:
+        """A copy of the rows of some documents (int64), one after another, and the lengths of the documents."""
+        starts, ends = self._bounds_of(documents)
+        rows = live_tokens(starts, ends - starts, None).row
+        arrays = {}
+        for name, column in self.format.columns.items():
+            if name in self.checked:
+                self.checked[name].require_runs(
+                    *((documents, documents + 1) if column.per_document else (starts, ends))
+                )
+            arrays[name] = _rows(self.arrays[name], documents if column.per_document else rows)
+        self._require_codes(arrays)
+        return arrays, ends - starts
+
+    def blocks(self, documents: Tensor, positions: Tensor, tokens_per_block: int) -> tuple[Tensor, ...]:
+        """The positions of ascending documents in runs with about that many tokens at most."""
+        starts, ends = self._bounds_of(documents)
+        sizes = ((ends - starts).cumsum(0) // tokens_per_block).unique_consecutive(return_counts=True)[1]
+        return positions.split(sizes.tolist())
+
+    def require_end(self, tokens: int) -> None:
+        """ValueError unless the last document ends at so many tokens."""
+        if self.tokens != tokens:
+            raise ValueError(f"Corpus: {self.file} must end with {tokens}, but ends with {self.tokens}; {WRITE_AGAIN}.")
+
+    def verify(self) -> None:
+        """Read all that was not read before. ValueError if something is damaged."""
+        for begin, end in self.cuts(_TOKENS_AT_ONCE, 0, len(self)):
+            self.views(begin, end)
+
+    def _bounds_of(self, documents: Tensor) -> tuple[Tensor, Tensor]:
+        if self.checked_bounds is not None:
+            self.checked_bounds.require_runs(documents, documents + 2)
+        starts, ends = self.bounds[documents], self.bounds[documents + 1]
+        self._require_order(starts, ends)
+        return starts, ends
+
+    def _require_order(self, starts: Tensor, ends: Tensor) -> None:
+        starts, ends = starts.numpy(), ends.numpy()
+        if len(starts) and (starts.min() < 0 or ends.max() > self.tokens or (starts > ends).any()):
+            raise ValueError(
+                f"Corpus: {self.file} must rise from 0 to {self.tokens}, but does not; write or build it anew."
+            )
+
+    def _require_codes(self, arrays: Arrays) -> None:
+        """A kernel would read beyond the centroids."""
+        if isinstance(self.format, ResidualDocuments) and len(arrays["codes"]):
             (lowest, highest), most = map(int, torch.aminmax(arrays["codes"])), len(self.format.codec.centroids) - 1
             if lowest < 0 or highest > most:
                 raise ValueError(
                     f"Corpus: codes of the documents of {self.file} must be from 0 to {most}, numbers of centroids, but "
                     f"go from {lowest} to {highest}; write or build them anew."
                 )
-        return arrays, bounds - first, int(bounds.diff().max())
-
-    def gathered(self, documents: Tensor) -> tuple[Arrays, Tensor]:
-        """A copy of the rows of some documents (int64), one after another, and the lengths of the documents."""
-        starts = self.bounds[documents]
-        lengths = self.bounds[documents + 1] - starts
-        rows = live_tokens(starts, lengths, None).row
-        arrays = {
-            name: _rows(array, documents if self.format.columns[name].per_document else rows)
-            for name, array in self.arrays.items()
-        }
-        return arrays, lengths
-
-    def blocks(self, documents: Tensor, positions: Tensor, tokens_per_block: int) -> tuple[Tensor, ...]:
-        """The positions of ascending documents in runs with about that many tokens at most."""
-        tokens = (self.bounds[documents + 1] - self.bounds[documents]).cumsum(0)
-        sizes = (tokens // tokens_per_block).unique_consecutive(return_counts=True)[1]
-        return positions.split(sizes.tolist())
 
 
 def _rows(array: Tensor, rows: Tensor) -> Tensor:
@@ -106,35 +146,39 @@ def _rows(array: Tensor, rows: Tensor) -> Tensor:
 
 
 def mapped_part(folder: Path, held: Held) -> Part:
-    """The files of a folder, mapped into memory. ValueError if they are not what its description says."""
-    arrays = {
-        name: mapped(folder / file_of(name), column.shape(held.documents, held.tokens), column.dtype)
-        for name, column in held.format.columns.items()
-    }
-    file = folder / BOUNDS_FILE
-    part = Part(held.format, arrays, mapped(file, (held.documents + 1,), torch.int64), file)
-    first, last = part.bounds[0].item(), part.bounds[-1].item()
-    if (first, last) != (0, held.tokens):
-        raise ValueError(
-            f"Corpus: {part.file} must go from 0 to {held.tokens}, as {DESCRIPTION_FILE} has it, but goes from {first} to "
-            f"{last}; write the corpus anew with write_corpus."
-        )
-    return part
-
-
-def mapped(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The numbers of a file without a header. ValueError if it is of another size.
-
-    It may be longer while documents are added, which a journal says.
-    """
-    count = math.prod(shape)
-    size, wanted = file.stat().st_size if file.exists() else 0, count * dtype.itemsize
-    if size < wanted or (size > wanted and not (file.parent / JOURNAL_FILE).exists()):
-        raise ValueError(f"Corpus: {file} must have {wanted} bytes, as {DESCRIPTION_FILE} has it, but has {size}.")
-    if wanted == 0:  # which cannot be mapped
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    # The mapping of torch.from_file is writable, and refused where it is larger than the memory.
-    with open(file, "rb") as opened, warnings.catch_warnings():
+    """The files of a folder, mapped into memory. ValueError if they are shorter than its description says."""
+    columns, first, found = held.format.columns, 0, {}
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")
-        mapping = mmap.mmap(opened.fileno(), wanted, access=mmap.ACCESS_READ)
-        return torch.frombuffer(mapping, dtype=dtype).view(shape)
+        for name, size in description.sizes(*held[:3]).items():
+            file, last = folder / name, first + checked.chunks(size)
+            found[name] = file, mapped(file, size), held.checksums[first:last]
+            first = last
+
+    def column(name: str, column: Column, documents: int) -> tuple[Tensor, Checked]:
+        file, content, checksums = found[name]
+        array = content.view(column.dtype).view(column.shape(documents, held.tokens))
+        return array, Checked(file, content.numpy(), column.nbytes(1, 1), checksums)
+
+    pairs = {name: column(file_of(name), columns[name], held.documents) for name in columns}
+    bounds, checked_bounds = column(BOUNDS_FILE, _BOUNDS, held.documents + 1)
+    arrays, checks = ({name: pair[i] for name, pair in pairs.items()} for i in (0, 1))
+    return Part(held.format, arrays, bounds, found[BOUNDS_FILE][0], checks, checked_bounds)
+
+
+def mapped(file: Path, size: int) -> Tensor:
+    """The first bytes of a file, uint8. ValueError if there are fewer.
+
+    It may be longer while documents are added, and when that was interrupted.
+    """
+    if size == 0:  # which cannot be mapped
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    try:
+        # The mapping of torch.from_file is writable, and refused where it is larger than the memory.
+        with open(file, "rb", buffering=0) as opened:
+            return torch.frombuffer(mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ), dtype=torch.uint8)
+    except FileNotFoundError:
+        reason = "is missing"
+    except ValueError:  # of mmap
+        reason = f"must have at least {size} bytes, but has {file.stat().st_size}"
+    raise ValueError(f"Corpus: {file} {reason}; {WRITE_AGAIN}.")

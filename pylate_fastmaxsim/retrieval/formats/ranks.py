@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 from pylate_fastmaxsim._checks import require_integer
+from pylate_fastmaxsim.files.record import read_again_if_replaced
 from pylate_fastmaxsim.retrieval.formats import description
 from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE, JOURNAL_FILE
-from pylate_fastmaxsim.retrieval.formats.format import Format, ResidualDocuments, digest
+from pylate_fastmaxsim.retrieval.formats.format import Format, ResidualDocuments
 from pylate_fastmaxsim.retrieval.formats.part import Part, mapped_part
 
 _FOLDER = re.compile(r"rank-(\d{5})-of-(\d{5})")
@@ -33,26 +35,47 @@ def rank_folder(folder: Path, rank: object) -> Path:
 
 def open_parts(folder: Path) -> list[Part]:
     """The documents of a folder, of all ranks if it is of several. ValueError if they are not complete."""
-    if (held := description.read(folder / DESCRIPTION_FILE)) is not None:
-        return [mapped_part(folder, held)]
+    if (part := _opened(folder)) is not None:
+        return [part]
+    parts: list[Part] = []
+    for part in map(_opened, folders(folder)):
+        if parts and _have_one_codec(part.format, parts[0].format):
+            part = dataclasses.replace(part, format=parts[0].format)  # so that a device holds it once
+        parts.append(part)
+    return parts
+
+
+def folders(folder: Path) -> list[Path]:
+    """The folder of a corpus, or those of its ranks in order. ValueError if one has no corpus."""
+    if (folder / DESCRIPTION_FILE).exists():
+        return [folder]
     ranks = _ranks(folder)
     if not ranks:
         raise ValueError(
             f"Corpus: {folder} holds no complete corpus, since it has no {DESCRIPTION_FILE}, which is written last; write it "
             "anew with write_corpus, or go on with what an interrupted call has written, with a function as batches."
         )
-    parts: list[Part] = []
-    for number in range(ranks):
-        inside = _of_rank(folder, number, ranks)
-        if (held := description.read(inside / DESCRIPTION_FILE)) is None:
+    found = [_of_rank(folder, number, ranks) for number in range(ranks)]
+    for number, inside in enumerate(found):
+        if not (inside / DESCRIPTION_FILE).exists():
             raise ValueError(
                 f"Corpus: {folder} lacks the documents of rank {number} of {ranks}: {inside.name} has no {DESCRIPTION_FILE}, "
                 f"which is written last; call write_corpus with rank=({number}, {ranks})."
             )
-        if parts and _have_one_codec(held.format, parts[0].format):
-            held = held._replace(format=parts[0].format)  # so that a device holds it once
-        parts.append(mapped_part(inside, held))
-    return parts
+    return found
+
+
+def _opened(folder: Path) -> Part | None:
+    """The corpus of a folder; None if it has none."""
+
+    def opened() -> Part | None:
+        if (held := description.read(folder)) is None:
+            return None
+        part = mapped_part(folder, held)
+        part.require_end(held.tokens)
+        return part
+
+    return read_again_if_replaced(folder / DESCRIPTION_FILE, opened)
 
 
 def _of_rank(folder: Path, number: int, ranks: int) -> Path:
@@ -72,4 +95,4 @@ def _ranks(folder: Path) -> int:
 
 def _have_one_codec(*formats: Format) -> bool:
     residual = [format for format in formats if isinstance(format, ResidualDocuments)]
-    return len(residual) == len(formats) and len({digest(format.codec) for format in residual}) == 1
+    return len(residual) == len(formats) and len({format.codec.checksum for format in residual}) == 1

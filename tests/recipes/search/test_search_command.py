@@ -26,6 +26,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from pylate_fastmaxsim import CompressedBatch, StaticLateInteraction, TokenBatch, read_plaid
+from pylate_fastmaxsim.cli import load_app
 from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.compressed import rounded_queries
 from pylate_fastmaxsim.kernels.sparse import postings
@@ -314,7 +315,7 @@ def test_damage_that_is_found_while_searching_is_one_line(saved, files, tmp_path
     bounds[3] = 10**6
     bounds.tofile(file)
     done = search(saved["late interaction"], *files, "--index", tmp_path / "index", "--format", "int8", code=2)
-    assert f"fastmaxsim: --index: Corpus: {file} must rise from 0 to" in done.stderr
+    assert f"fastmaxsim: --index: Corpus: {file} is damaged" in done.stderr
 
 
 @pytest.fixture
@@ -547,6 +548,23 @@ def test_metrics_are_those_of_the_evaluation(kind, saved, tmp_path):
     # All queries are searched, and no metric looks further than the results.
     assert found["queries"] == len(collection.queries) + 2
     assert found["metrics"] == pytest.approx({name: metrics[name] for name in ("ndcg@10", "mrr@10")}, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "late interaction"])
+def test_a_damaged_index_is_named_repaired_and_gone_on_with(kind, saved, files, small_parts, tmp_path):
+    command = [saved[kind], *files, "--index", tmp_path / "index"]
+    search(*command, "--run", tmp_path / "before")
+    damaged = next((tmp_path / "index").rglob("block-00000002-*" if kind == "sparse" else "values.bin"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    assert str(damaged) in search(*command, code=2).stderr
+    check = ["check", str(tmp_path / "index")]
+    assert CliRunner().invoke(load_app(), check).exit_code == 1
+    assert "; repaired: " in CliRunner().invoke(load_app(), [*check, "--repair"]).stdout
+    search(*command, "--run", tmp_path / "after")
+    assert_same(tmp_path / "after", tmp_path / "before")
+    assert CliRunner().invoke(load_app(), check).stdout.endswith("of 150 documents; all is well\n")
 
 
 @pytest.mark.cuda
