@@ -144,8 +144,8 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"holds no static model, since it has no {files.DESCRIPTION_FILE}"):
         StaticLateInteraction.load(tmp_path)
     StaticLateInteraction(vectors(), None, word_tokenizer(), threshold=0.5).save(tmp_path)
-    (tmp_path / "tables.safetensors").write_bytes(b"{")
-    with pytest.raises(ValueError, match="tables.safetensors is missing or damaged"):
+    next(tmp_path.glob("tables-*")).write_bytes(b"{")
+    with pytest.raises(ValueError, match="tables-.* is missing or damaged"):
         StaticLateInteraction.load(tmp_path)
     (tmp_path / files.DESCRIPTION_FILE).write_text('{"format": "another"}')
     with pytest.raises(ValueError, match=f"must be of the format '{files.FORMAT}'"):
