@@ -12,7 +12,7 @@ import xxhash
 from pylate_fastmaxsim.files.replace import replace_file
 
 _CHECKSUM = "checksum"
-_Read = TypeVar("_Read")
+Read = TypeVar("Read")
 
 
 def checksum(content: Any) -> str:
@@ -51,7 +51,7 @@ def read_record(file: Path) -> dict[str, Any] | None:
     return values
 
 
-def read_again_if_replaced(file: Path, read: Callable[[], _Read]) -> _Read:
+def read_again_if_replaced(file: Path, read: Callable[[], Read]) -> Read:
     """What ``read`` returns, which reads a description and the files that it names.
 
     A writer may have removed these since the description was read. So where ``read`` raises ValueError, it is called again

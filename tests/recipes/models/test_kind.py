@@ -61,6 +61,6 @@ def test_a_static_model_is_told_by_its_description(tmp_path):
     vectors = torch.eye(3)
     StaticLateInteraction(vectors, tokenizer=Tokenizer(WordLevel({"a": 0})), threshold=0.5).save(tmp_path)
     assert torch.equal(load_retriever(str(tmp_path), "cpu").query_vectors, vectors)
-    next(tmp_path.glob("tables-*.safetensors")).write_bytes(b"{")
+    next(tmp_path.glob("tables-*")).write_bytes(b"{")
     with pytest.raises(RecipeError, match="MODEL .* cannot be loaded: .*tables-.*safetensors is missing or damaged"):
         load_retriever(str(tmp_path), "cpu")
