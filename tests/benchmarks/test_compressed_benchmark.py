@@ -107,7 +107,6 @@ def test_the_command_measures_what_it_can(tmp_path):
         assert content["ratios"][f"{name}/naive/fp8"] > 0 and shape["dim"] == 32
     # A peer that is missing, or that needs a GPU, is recorded and ends nothing.
     assert all("failure" in cell or "stored_bytes" in cell for cell in cells.values())
-    assert all(entry["met"] is None for entry in content["musts"])
     assert "| 3x4 against 5x9 | fp8 |" in printed and target.with_suffix(".png").exists()
     late = run_benchmark(
         "operators.compressed", "--tiny", "--deadline", "0", "--competitors", "naive", "--results", str(target)
