@@ -17,8 +17,8 @@ from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files.json import parse_json
-from pylate_fastmaxsim.recipes.kind import kind_of
-from pylate_fastmaxsim.recipes.models.retriever import Retriever, encoder_of
+from pylate_fastmaxsim.recipes.kind import HostModel, kind_of
+from pylate_fastmaxsim.recipes.models.encoder import encoder_of
 
 CONFIG_FILE = "config_sentence_transformers.json"
 # By the class that saved a model, the kind of recipe that trains it.
@@ -29,7 +29,7 @@ MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt")
 
 def load_model(
     section: ModelSection, device: torch.device | str, seed: int, key: str = "model.name_or_path"
-) -> Retriever:
+) -> HostModel:
     """The model of a section; a projection or adapters that its checkpoint lacks are drawn from ``seed``.
 
     ``key`` is what an error calls it.
@@ -43,12 +43,12 @@ def is_missing_folder(name: str) -> bool:
     return not path.is_dir() and (path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1)
 
 
-def load_trained(section: ModelSection, checkpoint: Path, device: torch.device | str) -> Retriever:
+def load_trained(section: ModelSection, checkpoint: Path, device: torch.device | str) -> HostModel:
     """The model of a section, with the weights of a checkpoint of its training."""
     return _load(section, device, 0, "output_dir", checkpoint)
 
 
-def _load(section: ModelSection, device: torch.device | str, seed: int, key: str, checkpoint: Path | None) -> Retriever:
+def _load(section: ModelSection, device: torch.device | str, seed: int, key: str, checkpoint: Path | None) -> HostModel:
     kind = kind_of(section)
     loaded = section if checkpoint is None else replace(section, name_or_path=str(checkpoint))
     set_seed(seed)

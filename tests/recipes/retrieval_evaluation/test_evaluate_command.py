@@ -26,6 +26,7 @@ from pylate_fastmaxsim.recipes.evaluation import beir, ranking
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate as evaluate_recipe
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.kind import load_retriever
+from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.retrieval_evaluation.targets import find_targets
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
@@ -81,7 +82,7 @@ def test_several_models_on_one_collection(saved, data, tmp_path, monkeypatch):
     assert [(row["query"], row["model"]) for row in rows] == [(f"q{n}", label) for label in labels for n in range(6)]
     own = {label: [row for row in rows if row["model"] == label] for label in labels}
     for path, model in zip(saved.values(), written["models"], strict=True):
-        expected = ranking.evaluate_collection(load_retriever(path, "cpu"), collection, batch_size=8)
+        expected = ranking.evaluate_collection(retriever_of(load_retriever(path, "cpu")), collection, batch_size=8)
         assert {name: model["metrics"][name] for name in ranking.METRICS} == pytest.approx(
             {name: expected[name] for name in ranking.METRICS}, abs=1e-9
         )

@@ -33,6 +33,7 @@ from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
 from pylate_fastmaxsim.recipes.evaluation import beir, ranking
 from pylate_fastmaxsim.recipes.models.kind import load_retriever
+from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.search import index
 from pylate_fastmaxsim.recipes.search.clock import Clock
 from pylate_fastmaxsim.retrieval.corpus import Corpus
@@ -178,6 +179,7 @@ from pylate_fastmaxsim.cli import main
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.recipes.evaluation import ranking
 from pylate_fastmaxsim.retrieval.formats import writer
+from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 postings.DOCUMENTS_PER_BLOCK, writer.SECONDS_BETWEEN_NOTES = 32, 0
 ranking.BATCHES_AT_ONCE = 2
 encode, calls = ranking.encode, iter(range(5))  # 16 documents each
@@ -538,7 +540,7 @@ def test_metrics_are_those_of_the_evaluation(kind, saved, tmp_path):
     collection = beir.load_collection(TextEvaluationSection(beir=str(folder)))
     assert list(read_run(run)) == list(collection.queries)
     model = load_retriever(saved[kind], "cpu")
-    expected = ranking.evaluate_collection(model, collection, batch_size=8)
+    expected = ranking.evaluate_collection(retriever_of(model), collection, batch_size=8)
     assert {name: metrics[name] for name in ranking.METRICS} == pytest.approx(expected, abs=1e-9)
     assert 0 < metrics["ndcg@10"] < 1 and metrics["recall@1000"] > metrics["recall@100"]
     assert f"{metrics['ndcg@10']:.4f}" in done.stdout
