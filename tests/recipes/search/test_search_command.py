@@ -179,7 +179,6 @@ from pylate_fastmaxsim.cli import main
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.recipes.evaluation import ranking
 from pylate_fastmaxsim.retrieval.formats import writer
-from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 postings.DOCUMENTS_PER_BLOCK, writer.SECONDS_BETWEEN_NOTES = 32, 0
 ranking.BATCHES_AT_ONCE = 2
 encode, calls = ranking.encode, iter(range(5))  # 16 documents each
