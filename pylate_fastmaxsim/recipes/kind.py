@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import sentence_transformers
 from transformers import ModernBertModel, PreTrainedModel
@@ -15,16 +15,9 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 if TYPE_CHECKING:
     import torch
     from datasets import Dataset
-    from pylate.models import ColBERT
-    from sentence_transformers import MultiVectorEncoder, SparseEncoder
     from sentence_transformers.evaluation import NanoBEIREvaluator
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
-
-    from pylate_fastmaxsim.recipes.models.pages import PageModel
-
-# A model that recipes train. As text, because not every library is installed.
-HostModel: TypeAlias = "ColBERT | MultiVectorEncoder | SparseEncoder | PageModel"
 MODULES = {
     "colbert": "colbert",
     "multi_vector": "multi_vector",

@@ -24,7 +24,7 @@ from pylate_fastmaxsim.recipes.evaluation.ranking import (
 )
 from pylate_fastmaxsim.recipes.evaluation.sparse import SPARSITY, Sparsity
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
-from pylate_fastmaxsim.recipes.kind import HostModel
+from pylate_fastmaxsim.recipes.models.load import HostModel
 from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, retriever_of
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.sparse import SparseBatch

@@ -10,8 +10,14 @@ from sentence_transformers import SparseEncoder
 
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.kind import HostModel
-from pylate_fastmaxsim.recipes.models.load import CONFIG_FILE, is_missing_folder, load_model, model_failure, model_type
+from pylate_fastmaxsim.recipes.models.load import (
+    CONFIG_FILE,
+    HostModel,
+    is_missing_folder,
+    load_model,
+    model_failure,
+    model_type,
+)
 from pylate_fastmaxsim.retrieval.static.files import DESCRIPTION_FILE as STATIC_FILE
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 

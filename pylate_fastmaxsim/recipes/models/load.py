@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
@@ -17,9 +17,17 @@ from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files.json import parse_json
-from pylate_fastmaxsim.recipes.kind import HostModel, kind_of
+from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.models.encoder import encoder_of
 
+if TYPE_CHECKING:
+    from pylate.models import ColBERT
+    from sentence_transformers import MultiVectorEncoder, SparseEncoder
+
+    from pylate_fastmaxsim.recipes.models.pages import PageModel
+
+# A model that recipes train. As text, because not every library is installed.
+HostModel: TypeAlias = "ColBERT | MultiVectorEncoder | SparseEncoder | PageModel"
 CONFIG_FILE = "config_sentence_transformers.json"
 # By the class that saved a model, the kind of recipe that trains it.
 KIND_OF_CLASS = {"ColBERT": "colbert", "SparseEncoder": "splade", "MultiVectorEncoder": "multi_vector"}

@@ -72,8 +72,20 @@ class Retriever:
         NotFiniteError
             Some are NaN or infinite, and the retriever refuses them.
         """
-        options = {"batch_size": batch_size, "show_progress_bar": show_progress, "convert_to_tensor": True}
-        return self._batch(self.model.encode(list(texts), is_query=is_query, **options))
+        return self._batch(self._made(texts, is_query, {"batch_size": batch_size, "show_progress_bar": show_progress}))
+
+    def _made(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> Any:
+        """What the host makes of texts."""
+        return self.model.encode(list(texts), is_query=is_query, convert_to_tensor=True, **options)
+
+    def _batch(self, made: Any) -> Encoded:
+        batch = TokenBatch.from_list(made)
+        self._require_finite(batch.values)
+        return batch
+
+    def _require_finite(self, values: Tensor) -> None:
+        if self._finite and not values.isfinite().all():
+            raise NotFiniteError
 
     def search(
         self, queries: Encoded, documents: Iterable[Encoded | CompressedBatch], k: int, pooling: Pooling = Max()
@@ -99,32 +111,22 @@ class Retriever:
         rules = [_rules(tokenizer) for tokenizer in tokenizers if tokenizer is not None]
         return _digest([settings, modules, rules], self.model.state_dict())
 
-    def _batch(self, embeddings: Sequence[Tensor]) -> TokenBatch:
-        batch = TokenBatch.from_list(embeddings)
-        self._require_finite(batch.values)
-        return batch
-
-    def _require_finite(self, values: Tensor) -> None:
-        if self._finite and not values.isfinite().all():
-            raise NotFiniteError
-
 
 class MultiVectorRetriever(Retriever):
     """A MultiVectorEncoder, whose modules hold all settings."""
 
     settings = ()
 
-    def encode(self, texts: Sequence[str], batch_size: int, is_query: bool, show_progress: bool = False) -> TokenBatch:
+    def _made(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
         # They add the prompts of the model and choose its route, where it has two.
-        encode = self.model.encode_query if is_query else self.model.encode_document
-        return self._batch(encode(list(texts), batch_size=batch_size, show_progress_bar=show_progress))
+        return (self.model.encode_query if is_query else self.model.encode_document)(list(texts), **options)
 
 
 class PagesRetriever(Retriever):
     """A model of pages."""
 
-    def encode(self, texts: Sequence[Any], batch_size: int, is_query: bool, show_progress: bool = False) -> TokenBatch:
-        return self._batch(self.model.encode(texts, batch_size, is_query))
+    def _made(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
+        return self.model.encode(texts, options["batch_size"], is_query)
 
     def digest(self) -> str:
         model, processor = self.model.model, self.model.processor
@@ -139,13 +141,14 @@ class SparseRetriever(Retriever):
     has_token_embeddings = False
     settings = ("max_active_dims",)
 
-    def encode(self, texts: Sequence[str], batch_size: int, is_query: bool, show_progress: bool = False) -> Encoded:
+    def _made(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> Tensor:
         encode = self.model.encode_query if is_query else self.model.encode_document
-        options = {"batch_size": batch_size, "show_progress_bar": show_progress, "convert_to_tensor": True}
-        vectors = encode(list(texts), **options)
-        self._require_finite(vectors.coalesce().values() if vectors.is_sparse else vectors)
+        return encode(list(texts), convert_to_tensor=True, **options)
+
+    def _batch(self, made: Tensor) -> SparseBatch:
+        self._require_finite(made.coalesce().values() if made.is_sparse else made)
         try:
-            return SparseBatch.from_torch(vectors)
+            return SparseBatch.from_torch(made)
         except ValueError as error:
             raise RecipeError(f"The vectors of the sparse model cannot be searched: {first_line(error)}") from error
 
@@ -167,8 +170,11 @@ class StaticRetriever(SparseRetriever):
     kind = "static late interaction"
     search_stream = staticmethod(search_static)
 
-    def encode(self, texts: Sequence[str], batch_size: int, is_query: bool, show_progress: bool = False) -> Encoded:
+    def _made(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> StaticQueries | StaticDocuments:
         return encode_static(self.model, texts, is_query)
+
+    def _batch(self, made: StaticQueries | StaticDocuments) -> StaticQueries | StaticDocuments:
+        return made  # whose vectors are finite
 
     def digest(self) -> str:
         model = self.model

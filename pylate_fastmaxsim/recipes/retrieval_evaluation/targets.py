@@ -15,10 +15,9 @@ from pylate_fastmaxsim.recipes.config.shipped import is_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection, load_collection
 from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of
-from pylate_fastmaxsim.recipes.kind import HostModel
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.kind import load_retriever, saved_class
-from pylate_fastmaxsim.recipes.models.load import load_trained
+from pylate_fastmaxsim.recipes.models.load import HostModel, load_trained
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare

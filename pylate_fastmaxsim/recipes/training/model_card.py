@@ -13,8 +13,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 import pylate_fastmaxsim
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
-from pylate_fastmaxsim.recipes.kind import HostModel, kind_of
+from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.models.encoder import encoder_of
+from pylate_fastmaxsim.recipes.models.load import HostModel
 from pylate_fastmaxsim.recipes.pooling import described, final_pooling
 
 CARD = "README.md"

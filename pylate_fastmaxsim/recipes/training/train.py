@@ -21,8 +21,8 @@ from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.files.inputs import require_outputs
 from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
-from pylate_fastmaxsim.recipes.kind import HostModel, kind_of
-from pylate_fastmaxsim.recipes.models.load import load_model, load_trained
+from pylate_fastmaxsim.recipes.kind import kind_of
+from pylate_fastmaxsim.recipes.models.load import HostModel, load_model, load_trained
 from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
 from pylate_fastmaxsim.recipes.trainers.callbacks import IntervalsOfRecipe, ShuffleByEpoch, StopOnInterrupt
 from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint, trained_state

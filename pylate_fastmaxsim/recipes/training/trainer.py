@@ -8,7 +8,8 @@ from transformers import Trainer, TrainerState
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.kind import HostModel, kind_of
+from pylate_fastmaxsim.recipes.kind import kind_of
+from pylate_fastmaxsim.recipes.models.load import HostModel
 
 
 def build_trainer(

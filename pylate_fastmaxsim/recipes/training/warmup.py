@@ -18,9 +18,8 @@ from pylate_fastmaxsim.precompile.processes import Compiled, Compiling, cached_k
 from pylate_fastmaxsim.precompile.shapes import BatchShape, Call, calls_of
 from pylate_fastmaxsim.recipes.config.schema import PoolingSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.kind import HostModel
 from pylate_fastmaxsim.recipes.models.encoder import encoder_of
-from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.models.load import HostModel, load_model
 from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
