@@ -121,13 +121,16 @@ def random_vectors(options: argparse.Namespace) -> Collection:
 
 
 def cranfield(options: argparse.Namespace) -> Collection:
-    from pylate_fastmaxsim.recipes.models.encode import encode
+    from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 
     task, file = Task(options.data), options.work / "encoded.pt"
     if not file.exists():
         options.work.mkdir(parents=True, exist_ok=True)
         texts = {"queries": task.queries, "documents": task.documents}
-        made = {name: encode(task.encoder, each, 32, is_query=name == "queries") for name, each in texts.items()}
+        made = {
+            name: retriever_of(task.encoder).encode(each, 32, is_query=name == "queries")
+            for name, each in texts.items()
+        }
         torch.save(made, file)
     made = torch.load(file, weights_only=False)
     batches = (

@@ -138,12 +138,15 @@ def run(cell: Cell, data: Path, output: Path, extra: list[str]) -> dict[str, Any
     from pylate_fastmaxsim.recipes.evaluation.ranking import METRICS, evaluate_collection
     from pylate_fastmaxsim.recipes.mining.mine import mine
     from pylate_fastmaxsim.recipes.models.load import load_model
+    from pylate_fastmaxsim.recipes.models.retriever import retriever_of
     from pylate_fastmaxsim.recipes.training.train import train
 
     recipe = load(cell, data, output, extra)
     if cell.stage == "untrained":
         model = load_model(recipe.model, "cpu", cell.seed)
-        return evaluate_collection(model, load_collection(recipe.evaluation), recipe.evaluation.batch_size)
+        return evaluate_collection(
+            retriever_of(model), load_collection(recipe.evaluation), recipe.evaluation.batch_size
+        )
     result: dict[str, Any] = {}
     if cell.stage == "distilled":
         mined = mine(recipe)

@@ -27,7 +27,7 @@ from benchmarks.harness.records import Results, add_options, environment
 from benchmarks.quality.first_stage_cranfield_table import KS, QUERIES, markdown
 from benchmarks.quality.static_cranfield import Task
 from pylate_fastmaxsim import BM25, StaticLateInteraction
-from pylate_fastmaxsim.recipes.models.encode import encode
+from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 
@@ -63,7 +63,9 @@ def encoded_texts(task: Task, texts: dict[str, list[str]], folder: Path) -> dict
     file = folder / "encoded.pt"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        made = {name: encode(task.encoder, each, 32, is_query=name in QUERIES) for name, each in texts.items()}
+        made = {
+            name: retriever_of(task.encoder).encode(each, 32, is_query=name in QUERIES) for name, each in texts.items()
+        }
         torch.save({**made, "table": task.table}, file)
     return torch.load(file, weights_only=False)
 

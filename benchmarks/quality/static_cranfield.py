@@ -199,12 +199,12 @@ class Measured:
 
     def encoder(self) -> dict[str, Any]:
         """The encoder's own late interaction: its outputs for whole texts."""
-        from pylate_fastmaxsim.recipes.models.encode import encode, exact_search
+        from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 
-        encoder = self.task.encoder
-        documents, seconds = timed(lambda: encode(encoder, self.task.documents, 32, is_query=False))
-        queries = encode(encoder, self.task.queries, 32, is_query=True)
-        found, searching = timed(lambda: exact_search(queries, [documents], DEPTH))
+        encoder = retriever_of(self.task.encoder)
+        documents, seconds = timed(lambda: encoder.encode(self.task.documents, 32, is_query=False))
+        queries = encoder.encode(self.task.queries, 32, is_query=True)
+        found, searching = timed(lambda: encoder.search(queries, [documents], DEPTH))
         return {
             "metrics": {"none": self.task.metrics(*found)},
             "documents_ms": seconds * 1e3 / len(documents),

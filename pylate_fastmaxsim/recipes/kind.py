@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from sentence_transformers.evaluation import NanoBEIREvaluator
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
-
 MODULES = {
     "colbert": "colbert",
     "multi_vector": "multi_vector",

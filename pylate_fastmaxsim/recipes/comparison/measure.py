@@ -26,8 +26,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.load import load_model
-from pylate_fastmaxsim.recipes.models.retriever import Retriever
+from pylate_fastmaxsim.recipes.models.load import HostModel, load_model
 from pylate_fastmaxsim.recipes.plugin import switched
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
@@ -106,7 +105,7 @@ def measure(
 
 def _train(
     recipe: Recipe,
-    model: Retriever,
+    model: HostModel,
     rows: Dataset,
     arguments: SentenceTransformerTrainingArguments,
     steps_file: Path,
@@ -134,7 +133,7 @@ def trainer_with(mixin: type, recipe: Recipe) -> type[Trainer]:
 
 
 def _phases(
-    recipe: Recipe, model: Retriever, rows: Dataset, arguments: SentenceTransformerTrainingArguments
+    recipe: Recipe, model: HostModel, rows: Dataset, arguments: SentenceTransformerTrainingArguments
 ) -> dict[str, float]:
     """Seconds of each phase of a step, in a few more steps of the trained model."""
     trainer = build_trainer(recipe, model, rows, arguments, trainer_with(Phases, recipe))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,3 +204,12 @@ def is_of_pages(corpus: Dataset) -> bool:
 def titles(rows: dict[str, list]) -> list[str | None]:
     """The title of each document, or None."""
     return rows.get("title") or [None] * len(rows["text"])
+
+
+def corpus_digest(corpus: Dataset) -> str:
+    """The same for the same ids, titles and texts in the same order. Pages have their content as their id."""
+    digest = hashlib.blake2b(digest_size=16)
+    pages = is_of_pages(corpus)
+    for rows in (corpus.select_columns("_id") if pages else corpus).iter(IDS_AT_ONCE):
+        digest.update(json.dumps([list(map(str, rows["_id"])), [] if pages else document_texts(rows)]).encode())
+    return digest.hexdigest()

@@ -12,7 +12,6 @@ from torch import Tensor
 from pylate_fastmaxsim.ops.pooled import Pooling, pooled_scores
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.evaluation import held_out
-from pylate_fastmaxsim.recipes.evaluation.finite import NotFiniteError, only_finite
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import mean_over_sets
 from pylate_fastmaxsim.recipes.evaluation.ranking import (
     DEPTH,
@@ -25,8 +24,8 @@ from pylate_fastmaxsim.recipes.evaluation.ranking import (
 )
 from pylate_fastmaxsim.recipes.evaluation.sparse import SPARSITY, Sparsity
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
-from pylate_fastmaxsim.recipes.models.encode import Encoded, encode, exact_search
-from pylate_fastmaxsim.recipes.models.retriever import Retriever
+from pylate_fastmaxsim.recipes.models.load import HostModel
+from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, retriever_of
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.sparse import SparseBatch
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -34,7 +33,7 @@ from pylate_fastmaxsim.tokens import TokenBatch
 logger = logging.getLogger(__name__)
 
 
-def evaluate(recipe: Recipe, model: Retriever, data: RecipeData) -> dict[str, float | None]:
+def evaluate(recipe: Recipe, model: HostModel, data: RecipeData) -> dict[str, float | None]:
     """The metrics of the recipe's evaluation by name; nDCG@10 is None where it has none.
 
     Of a sparse model also :func:`~pylate_fastmaxsim.recipes.evaluation.sparse.sparsity` of the same texts. All are None
@@ -43,17 +42,18 @@ def evaluate(recipe: Recipe, model: Retriever, data: RecipeData) -> dict[str, fl
     """
     if data.held_out is data.collection is data.nano_beir is None:
         return {"ndcg@10": None}
+    retriever = retriever_of(model, finite=True)
     pooling, batch_size = final_pooling(recipe.loss.pooling), recipe.evaluation.batch_size
     try:
-        with only_finite(model), torch.inference_mode():
+        with torch.inference_mode():
             if data.collection is not None:
                 corpus_format = recipe.evaluation.corpus_format
-                return evaluate_collection(model, data.collection, batch_size, pooling, corpus_format)
+                return evaluate_collection(retriever, data.collection, batch_size, pooling, corpus_format)
             if data.nano_beir is not None:
                 return mean_over_sets(
-                    data.nano_beir, lambda part: evaluate_collection(model, part, batch_size, pooling)
+                    data.nano_beir, lambda part: evaluate_collection(retriever, part, batch_size, pooling)
                 )
-            return evaluate_held_out(recipe, model, data.held_out)
+            return evaluate_held_out(recipe, retriever, data.held_out)
     except NotFiniteError:
         logger.warning(
             "The evaluation has no metrics: embeddings of the model are NaN or infinite, as after a training that diverged."
@@ -71,10 +71,10 @@ def evaluate_held_out(recipe: Recipe, model: Retriever, rows: Dataset) -> dict[s
     """nDCG@10 over the documents of all rows, and of texts ``kl_divergence`` or ``accuracy``."""
     batch_size, pooling = recipe.evaluation.batch_size, final_pooling(recipe.loss.pooling)
     collection = held_out.collection_of(recipe, rows)
-    queries = encode(model, list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
+    queries = model.encode(list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
     encoded = shown(encode_corpus(model, collection.corpus, batch_size), len(collection.corpus), "Encoding documents")
     documents, sparsity = list(encoded), Sparsity()
-    found = ranking(collection, *exact_search(queries, sparsity.counted(queries, documents), DEPTH, pooling), DEPTH)
+    found = ranking(collection, *model.search(queries, sparsity.counted(queries, documents), DEPTH, pooling), DEPTH)
     metrics = metrics_of(found, collection, ["ndcg@10"])
     if len(held_out.names_of_metrics(recipe, rows)) > 1:
         places = held_out.places_of_rows(recipe, rows, collection)

@@ -15,8 +15,7 @@ from pylate_fastmaxsim.ops.pooled import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import compressor, needs_codec, sampled, train_codec
 from pylate_fastmaxsim.recipes.evaluation.beir import PAGES, Collection, document_texts, is_of_pages, is_query, titles
 from pylate_fastmaxsim.recipes.evaluation.sparse import Sparsity
-from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, Encoded, encode, exact_search
-from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
+from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, Encoded, Retriever
 
 METRICS = ("ndcg@10", "mrr@10", "recall@100")
 DEPTH = 100  # ranks that the metrics look at
@@ -27,7 +26,7 @@ Ranking = dict[str, dict[str, float]]
 
 
 def evaluate_collection(
-    model: TextRetriever,
+    model: Retriever,
     collection: Collection,
     batch_size: int,
     pooling: Pooling = Max(),
@@ -43,7 +42,7 @@ def evaluate_collection(
 
 
 def retrieve(
-    model: TextRetriever,
+    model: Retriever,
     collection: Collection,
     batch_size: int,
     pooling: Pooling = Max(),
@@ -59,21 +58,21 @@ def retrieve(
     if needs_codec(format):
         sample = encode_sample(model, collection.corpus, batch_size)
         format = train_codec(key, format, shown(sample, len(sampled(len(collection.corpus))), "Encoding a sample"))
-    queries = encode(model, list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
+    queries = model.encode(list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
     documents = map(compressor(key, format), encode_corpus(model, collection.corpus, batch_size))
     documents = (sparsity or Sparsity()).counted(queries, shown(documents, len(collection.corpus), "Searching"))
-    return ranking(collection, *exact_search(queries, documents, DEPTH + 1, pooling), DEPTH)
+    return ranking(collection, *model.search(queries, documents, DEPTH + 1, pooling), DEPTH)
 
 
-def encode_corpus(model: TextRetriever, corpus: Dataset, batch_size: int, begin: int = 0) -> Iterator[Encoded]:
+def encode_corpus(model: Retriever, corpus: Dataset, batch_size: int, begin: int = 0) -> Iterator[Encoded]:
     """The documents of a corpus from the one at ``begin`` on, in batches that are encoded as they are asked for."""
     pages = is_of_pages(corpus)
     # Of pages one batch, because an image takes megabytes.
     for rows in corpus.select(range(begin, len(corpus))).iter(batch_size if pages else BATCHES_AT_ONCE * batch_size):
-        yield encode(model, rows[PAGES] if pages else document_texts(rows), batch_size, is_query=False)
+        yield model.encode(rows[PAGES] if pages else document_texts(rows), batch_size, is_query=False)
 
 
-def encode_sample(model: TextRetriever, corpus: Dataset, batch_size: int) -> Iterator[Encoded]:
+def encode_sample(model: Retriever, corpus: Dataset, batch_size: int) -> Iterator[Encoded]:
     """Documents of a corpus that a codec is trained on, in batches that are encoded as they are asked for."""
     return encode_corpus(model, corpus.select(sampled(len(corpus))), batch_size)
 

@@ -19,8 +19,8 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS
 from pylate_fastmaxsim.recipes.kind import kl_divergence
 from pylate_fastmaxsim.recipes.kinds.texts import SentenceTransformersKind, following_schedule, texts_in_columns
+from pylate_fastmaxsim.recipes.models.encoder import encoder_of
 from pylate_fastmaxsim.recipes.models.load import json_of, model_type
-from pylate_fastmaxsim.recipes.models.retriever import encoder_of
 from pylate_fastmaxsim.recipes.pooling import pooling_at
 from pylate_fastmaxsim.recipes.scores import score_metric
 from pylate_fastmaxsim.recipes.trainers.callbacks import LogGradientConcentration

@@ -27,7 +27,7 @@ from pylate_fastmaxsim.recipes.data.text import require_text
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.hardware import gpu_has_bf16
-from pylate_fastmaxsim.recipes.models.retriever import VisualRetriever
+from pylate_fastmaxsim.recipes.models.pages import PageModel
 from pylate_fastmaxsim.recipes.trainers.callbacks import LogGradientConcentration
 from pylate_fastmaxsim.recipes.trainers.sharded import WholeModelMixin
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -50,11 +50,11 @@ MEASURED_PAIRS = 8
 class PageTrainer(WholeModelMixin, ContrastiveTrainer):
     """colpali-engine's trainer, which hands back whole models, also under FSDP and DeepSpeed."""
 
-    def __init__(self, *, retriever: VisualRetriever, **kwargs: Any) -> None:
+    def __init__(self, *, retriever: PageModel, **kwargs: Any) -> None:
         self.retriever = retriever
         super().__init__(model=retriever.model, **kwargs)
 
-    def whole_model(self) -> VisualRetriever | None:
+    def whole_model(self) -> PageModel | None:
         """The model with all its weights. Every process must call this; of a sharded model only the main one gets it."""
         if not self.is_sharded:
             return self.retriever
@@ -65,7 +65,7 @@ class PageTrainer(WholeModelMixin, ContrastiveTrainer):
         own = {name: weights[name] for name, _ in self._whole.named_parameters()}
         own |= {name: weights[name] for name, _ in self._whole.named_buffers() if name in weights}
         self._whole.load_state_dict(own, strict=False)
-        return VisualRetriever(self._whole.to(self.args.device), self.retriever.processor)
+        return PageModel(self._whole.to(self.args.device), self.retriever.processor)
 
 
 class Pages(Kind):
@@ -81,7 +81,7 @@ class Pages(Kind):
 
     def load(
         self, section: PagesSection, device: torch.device | str, key: str, checkpoint: Path | None = None
-    ) -> VisualRetriever:
+    ) -> PageModel:
         model_class, processor_class = CLASSES[section.kind]
         tokens = getattr(section, "max_visual_tokens", None)  # of a ColPali they are fixed
         limits = {} if tokens is None else {"max_num_visual_tokens": tokens}
@@ -97,9 +97,9 @@ class Pages(Kind):
             model = get_peft_model(model, _lora(section.lora))
         elif adapted:
             model = PeftModel.from_pretrained(model, checkpoint)
-        return VisualRetriever(model.to(device), processor)
+        return PageModel(model.to(device), processor)
 
-    def tokenizer_of(self, model: VisualRetriever) -> PreTrainedTokenizerBase:
+    def tokenizer_of(self, model: PageModel) -> PreTrainedTokenizerBase:
         return model.processor.tokenizer
 
     def fitted(self, recipe: Recipe, dataset: Dataset) -> Dataset:
@@ -128,7 +128,7 @@ class Pages(Kind):
     def build_trainer(
         self,
         loss: PagesLoss,
-        model: VisualRetriever,
+        model: PageModel,
         rows: Dataset,
         arguments: TrainingArguments,
         trainer_class: type[PageTrainer] | None = None,

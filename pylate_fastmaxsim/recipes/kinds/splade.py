@@ -26,8 +26,8 @@ from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS
 from pylate_fastmaxsim.recipes.kinds.texts import SentenceTransformersKind, texts_in_columns
-from pylate_fastmaxsim.recipes.models.positions import learned_positions
-from pylate_fastmaxsim.recipes.models.retriever import encoder_of, require_inner_product
+from pylate_fastmaxsim.recipes.models.encoder import encoder_of, learned_positions
+from pylate_fastmaxsim.recipes.models.kind import require_inner_product
 from pylate_fastmaxsim.recipes.trainers.documents import EachDocument, prompts_of, sides_of
 from pylate_fastmaxsim.recipes.trainers.sharded import TextTrainerMixin
 

@@ -12,8 +12,7 @@ from pylate_fastmaxsim.recipes.config.schema import LossSection, ModelSection, R
 from pylate_fastmaxsim.recipes.data.text import require_a_score_each, require_text, scores_as_floats
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
-from pylate_fastmaxsim.recipes.models.positions import check_query_and_document_length
-from pylate_fastmaxsim.recipes.models.retriever import encoder_of
+from pylate_fastmaxsim.recipes.models.encoder import check_query_and_document_length, encoder_of
 from pylate_fastmaxsim.recipes.scores import ScoreMetric
 from pylate_fastmaxsim.recipes.trainers.documents import spread
 from pylate_fastmaxsim.recipes.trainers.schedule import FollowSchedule

@@ -19,8 +19,8 @@ from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.mining.negatives import documents_kept
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
-from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, encode
-from pylate_fastmaxsim.recipes.models.kind import SPARSE, STATIC, kind_of, load_retriever
+from pylate_fastmaxsim.recipes.models.kind import load_retriever
+from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, SparseRetriever, StaticRetriever, retriever_of
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 from pylate_fastmaxsim.retrieval.static.weights import BM25, Statistics
@@ -64,16 +64,16 @@ def load_first_stage(section: MiningSection, model: ColBERT, pairs: Pairs, devic
         )
     if first.kind == "bm25":
         return BM25Stage(model.tokenizer, BM25(first.k1, first.b))
-    encoder = load_retriever(first.model, search_device(device), key="mining.first_stage.model")
-    wanted = {"sparse": SPARSE, "static": STATIC}[first.kind]
-    if kind_of(encoder) != wanted:
+    encoder = retriever_of(load_retriever(first.model, search_device(device), key="mining.first_stage.model"))
+    wanted = {"sparse": SparseRetriever, "static": StaticRetriever}[first.kind]
+    if type(encoder) is not wanted:
         raise RecipeError(
-            f"mining.first_stage.model {first.model} must be of the kind {wanted} with mining.first_stage.kind {first.kind}, "
-            f"but it is of the kind {kind_of(encoder)}."
+            f"mining.first_stage.model {first.model} must be of the kind {wanted.kind} with mining.first_stage.kind {first.kind}, "
+            f"but it is of the kind {encoder.kind}."
         )
-    if wanted == STATIC:
-        return _ModelStage(*_static_vectors(encoder, first))
-    encoded = functools.partial(encode, encoder, batch_size=section.batch_size)
+    if wanted is StaticRetriever:
+        return _ModelStage(*_static_vectors(encoder.model, first))
+    encoded = functools.partial(encoder.encode, batch_size=section.batch_size)
     return _ModelStage(functools.partial(encoded, is_query=True), functools.partial(encoded, is_query=False))
 
 

@@ -20,7 +20,7 @@ from pylate_fastmaxsim.recipes.mining.candidates import best_candidates, candida
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
 from pylate_fastmaxsim.recipes.mining.teacher import Candidates, colbert_scores, require_finite_scores, scored
-from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, encode
+from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -47,7 +47,9 @@ def search_documents(
     @functools.cache
     def queries() -> TokenBatch:
         main = work.processes.is_main_process
-        return encode(model, pairs.queries[:]["text"], section.batch_size, is_query=True, show_progress=main)
+        return retriever_of(model).encode(
+            pairs.queries[:]["text"], section.batch_size, is_query=True, show_progress=main
+        )
 
     def compute(part: slice, bar: tqdm) -> dict[str, np.ndarray]:
         documents = pairs.documents.select(range(part.start, part.stop))
@@ -118,7 +120,7 @@ def _named(common: dict[str, Any]) -> str:
 
 def _encoded(model: ColBERT, documents: Dataset, batch_size: int, bar: tqdm) -> Iterator[TokenBatch]:
     for rows in documents.iter(BATCHES_AT_ONCE * batch_size):
-        yield encode(model, rows["text"], batch_size, is_query=False)
+        yield retriever_of(model).encode(rows["text"], batch_size, is_query=False)
         bar.update(len(rows["text"]))
 
 

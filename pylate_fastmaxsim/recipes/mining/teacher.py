@@ -24,9 +24,9 @@ from pylate_fastmaxsim.recipes.config.schema import MiningSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
-from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, encode
+from pylate_fastmaxsim.recipes.models.encoder import encoder_of
 from pylate_fastmaxsim.recipes.models.load import NO_TOKENIZER, is_empty, load_model, model_failure
-from pylate_fastmaxsim.recipes.models.retriever import encoder_of
+from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
 
 if TYPE_CHECKING:
     from pylate.models import ColBERT
@@ -60,8 +60,9 @@ def colbert_scores(
 ) -> np.ndarray:
     """MaxSim of the candidates of each query, ``[N, K]``, of documents as ``compress`` makes them."""
     used = {document: place for place, document in enumerate(dict.fromkeys(d for _, row in candidates for d in row))}
-    queries = encode(model, pairs.queries[[query for query, _ in candidates]]["text"], batch_size, is_query=True)
-    documents = encode(model, pairs.documents[list(used)]["text"], batch_size, is_query=False)
+    retriever = retriever_of(model)
+    queries = retriever.encode(pairs.queries[[query for query, _ in candidates]]["text"], batch_size, is_query=True)
+    documents = retriever.encode(pairs.documents[list(used)]["text"], batch_size, is_query=False)
     places = torch.tensor([[used[document] for document in row] for _, row in candidates], device=documents.device)
     with torch.no_grad():
         return maxsim(queries, compress(documents), places).cpu().numpy()

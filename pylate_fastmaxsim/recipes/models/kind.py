@@ -10,12 +10,17 @@ from sentence_transformers import SparseEncoder
 
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.models.load import CONFIG_FILE, is_missing_folder, load_model, model_failure, model_type
-from pylate_fastmaxsim.recipes.models.retriever import TextRetriever, VisualRetriever, require_inner_product
+from pylate_fastmaxsim.recipes.models.load import (
+    CONFIG_FILE,
+    HostModel,
+    is_missing_folder,
+    load_model,
+    model_failure,
+    model_type,
+)
 from pylate_fastmaxsim.retrieval.static.files import DESCRIPTION_FILE as STATIC_FILE
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 
-LATE_INTERACTION, SPARSE, STATIC = "late interaction", "sparse", "static late interaction"
 # What loads a model of each class.
 NEEDED = {
     "ColBERT": "PyLate, or Sentence Transformers 6",
@@ -26,7 +31,7 @@ NEEDED = {
 
 def load_retriever(
     name: str, device: torch.device | str, trust_remote_code: bool = False, key: str = "MODEL"
-) -> TextRetriever:
+) -> HostModel | StaticLateInteraction:
     """The model in this folder or of this name on the Hub, as the class that saved it.
 
     Where PyLate is not installed, its ColBERT is loaded as a MultiVectorEncoder, which scores the same. ``key`` is what
@@ -98,8 +103,9 @@ def _has_pylate() -> bool:
     return True
 
 
-def kind_of(model: TextRetriever | VisualRetriever) -> str:
-    """The kind of a model that is loaded."""
-    if isinstance(model, StaticLateInteraction):
-        return STATIC
-    return SPARSE if isinstance(model, SparseEncoder) else LATE_INTERACTION
+def require_inner_product(model: SparseEncoder, key: str, name: str) -> None:
+    """Refuse a model with another similarity, which exact sparse search has not."""
+    if model.similarity_fn_name != "dot":
+        raise RecipeError(
+            f"{key} {name} must score by the inner product (dot), but its similarity is {model.similarity_fn_name}."
+        )

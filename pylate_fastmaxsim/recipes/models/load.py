@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
@@ -18,8 +18,16 @@ from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files.json import parse_json
 from pylate_fastmaxsim.recipes.kind import kind_of
-from pylate_fastmaxsim.recipes.models.retriever import Retriever, encoder_of
+from pylate_fastmaxsim.recipes.models.encoder import encoder_of
 
+if TYPE_CHECKING:
+    from pylate.models import ColBERT
+    from sentence_transformers import MultiVectorEncoder, SparseEncoder
+
+    from pylate_fastmaxsim.recipes.models.pages import PageModel
+
+# A model that recipes train. As text, because not every library is installed.
+HostModel: TypeAlias = "ColBERT | MultiVectorEncoder | SparseEncoder | PageModel"
 CONFIG_FILE = "config_sentence_transformers.json"
 # By the class that saved a model, the kind of recipe that trains it.
 KIND_OF_CLASS = {"ColBERT": "colbert", "SparseEncoder": "splade", "MultiVectorEncoder": "multi_vector"}
@@ -29,7 +37,7 @@ MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt")
 
 def load_model(
     section: ModelSection, device: torch.device | str, seed: int, key: str = "model.name_or_path"
-) -> Retriever:
+) -> HostModel:
     """The model of a section; a projection or adapters that its checkpoint lacks are drawn from ``seed``.
 
     ``key`` is what an error calls it.
@@ -43,12 +51,12 @@ def is_missing_folder(name: str) -> bool:
     return not path.is_dir() and (path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1)
 
 
-def load_trained(section: ModelSection, checkpoint: Path, device: torch.device | str) -> Retriever:
+def load_trained(section: ModelSection, checkpoint: Path, device: torch.device | str) -> HostModel:
     """The model of a section, with the weights of a checkpoint of its training."""
     return _load(section, device, 0, "output_dir", checkpoint)
 
 
-def _load(section: ModelSection, device: torch.device | str, seed: int, key: str, checkpoint: Path | None) -> Retriever:
+def _load(section: ModelSection, device: torch.device | str, seed: int, key: str, checkpoint: Path | None) -> HostModel:
     kind = kind_of(section)
     loaded = section if checkpoint is None else replace(section, name_or_path=str(checkpoint))
     set_seed(seed)

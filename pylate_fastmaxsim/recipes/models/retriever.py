@@ -1,74 +1,214 @@
-"""The kinds of model that retrieve."""
+"""What a loaded model does in a search: it encodes texts or pages, ranks documents exactly, and has a digest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import sentence_transformers
 import torch
 from sentence_transformers import SparseEncoder
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.compressed import CompressedBatch
+from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.models.pages import PageModel
+from pylate_fastmaxsim.recipes.models.static import StaticDocuments, StaticQueries, encode_static, search_static
+from pylate_fastmaxsim.retrieval.search import search
+from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
+from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
+from pylate_fastmaxsim.sparse import SparseBatch
+from pylate_fastmaxsim.tokens import TokenBatch
 
-if TYPE_CHECKING:
-    from colpali_engine.utils.processing_utils import BaseVisualRetrieverProcessor
-    from peft import PeftModel
-    from PIL.Image import Image
-    from pylate.models import ColBERT
-    from sentence_transformers import MultiVectorEncoder
+# Batches encoded in one call: the texts of a call are sorted by length, so more of them need less padding.
+BATCHES_AT_ONCE = 64
+# SpladePooling knows its size after the first text only.
+FOUND_OUT = "word_embedding_dimension"
 
-    from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
-
-
-@dataclass
-class VisualRetriever:
-    """A model of colpali-engine, with adapters or without, and the processor that makes its inputs."""
-
-    model: PreTrainedModel | PeftModel
-    processor: BaseVisualRetrieverProcessor
-
-    @torch.no_grad()
-    def encode(self, items: Sequence[str] | Sequence[Image], batch_size: int, is_query: bool) -> list[Tensor]:
-        """The token vectors ``[L, d]`` of each query (a text) or page (an image), on the device of the model."""
-        self.model.eval()
-        process = self.processor.process_queries if is_query else self.processor.process_images
-        found: list[Tensor] = []
-        for begin in range(0, len(items), batch_size):
-            batch = process(list(items[begin : begin + batch_size])).to(self.model.device)
-            # Padding is rows of zeros.
-            found += [row[row.any(dim=1)] for row in self.model(**batch)]
-        return found
-
-    def save_pretrained(self, directory: str) -> None:
-        """Save both, so that ``from_pretrained`` of colpali-engine's classes loads them."""
-        self.model.save_pretrained(directory)
-        self.processor.save_pretrained(directory)
+Encoded = TokenBatch | SparseBatch | StaticQueries | StaticDocuments
 
 
-# What a recipe trains. As text, because not every library is installed.
-Retriever: TypeAlias = "ColBERT | SparseEncoder | VisualRetriever"
-# What encodes texts: late interaction, learned-sparse, or static. In a search also a VisualRetriever.
-TextRetriever: TypeAlias = "ColBERT | MultiVectorEncoder | SparseEncoder | StaticLateInteraction"
+class NotFiniteError(Exception):
+    """A model gave an embedding that is NaN or infinite."""
 
 
-def encoder_of(model: ColBERT | SparseEncoder) -> PreTrainedModel:
-    """The model of transformers in a text encoder, also below the route of a Router."""
-    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+class Retriever:
+    """A loaded model of late interaction, a ColBERT of PyLate by default.
+
+    Parameters
+    ----------
+    model
+        Of a host library, or a static one.
+    finite
+        Whether to refuse embeddings that are NaN or infinite, of which an order would look like any other.
+
+    Attributes
+    ----------
+    kind
+        In reports.
+    has_token_embeddings
+        Whether documents are token embeddings, and not sparse vectors.
+    settings
+        What the host does to documents beside its modules, by the names of attributes.
+    """
+
+    kind = "late interaction"
+    has_token_embeddings = True
+    settings: tuple[str, ...] = ("document_length", "document_prefix", "skiplist_words")
+
+    def __init__(self, model: Any, finite: bool = False) -> None:
+        self.model, self._finite = model, finite
+
+    def encode(self, texts: Sequence[Any], batch_size: int, is_query: bool, show_progress: bool = False) -> Encoded:
+        """Texts as the model makes them: one vector for each token, without padding and skipped tokens, or a sparse one.
+
+        Of a static model token ids and sparse vectors; documents of a model of pages are images.
+
+        Raises
+        ------
+        NotFiniteError
+            Some are NaN or infinite, and the retriever refuses them.
+        """
+        return self._batch(self._made(texts, is_query, {"batch_size": batch_size, "show_progress_bar": show_progress}))
+
+    def _made(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> Any:
+        """What the host makes of texts."""
+        return self.model.encode(list(texts), is_query=is_query, convert_to_tensor=True, **options)
+
+    def _batch(self, made: Any) -> Encoded:
+        batch = TokenBatch.from_list(made)
+        self._require_finite(batch.values)
+        return batch
+
+    def _require_finite(self, values: Tensor) -> None:
+        if self._finite and not values.isfinite().all():
+            raise NotFiniteError
+
+    def search(
+        self, queries: Encoded, documents: Iterable[Encoded | CompressedBatch], k: int, pooling: Pooling = Max()
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and positions ``[Nq, K]`` of the best documents of a stream of batches.
+
+        K is ``k``; with late interaction no more than there are documents. Those of a static model are ranked by MaxSim,
+        which is certified, or with BM25 weights by its sparse scores.
+
+        Raises
+        ------
+        RecipeError
+            ``pooling`` is another than the maximum, and the model is a sparse or a static one.
+        """
+        return search(queries, documents, k, pooling=pooling)
+
+    def digest(self) -> str:
+        """The same for the same weights and settings, by which documents are encoded."""
+        names = (*self.settings, "prompts", "default_prompt_name", "max_seq_length")
+        settings = {name: getattr(self.model, name) for name in names}
+        modules = [(type(module).__name__, {**module.get_config_dict(), FOUND_OUT: None}) for module in self.model]
+        tokenizers = [getattr(module, "tokenizer", None) for module in self.model]
+        rules = [_rules(tokenizer) for tokenizer in tokenizers if tokenizer is not None]
+        return _digest([settings, modules, rules], self.model.state_dict())
 
 
-def is_multi_vector(model: object) -> bool:
-    """Whether a model is a MultiVectorEncoder, which Sentence Transformers has from release 6 on."""
-    kind = getattr(sentence_transformers, "MultiVectorEncoder", None)
-    return kind is not None and isinstance(model, kind)
+class MultiVectorRetriever(Retriever):
+    """A MultiVectorEncoder, whose modules hold all settings."""
+
+    settings = ()
+
+    def _made(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
+        # They add the prompts of the model and choose its route, where it has two.
+        return (self.model.encode_query if is_query else self.model.encode_document)(list(texts), **options)
 
 
-def require_inner_product(model: SparseEncoder, key: str, name: str) -> None:
-    """Refuse a model with another similarity, which exact sparse search has not."""
-    if model.similarity_fn_name != "dot":
-        raise RecipeError(
-            f"{key} {name} must score by the inner product (dot), but its similarity is {model.similarity_fn_name}."
-        )
+class PagesRetriever(Retriever):
+    """A model of pages."""
+
+    def _made(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
+        return self.model.encode(texts, options["batch_size"], is_query)
+
+    def digest(self) -> str:
+        model, processor = self.model.model, self.model.processor
+        settings = [type(model).__name__, processor.to_dict(), str(model.dtype)]
+        return _digest([*settings, _rules(getattr(processor, "tokenizer", None))], model.state_dict())
+
+
+class SparseRetriever(Retriever):
+    """A SparseEncoder."""
+
+    kind = "sparse"
+    has_token_embeddings = False
+    settings = ("max_active_dims",)
+
+    def _made(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> Tensor:
+        encode = self.model.encode_query if is_query else self.model.encode_document
+        return encode(list(texts), convert_to_tensor=True, **options)
+
+    def _batch(self, made: Tensor) -> SparseBatch:
+        self._require_finite(made.coalesce().values() if made.is_sparse else made)
+        try:
+            return SparseBatch.from_torch(made)
+        except ValueError as error:
+            raise RecipeError(f"The vectors of the sparse model cannot be searched: {first_line(error)}") from error
+
+    def search(
+        self, queries: Encoded, documents: Iterable[Encoded], k: int, pooling: Pooling = Max()
+    ) -> tuple[Tensor, Tensor]:
+        if pooling != Max():
+            raise RecipeError(
+                "loss.pooling must be max for a sparse or static model, which has no similarities of tokens to pool."
+            )
+        return self.search_stream(queries, documents, k)
+
+    search_stream = staticmethod(sparse_search)
+
+
+class StaticRetriever(SparseRetriever):
+    """A StaticLateInteraction."""
+
+    kind = "static late interaction"
+    search_stream = staticmethod(search_static)
+
+    def _made(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> StaticQueries | StaticDocuments:
+        return encode_static(self.model, texts, is_query)
+
+    def _batch(self, made: StaticQueries | StaticDocuments) -> StaticQueries | StaticDocuments:
+        return made  # whose vectors are finite
+
+    def digest(self) -> str:
+        model = self.model
+        tokenizer = getattr(model.tokenizer, "backend_tokenizer", model.tokenizer)
+        mean_length = model.statistics.mean_length if model.bm25_weights and model.statistics else None
+        settings = [model.threshold, model.neighbours, model.skiplist, model.bm25_weights, mean_length]
+        tables = {"queries": model.query_vectors, "documents": model.document_vectors}
+        return _digest([*settings, tokenizer.to_str()], tables)
+
+
+def retriever_of(model: Any, finite: bool = False) -> Retriever:
+    """The retriever of a loaded model, which refuses embeddings that are not ``finite``, if it is asked to."""
+    classes = {
+        StaticLateInteraction: StaticRetriever,
+        PageModel: PagesRetriever,
+        SparseEncoder: SparseRetriever,
+        # Which Sentence Transformers has from release 6 on.
+        getattr(sentence_transformers, "MultiVectorEncoder", Retriever): MultiVectorRetriever,
+    }
+    return next((made for kind, made in classes.items() if isinstance(model, kind)), Retriever)(model, finite)
+
+
+def _rules(tokenizer: object) -> object:
+    fast = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if hasattr(fast, "to_str"):
+        rules = json.loads(fast.to_str())
+        # Of the last call, and set anew by each.
+        return {**rules, "truncation": None, "padding": None}
+    return getattr(tokenizer, "get_vocab", dict)()
+
+
+def _digest(settings: list, weights: dict[str, Tensor]) -> str:
+    digest = hashlib.blake2b(json.dumps(settings, default=str).encode(), digest_size=16)
+    for name, weight in weights.items():
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -13,7 +13,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection
 from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_by_query
 from pylate_fastmaxsim.recipes.files.write import prepare_file
-from pylate_fastmaxsim.recipes.models.kind import LATE_INTERACTION, kind_of
+from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.retrieval_evaluation.per_query import prepare_per_query, write_per_query
 from pylate_fastmaxsim.recipes.retrieval_evaluation.significance import Scores, compare
 from pylate_fastmaxsim.recipes.retrieval_evaluation.targets import Target, short_name
@@ -103,12 +103,12 @@ def _evaluate(
     """The summary of a model, and its metrics by query."""
     section = EvaluationSection() if target.recipe is None else target.recipe.evaluation
     device = best_device()
-    model = target.load(device, options.trust_remote_code)
+    model = retriever_of(target.load(device, options.trust_remote_code), finite=True)
     searching = SearchOptions(
         k=max(METRICS_BY_DEPTH.values()),
         run=None if options.run is None else _run_file(options.run, target),
         index=options.index,
-        format=options.format if kind_of(model) == LATE_INTERACTION else None,
+        format=options.format if model.has_token_embeddings else None,
         batch_size=options.batch_size or section.batch_size,
         pooling=target.pooling,
     )

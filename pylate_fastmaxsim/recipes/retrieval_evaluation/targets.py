@@ -17,8 +17,7 @@ from pylate_fastmaxsim.recipes.evaluation.beir import Collection, load_collectio
 from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.kind import load_retriever, saved_class
-from pylate_fastmaxsim.recipes.models.load import load_trained
-from pylate_fastmaxsim.recipes.models.retriever import TextRetriever, VisualRetriever
+from pylate_fastmaxsim.recipes.models.load import HostModel, load_trained
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
@@ -56,7 +55,7 @@ class Target:
         """Whether it retrieves pages."""
         return self.recipe is not None and self.recipe.model.visual
 
-    def load(self, device: torch.device, trust_remote_code: bool) -> TextRetriever | VisualRetriever:
+    def load(self, device: torch.device, trust_remote_code: bool) -> HostModel:
         """The model. RecipeError if it cannot be loaded."""
         if self.visual:  # whose adapters do not say of what
             return load_trained(prepare(self.recipe).model, Path(self.path), device)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pylate_fastmaxsim.diagnostics.robustness import draw_fillers, lengthened
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.models.encode import encode
-from pylate_fastmaxsim.recipes.models.positions import positions
+from pylate_fastmaxsim.recipes.models.encoder import positions
+from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.robustness.task import Task
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -69,7 +69,9 @@ class Lengthened:
         elif self.append == "text":
             yield from self._texts()
         else:
-            fillers = encode(self.model, self.task.fillers, self.batch_size, is_query=False, show_progress=True)
+            fillers = retriever_of(self.model, finite=True).encode(
+                self.task.fillers, self.batch_size, is_query=False, show_progress=True
+            )
             fillers = fillers.with_values(fillers.values.float())
             yield from lengthened(self.documents, fillers, self.times, self.task.own, self.seed)
 
@@ -90,7 +92,9 @@ class Lengthened:
             try:
                 whole = self.model.tokenizer(texts)["input_ids"]
                 self.cut[times] = sum(len(ids) > _most_tokens(self.model) for ids in whole)
-                batch = encode(self.model, texts, max(1, self.batch_size // times), is_query=False, show_progress=True)
+                batch = retriever_of(self.model, finite=True).encode(
+                    texts, max(1, self.batch_size // times), is_query=False, show_progress=True
+                )
             finally:
                 self.model.document_length = before
             yield times, batch.with_values(batch.values.float())

@@ -16,8 +16,7 @@ from pylate_fastmaxsim.diagnostics.robustness import TIMES, length_sweep
 from pylate_fastmaxsim.integrations.options import POOLINGS, pooling_from_text
 from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, Pooling, Softmax, TopK, pooled_scores
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.finite import NotFiniteError, only_finite
-from pylate_fastmaxsim.recipes.models.encode import encode
+from pylate_fastmaxsim.recipes.models.retriever import NotFiniteError, retriever_of
 from pylate_fastmaxsim.recipes.robustness.lengthen import Append, Lengthened
 from pylate_fastmaxsim.recipes.robustness.task import Task
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -118,14 +117,11 @@ def measure(model: ColBERT, task: Task, settings: Settings, batch_size: int) -> 
     """
     begun = time.perf_counter()
     try:
-        with only_finite(model):
-            queries = _encoded(model, task.queries, batch_size, is_query=True)
-            documents = _encoded(model, task.documents, batch_size, is_query=False)
-            longer = Lengthened(
-                model, task, documents, list(settings.times), settings.append, batch_size, settings.seed
-            )
-            grades = task.grades.to(documents.device)
-            lengths = length_sweep(queries, longer, grades, settings.poolings)
+        queries = _encoded(model, task.queries, batch_size, is_query=True)
+        documents = _encoded(model, task.documents, batch_size, is_query=False)
+        longer = Lengthened(model, task, documents, list(settings.times), settings.append, batch_size, settings.seed)
+        grades = task.grades.to(documents.device)
+        lengths = length_sweep(queries, longer, grades, settings.poolings)
     except NotFiniteError:
         raise RecipeError(
             "the model must give finite embeddings, but some are NaN or infinite, as after a training that diverged."
@@ -153,7 +149,7 @@ def measure(model: ColBERT, task: Task, settings: Settings, batch_size: int) -> 
 
 
 def _encoded(model: ColBERT, texts: list[str], batch_size: int, is_query: bool) -> TokenBatch:
-    batch = encode(model, texts, batch_size, is_query=is_query, show_progress=True)
+    batch = retriever_of(model, finite=True).encode(texts, batch_size, is_query=is_query, show_progress=True)
     return batch.with_values(batch.values.float())
 
 

@@ -17,8 +17,7 @@ from pylate_fastmaxsim.ops.pooled import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import needs_codec, train_codec
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
-from pylate_fastmaxsim.recipes.models.encode import Encoded
-from pylate_fastmaxsim.recipes.models.kind import LATE_INTERACTION
+from pylate_fastmaxsim.recipes.models.retriever import Encoded, Retriever
 from pylate_fastmaxsim.recipes.models.static import StaticDocuments, StaticQueries
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE as CORPUS_FILE
@@ -69,7 +68,7 @@ class Description:
     @property
     def is_sparse(self) -> bool:
         """Whether documents are sparse vectors."""
-        return self.kind != LATE_INTERACTION
+        return self.kind != Retriever.kind
 
 
 class Index(Protocol):

@@ -16,16 +16,13 @@ from pylate_fastmaxsim.ops.pooled import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import SAMPLE_DOCUMENTS
 from pylate_fastmaxsim.recipes.config.schema import CompressedFormat
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.beir import IDS_AT_ONCE, Collection, document_texts
-from pylate_fastmaxsim.recipes.evaluation.finite import NotFiniteError, only_finite
+from pylate_fastmaxsim.recipes.evaluation.beir import IDS_AT_ONCE, Collection, corpus_digest, document_texts
 from pylate_fastmaxsim.recipes.evaluation.ranking import Ranking, encode_corpus, encode_sample, metrics_of, ranking
 from pylate_fastmaxsim.recipes.files.write import prepare_file
-from pylate_fastmaxsim.recipes.models.encode import Encoded, encode, exact_search
-from pylate_fastmaxsim.recipes.models.kind import LATE_INTERACTION, STATIC, kind_of, load_retriever
-from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
+from pylate_fastmaxsim.recipes.models.kind import load_retriever
+from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, StaticRetriever, retriever_of
 from pylate_fastmaxsim.recipes.models.static import StaticQueries
 from pylate_fastmaxsim.recipes.search.clock import Clock
-from pylate_fastmaxsim.recipes.search.digest import corpus_digest, model_digest
 from pylate_fastmaxsim.recipes.search.index import Description, Index, open_or_build
 from pylate_fastmaxsim.recipes.search.plaid import PlaidIndex, open_index, overlap
 from pylate_fastmaxsim.recipes.search.run_file import require_ids_of_one_word, write_run
@@ -104,7 +101,7 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
         require_ids_of_one_word(collection)
         prepare_file("--run", options.run, options.inputs)
     device = best_device()
-    model = load_retriever(name, device, options.trust_remote_code)
+    model = retriever_of(load_retriever(name, device, options.trust_remote_code), finite=True)
     task = Search(name, model, collection, options, progress, Clock(device))
     found = task.ranking()
     if options.run is not None:
@@ -125,13 +122,13 @@ def best_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _check_options(options: Options, kind: str) -> None:
-    if not options.exact and kind != STATIC:
+def _check_options(options: Options, retriever: Retriever) -> None:
+    if not options.exact and not isinstance(retriever, StaticRetriever):
         raise RecipeError("--no-exact is for a static model; every other is searched exactly.")
-    if options.plaid is not None and (options.index is not None or kind != LATE_INTERACTION):
+    if options.plaid is not None and (options.index is not None or not retriever.has_token_embeddings):
         raise RecipeError("--plaid is an index of its own; it needs a ColBERT and no --index.")
     if options.format is not None:
-        check_format(options.format, options.index if kind == LATE_INTERACTION else None)
+        check_format(options.format, options.index if retriever.has_token_embeddings else None)
 
 
 def check_format(name: str, index: Path | None) -> None:
@@ -163,7 +160,7 @@ class Search:
     """
 
     name: str
-    model: TextRetriever
+    model: Retriever
     collection: Collection
     options: Options
     progress: Progress
@@ -174,7 +171,7 @@ class Search:
     positions: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        _check_options(self.options, kind_of(self.model))
+        _check_options(self.options, self.model)
         if self.options.plaid is not None:
             self.plaid = open_index(self.options.plaid)
             self.collection = self.plaid.ordered(self.collection)
@@ -188,8 +185,7 @@ class Search:
             The index does not fit, embeddings are not finite, or memory has run out.
         """
         try:
-            with only_finite(self.model):
-                scores, self.positions = self._search()
+            scores, self.positions = self._search()
         except NotFiniteError:
             raise RecipeError(
                 f"MODEL {self.name}: some embeddings are NaN or infinite, as after a training that diverged."
@@ -208,7 +204,7 @@ class Search:
         options = self.options
         return {
             "model": self.name,
-            "kind": kind_of(self.model),
+            "kind": self.model.kind,
             "device": str(self.clock.device),
             "queries": len(self.collection.queries),
             "documents": len(self.collection.corpus),
@@ -225,7 +221,7 @@ class Search:
         depth = min(self.options.k, len(self.collection.corpus)) + 1
         if self.options.index is None and self.plaid is None:
             with self.clock.during(SEARCH):
-                return exact_search(queries, self._encode_from(0), depth, self.options.pooling)
+                return self.model.search(queries, self._encode_from(0), depth, self.options.pooling)
         with self.clock.during(INDEX):
             index = self.plaid or self._index(self.options.index)
             if isinstance(queries, StaticQueries) and queries.needs_tokens:
@@ -254,14 +250,14 @@ class Search:
         texts = list(self.collection.queries.values())
         encoded = self.progress(ENCODE_QUERIES, len(texts))
         with self.clock.during(ENCODE_QUERIES):
-            queries = encode(self.model, texts, self.options.batch_size, is_query=True)
+            queries = self.model.encode(texts, self.options.batch_size, is_query=True)
         encoded(len(queries))
         return replace(queries, exact=self.options.exact) if isinstance(queries, StaticQueries) else queries
 
     def _tokens(self) -> TokenIds:
         """Token ids of all documents, which an index does not hold."""
         parts = self.collection.corpus.iter(IDS_AT_ONCE)
-        return TokenIds.concatenate([self.model.token_ids(document_texts(rows)) for rows in parts])
+        return TokenIds.concatenate([self.model.model.token_ids(document_texts(rows)) for rows in parts])
 
     def _encode_from(self, begin: int) -> Iterator[Encoded]:
         corpus = self.collection.corpus
@@ -286,12 +282,11 @@ class Search:
     @cached_property
     def description(self) -> Description:
         """What an index of this search is made of."""
-        kind = kind_of(self.model)
         return Description(
-            kind=kind,
+            kind=self.model.kind,
             model=self.name,
-            model_digest=model_digest(self.model),
+            model_digest=self.model.digest(),
             corpus_digest=corpus_digest(self.collection.corpus),
-            stored=None if kind != LATE_INTERACTION else self.options.format or FORMATS[0],
+            stored=self.options.format or FORMATS[0] if self.model.has_token_embeddings else None,
             documents=len(self.collection.corpus),
         )

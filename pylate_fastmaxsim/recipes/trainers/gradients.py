@@ -8,7 +8,7 @@ from transformers import Trainer
 
 from pylate_fastmaxsim.ops.pooled import Max
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.models.encode import encode
+from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.scores import ScoreMetric
 from pylate_fastmaxsim.recipes.trainers.callbacks import LogGradientConcentration
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -31,10 +31,10 @@ def text_gradient_logger(
     documents = [one if isinstance(one, str) else one[0] for one in documents]
 
     def encode_pairs() -> tuple[TokenBatch, TokenBatch]:
-        model = trainer.model
+        retriever = retriever_of(trainer.model)
         return (
-            encode(model, queries, MEASURED_PAIRS, is_query=True),
-            encode(model, documents, MEASURED_PAIRS, is_query=False),
+            retriever.encode(queries, MEASURED_PAIRS, is_query=True),
+            retriever.encode(documents, MEASURED_PAIRS, is_query=False),
         )
 
     return LogGradientConcentration(

@@ -14,7 +14,8 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
 from pylate_fastmaxsim.recipes.kind import kind_of
-from pylate_fastmaxsim.recipes.models.retriever import TextRetriever, encoder_of
+from pylate_fastmaxsim.recipes.models.encoder import encoder_of
+from pylate_fastmaxsim.recipes.models.load import HostModel
 from pylate_fastmaxsim.recipes.pooling import described, final_pooling
 
 CARD = "README.md"
@@ -49,13 +50,13 @@ class RecipeEvaluation(SentenceEvaluator):
         return "Exact Search"
 
 
-def add_metrics(recipe: Recipe, model: TextRetriever, metrics: dict[str, float]) -> None:
+def add_metrics(recipe: Recipe, model: HostModel, metrics: dict[str, float]) -> None:
     """Add the metrics of the evaluation to the card of a model, where there are some."""
     if metrics := {name: value for name, value in metrics.items() if value is not None}:
         model.model_card_data.set_evaluation_metrics(RecipeEvaluation(recipe.evaluation), metrics)
 
 
-def restore_card_metadata(trainer: SentenceTransformerTrainer, state: TrainerState, begun: TextRetriever) -> None:
+def restore_card_metadata(trainer: SentenceTransformerTrainer, state: TrainerState, begun: HostModel) -> None:
     """Restore what a finished training had written into the card of its model, for a model loaded from a checkpoint.
 
     Without a training in this process, Sentence Transformers would copy the card of the checkpoint.

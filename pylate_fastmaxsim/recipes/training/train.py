@@ -22,8 +22,7 @@ from pylate_fastmaxsim.recipes.files.inputs import require_outputs
 from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.kind import kind_of
-from pylate_fastmaxsim.recipes.models.load import load_model, load_trained
-from pylate_fastmaxsim.recipes.models.retriever import Retriever
+from pylate_fastmaxsim.recipes.models.load import HostModel, load_model, load_trained
 from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
 from pylate_fastmaxsim.recipes.trainers.callbacks import IntervalsOfRecipe, ShuffleByEpoch, StopOnInterrupt
 from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint, trained_state
@@ -149,7 +148,7 @@ def _why_off_in_training(trained_with: FastSection, why_off: str | None) -> str 
     return why_off or "the model was trained without it before"
 
 
-def _evaluate_saved(recipe: Recipe, prepared: Recipe, model: Retriever, data: RecipeData) -> dict[str, float | None]:
+def _evaluate_saved(recipe: Recipe, prepared: Recipe, model: HostModel, data: RecipeData) -> dict[str, float | None]:
     """Evaluate, and say where the model is if that fails."""
     directory = Path(recipe.output_dir)
     saved = f"the trained model is in {directory / MODEL_DIRECTORY}, and {directory / RESULT_FILE} has no metrics"
@@ -189,7 +188,7 @@ def _close_bar(trainer: Trainer) -> None:
             callback.training_bar.close()
 
 
-def _save(recipe: Recipe, model: Retriever, result: dict[str, Any]) -> None:
+def _save(recipe: Recipe, model: HostModel, result: dict[str, Any]) -> None:
     directory = Path(recipe.output_dir)
 
     def write(folder: Path) -> None:
@@ -202,7 +201,7 @@ def _save(recipe: Recipe, model: Retriever, result: dict[str, Any]) -> None:
     _write_result(recipe, result)
 
 
-def _save_metrics(recipe: Recipe, model: Retriever, result: dict[str, Any], metrics: dict[str, float | None]) -> None:
+def _save_metrics(recipe: Recipe, model: HostModel, result: dict[str, Any], metrics: dict[str, float | None]) -> None:
     """Add the metrics to the card and to ``train.json``; the weights on disk stay as they are."""
     if kind_of(recipe.model).writes_card:
         add_metrics(recipe, model, metrics)

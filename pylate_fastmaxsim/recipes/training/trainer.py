@@ -9,12 +9,12 @@ from transformers import Trainer, TrainerState
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import kind_of
-from pylate_fastmaxsim.recipes.models.retriever import Retriever
+from pylate_fastmaxsim.recipes.models.load import HostModel
 
 
 def build_trainer(
     recipe: Recipe,
-    model: Retriever,
+    model: HostModel,
     rows: Dataset,
     arguments: SentenceTransformerTrainingArguments,
     trainer_class: type[Trainer] | None = None,

@@ -18,8 +18,8 @@ from pylate_fastmaxsim.precompile.processes import Compiled, Compiling, cached_k
 from pylate_fastmaxsim.precompile.shapes import BatchShape, Call, calls_of
 from pylate_fastmaxsim.recipes.config.schema import PoolingSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.models.load import load_model
-from pylate_fastmaxsim.recipes.models.retriever import Retriever, encoder_of
+from pylate_fastmaxsim.recipes.models.encoder import encoder_of
+from pylate_fastmaxsim.recipes.models.load import HostModel, load_model
 from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
@@ -124,7 +124,7 @@ def warm_up(recipe: Recipe, processes: int | None = None) -> Warmed:
 
 
 def calls_of_recipe(
-    recipe: Recipe, model: Retriever, rows: Dataset, sizes: list[int], dtype: torch.dtype
+    recipe: Recipe, model: HostModel, rows: Dataset, sizes: list[int], dtype: torch.dtype
 ) -> list[Call]:
     """What batches of these sizes run: the projection and the scores, alone and with all gradients.
 
@@ -149,7 +149,7 @@ def splade_shapes(dim: int, dtype: torch.dtype) -> list[BatchShape]:
 
 
 def shapes_of_recipe(
-    recipe: Recipe, model: Retriever, rows: Dataset, sizes: list[int], dtype: torch.dtype
+    recipe: Recipe, model: HostModel, rows: Dataset, sizes: list[int], dtype: torch.dtype
 ) -> list[BatchShape]:
     """Batches of these sizes with the longest texts that the model takes, and shorter ones that have other kernels."""
     distillation = recipe.loss.name == "distillation"

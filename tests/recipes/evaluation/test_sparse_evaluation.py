@@ -20,6 +20,7 @@ from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.evaluation.ranking import evaluate_collection, metrics_of, retrieve
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def test_the_ranking_is_that_of_the_models_own_similarity(model, collection, mon
     monkeypatch.setattr(ranking, "BATCHES_AT_ONCE", 3)  # several batches of documents
     # Of a route for each side and its prompt only encode_query and encode_document know.
     model.prompts = {"query": "rivers carry ", "document": "bees tell "}
-    found = retrieve(model, collection, batch_size=8)
+    found = retrieve(retriever_of(model), collection, batch_size=8)
     documents = model.encode_document(document_texts(collection.corpus[:]))
     scores = model.similarity(model.encode_query(list(collection.queries.values())), documents).to_dense()
     assert list(found) == list(collection.queries)
@@ -63,19 +64,19 @@ def test_what_shares_no_term_with_a_query_is_no_result(model, collection, monkey
 
     for name in ("encode_query", "encode_document"):
         monkeypatch.setattr(model, name, few_terms(getattr(model, name)))
-    found = retrieve(model, collection, batch_size=8)
+    found = retrieve(retriever_of(model), collection, batch_size=8)
     assert not found["q5"] and found["q0"] and not any("0149" in results for results in found.values())
     monkeypatch.setattr(model, "encode_query", lambda texts, **options: torch.zeros(len(texts), 207).to_sparse())
-    metrics = evaluate_collection(model, collection, batch_size=8)
+    metrics = evaluate_collection(retriever_of(model), collection, batch_size=8)
     assert [metrics[name] for name in ranking.METRICS] == [0.0] * 3 and metrics["query_nonzeros"] == 0.0
 
 
 def test_a_pooling_and_negative_weights_are_refused(model, collection, monkeypatch):
     with pytest.raises(RecipeError, match="loss.pooling must be max for a sparse or static model"):
-        retrieve(model, collection, 8, TopK(2))
+        retrieve(retriever_of(model), collection, 8, TopK(2))
     monkeypatch.setattr(model, "encode_query", lambda texts, **options: -torch.ones(len(texts), 207).to_sparse())
     with pytest.raises(RecipeError, match="The vectors of the sparse model cannot be searched: .*, got -1.0"):
-        retrieve(model, collection, 8)
+        retrieve(retriever_of(model), collection, 8)
 
 
 def test_a_model_that_diverged_has_no_metrics(model, collection, tmp_path, caplog):
@@ -104,7 +105,9 @@ def test_metrics_are_those_of_sentence_transformers(model, collection, tmp_path)
     )
     two_grades = {query: dict.fromkeys(names, 1) for query, names in relevant.items()}
     graded = Collection(collection.corpus, collection.queries, two_grades)
-    assert evaluate_collection(model, graded, 8)["ndcg@10"] == pytest.approx(expected["ndcg@10"], abs=1e-9)
+    assert evaluate_collection(retriever_of(model), graded, 8)["ndcg@10"] == pytest.approx(
+        expected["ndcg@10"], abs=1e-9
+    )
 
 
 @pytest.mark.e2e

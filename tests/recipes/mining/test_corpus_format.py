@@ -13,6 +13,7 @@ from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 from pylate_fastmaxsim.recipes.mining import negatives
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.models.retriever import Retriever
 
 RULES = ["mining.relative_margin=-0.02"]
 
@@ -90,13 +91,13 @@ def test_another_format_searches_again(encoder, teacher, tmp_path, monkeypatch):
 
 def test_embeddings_that_do_not_suit_the_format_are_one_sentence(encoder, teacher, tmp_path, monkeypatch):
     recipe = recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.corpus_format=int8")
-    encode = negatives.encode
+    encode = Retriever.encode
 
     def broken(*args, **options):
         batch = encode(*args, **options)
         return batch.with_values(torch.full_like(batch.values, torch.nan))
 
-    monkeypatch.setattr(negatives, "encode", broken)
+    monkeypatch.setattr(Retriever, "encode", broken)
     with pytest.raises(RecipeError, match="^mining.corpus_format int8: compress: token vectors must be finite"):
         mining_mine.mine(recipe)
     with pytest.raises(

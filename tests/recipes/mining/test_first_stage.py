@@ -26,6 +26,7 @@ from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 from pylate_fastmaxsim.recipes.mining import negatives
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.models.retriever import Retriever
 
 SPARSE, CANDIDATES = ["sparse"] * 3, ["candidates"] * 2  # of 40 documents, 15 in each, and of QN queries, 9 in each
 KINDS = ("sparse", "static", "bm25")
@@ -90,13 +91,14 @@ def sparse_scores(kind: str, recipe, queries: list[str], documents: list[str]) -
 def test_negatives_are_the_best_of_the_candidates(kind, recipe, tmp_path, monkeypatch):
     threshold = ["mining.first_stage.threshold=0.5"] if kind == "static" else []
     recipe = recipe(kind, "mining.relative_margin=-0.3", *threshold)
-    encoded, encode = [], negatives.encode
+    encoded = []
 
-    def noting(model, texts, *args, is_query, **options):
-        encoded.extend([] if is_query else texts)
-        return encode(model, texts, *args, is_query=is_query, **options)
+    class Noting(Retriever):
+        def encode(self, texts, *args, is_query, **options):
+            encoded.extend([] if is_query else texts)
+            return super().encode(texts, *args, is_query=is_query, **options)
 
-    monkeypatch.setattr(negatives, "encode", noting)
+    monkeypatch.setattr(negatives, "retriever_of", Noting)
     mining_mine.mine(recipe)
     pairs = load_pairs(recipe.mining)
     queries, documents = pairs.queries["text"][:], pairs.documents["text"][:]

@@ -14,6 +14,7 @@ from sentence_transformers.util import mine_hard_negatives
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
 from pylate_fastmaxsim.recipes.mining import negatives, resumable
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
+from pylate_fastmaxsim.recipes.models.retriever import Retriever
 
 QUERIES, DOCUMENTS = 6, 40
 
@@ -89,7 +90,7 @@ def test_a_query_with_several_positives_has_as_many_negatives_left_as_others(tmp
         best = similarities[:, part].topk(min(k, len(part)))
         return best.values, best.indices
 
-    monkeypatch.setattr(negatives, "encode", lambda *args, **kwargs: None)
+    monkeypatch.setattr(Retriever, "encode", lambda *args, **kwargs: None)
     monkeypatch.setattr(negatives, "_encoded", lambda model, documents, *_: list(map(int, documents["text"][:])))
     monkeypatch.setattr(negatives, "search", search)
     rules = {"range_min": 1, "num_negatives": 2, "range_max": 3, "documents_per_part": 4}

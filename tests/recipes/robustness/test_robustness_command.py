@@ -20,7 +20,7 @@ from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.diagnostics.injection import EVERYWHERE, RANDOM, TARGETED
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection
-from pylate_fastmaxsim.recipes.models.encode import encode
+from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.robustness.lengthen import Lengthened
 from pylate_fastmaxsim.recipes.robustness.measure import Settings, measure
 from pylate_fastmaxsim.recipes.robustness.task import Limits, Task, collection_task
@@ -62,7 +62,7 @@ def test_a_collection_keeps_gold_documents_and_leaves_the_query_itself_out():
 
 def test_text_is_appended_behind_what_the_model_reads_and_read_as_a_whole(encoder, task):
     model = models.load_model(encoder("modernbert"), document_length=8)
-    documents = encode(model, task.documents, 4, is_query=False)
+    documents = retriever_of(model).encode(task.documents, 4, is_query=False)
     longer = Lengthened(model, task, documents, [1, 3], "auto", 4, seed=0)
     (_, same), (times, batch) = longer
     assert same is documents and times == 3 and longer.append == "text"
@@ -80,7 +80,7 @@ def test_text_is_appended_behind_what_the_model_reads_and_read_as_a_whole(encode
 
 def test_tokens_are_appended_where_the_positions_end(encoder, task):
     model = models.load_model(encoder("bert"), document_length=20)  # of 64 positions
-    documents = encode(model, task.documents, 4, is_query=False)
+    documents = retriever_of(model).encode(task.documents, 4, is_query=False)
     longer = Lengthened(model, task, documents, [1, 8], "auto", 4, seed=0)
     assert (longer.append, longer.limit) == ("tokens", None)
     (_, same), (_, batch) = longer

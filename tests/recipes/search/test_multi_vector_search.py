@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.recipes.models.kind import load_retriever
-from pylate_fastmaxsim.recipes.search.digest import model_digest
+from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 
 
 @pytest.fixture
@@ -58,10 +58,10 @@ def test_rankings_are_those_of_the_host_with_an_index_and_without(saved, tmp_pat
 
 def test_an_index_knows_the_settings_of_its_model(saved):
     model = load_retriever(saved, "cpu")
-    before = model_digest(model)
-    assert model_digest(load_retriever(saved, "cpu")) == before
+    before = retriever_of(model).digest()
+    assert retriever_of(load_retriever(saved, "cpu")).digest() == before
     model.prompts["document"] = "passage: "
-    changed = model_digest(model)
+    changed = retriever_of(model).digest()
     model[0].document_length = 12
     model[-2].skiplist_words = ["a"]
-    assert len({before, changed, model_digest(model)}) == 3
+    assert len({before, changed, retriever_of(model).digest()}) == 3

@@ -33,6 +33,7 @@ from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
 from pylate_fastmaxsim.recipes.evaluation import beir, ranking
 from pylate_fastmaxsim.recipes.models.kind import load_retriever
+from pylate_fastmaxsim.recipes.models.retriever import Retriever, retriever_of
 from pylate_fastmaxsim.recipes.search import index
 from pylate_fastmaxsim.recipes.search.clock import Clock
 from pylate_fastmaxsim.retrieval.corpus import Corpus
@@ -145,28 +146,29 @@ def test_an_interrupted_index_goes_on_and_a_finished_one_encodes_nothing(
 ):
     folder, plain, again = tmp_path / "index", tmp_path / "plain.trec", tmp_path / "again.trec"
     search(saved[kind], *files, "--run", plain)
-    encoded, encode = [], ranking.encode
+    encoded, encode = [], Retriever.encode
 
     def counted(stop_at: int | None = None) -> Callable:
-        def inner(model, texts, *options, **more):
-            if stop_at is not None and sum(encoded) >= stop_at:
-                raise KeyboardInterrupt
-            encoded.append(len(texts))
-            return encode(model, texts, *options, **more)
+        def inner(model, texts, batch_size, is_query):
+            if not is_query:
+                if stop_at is not None and sum(encoded) >= stop_at:
+                    raise KeyboardInterrupt
+                encoded.append(len(texts))
+            return encode(model, texts, batch_size, is_query)
 
         encoded.clear()
         return inner
 
-    monkeypatch.setattr(ranking, "encode", counted(stop_at=112))
+    monkeypatch.setattr(Retriever, "encode", counted(stop_at=112))
     done = search(saved[kind], *files, "--index", folder, code=130)
     assert f"Interrupted: what is encoded is kept in {folder}, and the same command goes on from there." in done.stderr
     # Of a sparse index whole blocks.
     kept = 112 if kind == "late interaction" else 96
-    monkeypatch.setattr(ranking, "encode", counted())
+    monkeypatch.setattr(Retriever, "encode", counted())
     search(saved[kind], *files, "--index", folder, "--run", again)
     assert sum(encoded) == 150 - kept
     assert_same(again, plain)
-    monkeypatch.setattr(ranking, "encode", counted())
+    monkeypatch.setattr(Retriever, "encode", counted())
     search(saved[kind], *files, "--index", folder, "--run", again)
     assert not encoded
     assert_same(again, plain)
@@ -177,11 +179,14 @@ import os
 from pylate_fastmaxsim.cli import main
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.recipes.evaluation import ranking
+from pylate_fastmaxsim.recipes.models.retriever import Retriever
 from pylate_fastmaxsim.retrieval.formats import writer
 postings.DOCUMENTS_PER_BLOCK, writer.SECONDS_BETWEEN_NOTES = 32, 0
 ranking.BATCHES_AT_ONCE = 2
-encode, calls = ranking.encode, iter(range(5))  # 16 documents each
-ranking.encode = lambda *arguments, **more: os._exit(9) if next(calls, None) is None else encode(*arguments, **more)
+encode, calls = Retriever.encode, iter(range(5))  # 16 documents each
+def killed(model, texts, batch_size, is_query):
+    return os._exit(9) if not is_query and next(calls, None) is None else encode(model, texts, batch_size, is_query)
+Retriever.encode = killed
 main()
 """
 
@@ -288,15 +293,16 @@ def rounded(query: torch.Tensor, name: str) -> torch.Tensor:
 
 def test_an_interrupted_index_goes_on_with_its_codec(saved, files, small_parts, tmp_path, monkeypatch):
     model, folder, run, whole = saved["late interaction"], tmp_path / "index", tmp_path / "run", tmp_path / "whole"
-    calls, encode = [], ranking.encode
+    calls, encode = [], Retriever.encode
 
-    def stopping(*arguments, **options):
-        calls.append(arguments)
-        if len(calls) == 10 + 5:  # of the sample, and of the corpus
-            raise KeyboardInterrupt
-        return encode(*arguments, **options)
+    def stopping(model, texts, batch_size, is_query):
+        if not is_query:
+            calls.append(texts)
+            if len(calls) == 10 + 5:  # of the sample, and of the corpus
+                raise KeyboardInterrupt
+        return encode(model, texts, batch_size, is_query)
 
-    monkeypatch.setattr(ranking, "encode", stopping)
+    monkeypatch.setattr(Retriever, "encode", stopping)
     search(model, *files, "--index", folder, "--format", "residual-2", code=130)
     codec = (folder / "documents" / "codec.safetensors").read_bytes()
     monkeypatch.setattr(index, "train_codec", None)
@@ -538,8 +544,10 @@ def test_metrics_are_those_of_the_evaluation(kind, saved, tmp_path):
     collection = beir.load_collection(TextEvaluationSection(beir=str(folder)))
     assert list(read_run(run)) == list(collection.queries)
     model = load_retriever(saved[kind], "cpu")
-    expected = ranking.evaluate_collection(model, collection, batch_size=8)
-    assert {name: metrics[name] for name in ranking.METRICS} == pytest.approx(expected, abs=1e-9)
+    expected = ranking.evaluate_collection(retriever_of(model), collection, batch_size=8)
+    assert {name: metrics[name] for name in ranking.METRICS} == pytest.approx(
+        {name: expected[name] for name in ranking.METRICS}, abs=1e-9
+    )
     assert 0 < metrics["ndcg@10"] < 1 and metrics["recall@1000"] > metrics["recall@100"]
     assert f"{metrics['ndcg@10']:.4f}" in done.stdout
     files = [f"--{name}={folder}/{name}.jsonl" for name in ("corpus", "queries")]

@@ -31,6 +31,7 @@ from pylate_fastmaxsim.recipes.evaluation.pages import collection_of_pages
 from pylate_fastmaxsim.recipes.kinds.pages import CLASSES
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model, load_trained
+from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
 
@@ -248,7 +249,7 @@ def test_equal_pages_and_equal_queries_count_as_one(recipe, queries, images):
     loaded = recipe("colqwen2")
     features = Features({"query": Value("string"), "image": Image()})
     held_out = Dataset.from_dict({"query": queries, "image": images}, features=features)
-    assert evaluate_held_out(loaded, load_model(loaded.model, "cpu", 0), held_out) == {"ndcg@10": 1.0}
+    assert evaluate_held_out(loaded, retriever_of(load_model(loaded.model, "cpu", 0)), held_out) == {"ndcg@10": 1.0}
 
 
 def test_a_model_of_nan_has_no_metrics(recipe, caplog):

@@ -1,11 +1,17 @@
-"""How many tokens of a text an encoder was made for."""
+"""The encoder in a model of texts, and how many tokens of a text it was made for."""
 
 from __future__ import annotations
 
 import torch
+from transformers import PreTrainedModel
 
 from pylate_fastmaxsim.recipes.config.kinds import LateModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
+
+
+def encoder_of(model: torch.nn.Module) -> PreTrainedModel:
+    """The model of transformers in a text encoder, also below the route of a Router."""
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def positions(encoder: torch.nn.Module) -> int | None:
