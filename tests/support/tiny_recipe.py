@@ -51,6 +51,9 @@ def tiny(directory: Path, output: str = "out", **sections) -> dict:
     }
     for section, values in sections.items():
         recipe[section] = {**recipe.get(section, {}), **values}
+    if recipe["model"].get("kind") == "splade":
+        for key in ("embedding_size", "query_length", "document_length"):
+            del recipe["model"][key]
     return recipe
 
 

@@ -185,8 +185,9 @@ def test_lists_that_do_not_fit_are_one_sentence(changed, overrides, sentence, tm
 @pytest.mark.parametrize("kind", ["colbert", "splade"])
 def test_the_order_of_columns_counts_where_none_is_named_query(kind, tmp_path):
     rows = [{"question": text(row, 4), "answer": [text(row, 9)], "wrong": [text(row + 1, 8)] * 3} for row in range(12)]
-    section = {"kind": "splade", "embedding_size": None, "query_length": None, "document_length": None}
-    sections = {"model": section, "loss": {"regularizers": {"document_weight": 1e-3}}} if kind == "splade" else {}
+    sections = (
+        {"model": {"kind": "splade"}, "loss": {"regularizers": {"document_weight": 1e-3}}} if kind == "splade" else {}
+    )
     overrides = ["data.negatives_per_query=2", "data.columns=[question, answer, wrong]"]
     loaded = rows_of(tmp_path, rows, *overrides, **sections)
     assert loaded.column_names == [

@@ -95,11 +95,8 @@ def test_a_data_set_of_the_hub_is_streamed(recipe_of, tmp_path):
     recipe = recipe_of(
         PAIRS,
         section,
-        "model.kind=splade",
-        "model.query_length=null",
-        "model.document_length=null",
-        "model.embedding_size=null",
-        "loss={regularizers: {document_weight: 1.0}}",
+        model={"kind": "splade"},
+        loss={"regularizers": {"document_weight": 1.0}},
     )
     stream = stream_rows(recipe)
     assert stream.column_names == ["positive", "query"]
@@ -128,8 +125,7 @@ def test_documents_of_a_distillation_are_all_scored(recipe_of):
 def test_fast_and_stock_train_alike(kind, recipe_of, encoder):
     sections = {}
     if kind == "splade":
-        empty = {"kind": kind, "embedding_size": None, "query_length": None, "document_length": None}
-        sections = {"model": empty, "loss": {"regularizers": {"document_weight": 1e-3}}}
+        sections = {"model": {"kind": kind}, "loss": {"regularizers": {"document_weight": 1e-3}}}
     overrides = [f"model.name_or_path={encoder('distilbert', masked_lm=True)}", "training.max_steps=2"]
     overrides.append("model.config_kwargs={dropout: 0.0, attention_dropout: 0.0}")
     losses = []
