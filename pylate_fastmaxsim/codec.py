@@ -44,7 +44,7 @@ class ResidualCodec:
 
     A vector becomes the id of the nearest centroid (by inner product) and, for each of its d numbers, a bucket of the
     difference to it. It is decompressed as centroid + bucket weights, scaled to its original length. Bytes and bits are
-    in the order of PLAID's files.
+    in the order of PLAID's files. Nothing changes a codec, so threads may share it.
 
     Parameters
     ----------

@@ -45,7 +45,7 @@ class StaticLateInteraction:
     an upper bound of MaxSim; the constant does not change the ranking.
 
     Similarities are inner products of the float32 vectors in float64, whatever the precision of float32 products is set
-    to; a stored weight is rounded to float32 once.
+    to; a stored weight is rounded to float32 once. Nothing but :meth:`fit` changes a model, so threads may share it.
 
     Parameters
     ----------
