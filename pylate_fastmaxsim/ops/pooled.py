@@ -86,6 +86,7 @@ def pooled_scores(
     pooling: Pooling,
     queries_mask: Tensor | None = None,
     documents_mask: Tensor | None = None,
+    zero_floor: Tensor | None = None,
 ) -> Tensor:
     """Score queries against documents: each live query token pools its similarities to the live tokens of a document.
 
@@ -111,6 +112,9 @@ def pooled_scores(
         With padded queries: tokens that count, ``[Nq, Lq]``, bool or 0/1, any pattern. ``None``: all.
     documents_mask
         With padded documents: tokens that count, ``[Nd, Ld]``. ``None``: all.
+    zero_floor
+        As in :func:`~pylate_fastmaxsim.maxsim`, with ``Max()``. The other poolings, of which no library multiplies masked
+        tokens by 0, leave these out and take no notice of it.
 
     Returns
     -------
@@ -146,19 +150,14 @@ def pooled_scores(
     tensor([[2.0014]])
     """
     check_pooling("pooled_scores", pooling)
-    if is_maximum(pooling):
+    if isinstance(pooling, Max) or pooling == TopK(1):
         return maxsim(
-            queries, documents, candidates,
-            queries_mask=queries_mask, documents_mask=documents_mask,
+            queries, documents, candidates, queries_mask=queries_mask, documents_mask=documents_mask,
+            zero_floor=zero_floor if isinstance(pooling, Max) else None,
         )  # fmt: skip
     operands = prepared("pooled_scores", queries, documents, candidates, queries_mask, documents_mask, None)
     scores, _ = _scores_and_state(operands, numbers_of(pooling), recording("pooled_scores", operands))
     return scores
-
-
-def is_maximum(pooling: Pooling) -> bool:
-    """Whether :func:`~pylate_fastmaxsim.maxsim` computes it."""
-    return isinstance(pooling, Max) or pooling == TopK(1)
 
 
 def state_bytes(pooling: Pooling, max_d_length: int, dtype: torch.dtype) -> int:
