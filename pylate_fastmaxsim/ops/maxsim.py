@@ -123,14 +123,10 @@ def _backward(
     return gradients(grad_scores, winners, operands, float32_precision(values.dtype), need_q, need_d)
 
 
-def _backward_fake(grad_scores, winners, operands, need_q, need_d):
-    return fake_gradients(operands, need_q, need_d)
-
-
 _scores_and_winners = differentiable(
     Operator("maxsim_forward", _forward, fake_scores, check=partial(check_numbers, "maxsim")),
     ("scores", "winners"),
     ("q_values", "d_values"),
-    Operator("maxsim_backward", _backward, _backward_fake),
+    Operator("maxsim_backward", _backward, fake_gradients),
     where="maxsim",
 )

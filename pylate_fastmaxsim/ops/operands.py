@@ -164,8 +164,11 @@ def check_choice(
             )
 
 
-def check_numbers(operator: str, operands: ScoringOperands, want_winners: bool) -> None:
-    """Raise ValueError where numbers on a CPU do not fit. In a graph they are known only when it runs."""
+def check_numbers(operator: str, operands: ScoringOperands, *settings: object) -> None:
+    """Raise ValueError where numbers on a CPU do not fit. In a graph they are known only when it runs.
+
+    ``settings`` are the operator's further arguments, of which the last says whether winners are wanted.
+    """
     if not operands.q_values.is_cpu:
         return
     TokenBatch(
@@ -176,7 +179,7 @@ def check_numbers(operator: str, operands: ScoringOperands, want_winners: bool) 
         operands.d_values, operands.d_starts, operands.d_lengths, operands.max_d_length,
         operands.d_keep, operands.d_gapless,
     )  # fmt: skip
-    if want_winners:
+    if settings[-1]:
         _refuse_shared_rows(operator, operands, and_documents=False)
 
 
@@ -190,7 +193,13 @@ def fake_scores(operands: ScoringOperands | CompressedOperands, want_winners: bo
     return scores, values.new_empty(shape, dtype=dtype)
 
 
-def fake_gradients(operands: ScoringOperands, need_q: bool, need_d: bool) -> tuple[Tensor, Tensor]:
-    """Gradients of both matrices of vectors as a graph is traced with, without numbers."""
+def fake_gradients(
+    grad_scores: Tensor, winners: Tensor, operands: ScoringOperands, *settings: object
+) -> tuple[Tensor, Tensor]:
+    """Gradients of both matrices of vectors as a graph is traced with, without numbers.
+
+    ``settings`` are the backward's further arguments, of which the last two say which gradients are needed.
+    """
+    *_, need_q, need_d = settings
     q_values, d_values = operands.q_values, operands.d_values
     return q_values.new_empty(q_values.shape if need_q else 0), d_values.new_empty(d_values.shape if need_d else 0)

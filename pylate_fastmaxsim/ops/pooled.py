@@ -221,10 +221,6 @@ def _backward(
     return _path(values, pooling).backward(grad_scores, state, operands, pooling, precision, need_q, need_d)
 
 
-def _check(operands, pooling, want_state):
-    check_numbers("pooled_scores", operands, want_state)
-
-
 def _forward_fake(operands, pooling, want_state):
     scores, _ = fake_scores(operands, False)
     if not want_state:
@@ -236,14 +232,10 @@ def _forward_fake(operands, pooling, want_state):
     return scores, scores.new_empty(1 if pooling.log_sum_exp else 2, slots, rows)
 
 
-def _backward_fake(grad_scores, state, operands, pooling, need_q, need_d):
-    return fake_gradients(operands, need_q, need_d)
-
-
 _scores_and_state = differentiable(
-    Operator("pooled_forward", _forward, _forward_fake, check=_check),
+    Operator("pooled_forward", _forward, _forward_fake, check=functools.partial(check_numbers, "pooled_scores")),
     ("scores", "state"),
     ("q_values", "d_values"),
-    Operator("pooled_backward", _backward, _backward_fake),
+    Operator("pooled_backward", _backward, fake_gradients),
     where="pooled_scores",
 )

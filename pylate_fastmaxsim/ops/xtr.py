@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -132,10 +133,6 @@ def _forward(
     return sums.div_(counts), counts, winners
 
 
-def _check(operands, k, count_retrieved, want_winners):
-    check_numbers("xtr_scores", operands, want_winners)
-
-
 def _forward_fake(operands, k, count_retrieved, want_winners):
     scores, winners = fake_scores(operands, want_winners)
     return scores, torch.empty_like(scores), winners
@@ -150,7 +147,7 @@ def _backward(
 
 
 _scores_and_winners = differentiable(
-    Operator("xtr_forward", _forward, _forward_fake, check=_check),
+    Operator("xtr_forward", _forward, _forward_fake, check=partial(check_numbers, "xtr_scores")),
     ("scores", "counts", "winners"),
     ("q_values", "d_values"),
     _backward,
