@@ -166,11 +166,11 @@ def differentiable(
     Returns
     -------
     Callable
-        Takes the arguments of ``forward.function``. Outside of graphs and transforms it calls this itself: the
-        dispatcher costs the host more than a launch, and the formula of a registered operator three times that of a
-        ``torch.autograd.Function``, which a compiled graph does not take.
+        Takes the arguments of ``forward.function``, which returns several results. Outside of graphs and transforms it
+        calls this itself: the dispatcher costs the host more than a launch, and the formula of a registered operator
+        three times that of a ``torch.autograd.Function``, which a compiled graph does not take.
     """
-    names = forward.signature.names
+    function, dispatched, names = forward.function, forward.dispatched, forward.signature.names
     indices = [names.index(name) for name in inputs]
     places = [forward.signature.places[name] for name in inputs]
     wants = names[-1].startswith("want_")
@@ -181,6 +181,7 @@ def differentiable(
     saved = [name for name in signature.names[1:] if not name.startswith("need_")]
     tensors_first = sorted(saved, key=lambda name: not signature.types[name].startswith("Tensor"))
     num_tensors = sum(signature.types[name].startswith("Tensor") for name in saved)
+    # What is saved: tensors for autograd first, then numbers; `order` puts them back in the order of `backward`.
     of_saved = itemgetter(*[[*names, *results].index(name) for name in tensors_first])
     order = [tensors_first.index(name) for name in saved] if saved != tensors_first else None
 
@@ -191,7 +192,7 @@ def differentiable(
         ctx.recorded = flat[-1] if wants else True
         ctx.set_materialize_grads(False)
 
-    def gradients(ctx, grad: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
+    def gradients(ctx, grad: Tensor | None, needs: Sequence[bool]) -> Sequence[Tensor | None]:
         if grad is None:
             return [None] * len(inputs)
         if not ctx.recorded:
@@ -209,7 +210,7 @@ def differentiable(
             computed = compute(*signature.packed(flat))
         if isinstance(computed, Tensor):
             computed = (computed,)
-        return [each if need else None for each, need in zip(computed, needs, strict=True)]
+        return computed if all(needs) else [each if need else None for each, need in zip(computed, needs, strict=True)]
 
     def differentiate(ctx, grad, *_):
         by_argument = [None] * len(names)
@@ -230,30 +231,27 @@ def differentiable(
     if registered and where is not None:
         torch.library.register_autograd(backward.name, differentiate_twice)
 
-    def eagerly(arguments: Sequence, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        if is_plain(*tensors):
-            return forward.function(*arguments)
-        return forward.dispatched(*_flat(arguments))
-
     class Eager(torch.autograd.Function):
         # The tensors are among the arguments, named once more for autograd to see them.
         @staticmethod
-        def forward(ctx, arguments, *tensors):
-            computed = eagerly(arguments, tensors)
+        def forward(ctx, plain, arguments, *_):
+            flat = _flat(arguments)
+            computed = function(*arguments) if plain else dispatched(*flat)
             ctx.mark_non_differentiable(*computed[1:])
-            save(ctx, _flat(arguments), computed)
+            save(ctx, flat, computed)
             return computed
 
         @staticmethod
         def backward(ctx, grad, *_):
-            return None, *gradients(ctx, grad, ctx.needs_input_grad[1:])
+            return None, None, *gradients(ctx, grad, ctx.needs_input_grad[2:])
 
     def call(*arguments):
-        if torch.compiler.is_compiling():
-            return forward.dispatched(*_flat(arguments))
         tensors = [arguments[at] if field is None else arguments[at][field] for at, field in places]
+        plain = is_plain(*tensors)
+        if not plain and torch.compiler.is_compiling():
+            return dispatched(*_flat(arguments))
         if arguments[-1] if wants else torch.is_grad_enabled() and any(map(_requires_grad, tensors)):
-            return Eager.apply(arguments, *tensors)
-        return eagerly(arguments, tensors)
+            return Eager.apply(plain, arguments, *tensors)
+        return function(*arguments) if plain else dispatched(*_flat(arguments))
 
     return call
