@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -15,7 +15,7 @@ class ScoringOperands(NamedTuple):
 
     The fields of queries and documents are those of a :class:`~pylate_fastmaxsim.TokenBatch`. ``candidates`` is int64
     ``[Nq, K]`` or None for all documents, and ``zero_floor`` bool ``[Nd]`` or None. In a registered operator the fields
-    are arguments of their own (:data:`SCHEMA`), so that PyTorch sees each tensor.
+    are arguments of their own, so that PyTorch sees each tensor. Sizes may be symbolic in a graph.
     """
 
     q_values: Tensor
@@ -28,8 +28,8 @@ class ScoringOperands(NamedTuple):
     d_keep: Tensor | None
     candidates: Tensor | None
     zero_floor: Tensor | None
-    max_q_length: int
-    max_d_length: int
+    max_q_length: int | SymInt
+    max_d_length: int | SymInt
     q_gapless: bool
     d_gapless: bool
 
@@ -55,7 +55,7 @@ class ScoringOperands(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The fields that a backward saves as tensors."""
+        """The fields that are tensors."""
         return self[:_NUM_TENSORS]
 
     @property
@@ -64,22 +64,7 @@ class ScoringOperands(NamedTuple):
         return self[_NUM_TENSORS:]
 
 
-NUM_FIELDS = len(ScoringOperands._fields)
 _NUM_TENSORS = ScoringOperands._fields.index("max_q_length")
-
-# The fields in the schema of a registered operator.
-SCHEMA = (
-    "Tensor q_values, Tensor q_starts, Tensor q_lengths, Tensor? q_keep, "
-    "Tensor d_values, Tensor d_starts, Tensor d_lengths, Tensor? d_keep, "
-    "Tensor? candidates, Tensor? zero_floor, SymInt max_q_length, SymInt max_d_length, bool q_gapless, bool d_gapless"
-)
-
-_NO_GRADIENTS = ScoringOperands(*[None] * NUM_FIELDS)
-
-
-def gradients_of(grad_q: Tensor | None, grad_d: Tensor | None) -> ScoringOperands:
-    """Gradients in the places of the operands: of ``q_values`` and ``d_values``, None elsewhere."""
-    return _NO_GRADIENTS._replace(q_values=grad_q, d_values=grad_d)
 
 
 class PoolingNumbers(NamedTuple):
@@ -111,8 +96,8 @@ class CompressedOperands(NamedTuple):
     d_lengths: Tensor
     d_keep: Tensor | None
     candidates: Tensor | None
-    max_q_length: int
-    max_d_length: int
+    max_q_length: int | SymInt
+    max_d_length: int | SymInt
     q_gapless: bool
     per_token: bool
     scale: float
@@ -134,22 +119,11 @@ class CompressedOperands(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The fields that a backward saves as tensors."""
+        """The fields that are tensors."""
         return self[:_NUM_COMPRESSED_TENSORS]
-
-    @property
-    def sizes(self) -> tuple[int | bool | float, ...]:
-        """The other fields."""
-        return self[_NUM_COMPRESSED_TENSORS:]
 
 
 _NUM_COMPRESSED_TENSORS = CompressedOperands._fields.index("max_q_length")
-COMPRESSED_SCHEMA = (
-    "Tensor q_values, Tensor q_starts, Tensor q_lengths, Tensor? q_keep, "
-    "Tensor stored, Tensor? scales, Tensor? codes, Tensor? centroids, Tensor? byte_values, "
-    "Tensor d_starts, Tensor d_lengths, Tensor? d_keep, Tensor? candidates, "
-    "SymInt max_q_length, SymInt max_d_length, bool q_gapless, bool per_token, float scale"
-)
 
 
 class SpladeOperands(NamedTuple):
@@ -165,24 +139,15 @@ class SpladeOperands(NamedTuple):
     keep: Tensor | None
     weight: Tensor
     bias: Tensor | None
-    max_length: int
+    max_length: int | SymInt
     gapless: bool
     rectified: bool
     logs: int
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The fields that a backward saves as tensors."""
+        """The fields that are tensors."""
         return self[:_NUM_SPLADE_TENSORS]
-
-    @property
-    def sizes(self) -> tuple[int | bool, ...]:
-        """The other fields."""
-        return self[_NUM_SPLADE_TENSORS:]
 
 
 _NUM_SPLADE_TENSORS = SpladeOperands._fields.index("max_length")
-SPLADE_SCHEMA = (
-    "Tensor hidden, Tensor starts, Tensor lengths, Tensor? keep, Tensor weight, Tensor? bias, "
-    "SymInt max_length, bool gapless, bool rectified, int logs"
-)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-_PLAIN = {Tensor, torch.nn.Parameter}
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 def inside_transform() -> bool:
@@ -15,8 +15,8 @@ def inside_transform() -> bool:
 inside_transform._dynamo_marked_constant = True
 
 
-def is_plain(*tensors: Tensor) -> bool:
-    """Whether tensors hold numbers, and a registered operator on them would call its function directly."""
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether tensors, or None for one that is not given, hold numbers, and a registered operator on them would call its function directly."""
     return (
         not torch.compiler.is_compiling()
         and _PLAIN.issuperset(map(type, tensors))

@@ -18,8 +18,7 @@ from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_ov
 from pylate_fastmaxsim.integrations.options import Options, current_options
 from pylate_fastmaxsim.losses.columns import texts_in
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
-from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.ops.pooled import Max, pooled_scores, state_bytes
+from pylate_fastmaxsim.ops.pooled import pooled_scores, state_bytes
 from pylate_fastmaxsim.tokens import TokenBatch
 
 Features = dict[str, Tensor]
@@ -162,11 +161,7 @@ class ContrastiveDistillation(nn.Module):
         """The mean over some queries."""
         options = _options()
         batch = TokenBatch.from_padded(queries.to(torch.promote_types(queries.dtype, documents.values.dtype)), mask)
-        if isinstance(options.pooling, Max):
-            scores = maxsim(batch, documents, zero_floor=zero_floor)
-        else:
-            scores = pooled_scores(batch, documents, pooling=options.pooling)
-        scores = scores / self.temperature
+        scores = pooled_scores(batch, documents, pooling=options.pooling, zero_floor=zero_floor) / self.temperature
         # Not times the number of ranks, as in PyLate: the balance of the terms would depend on it.
         contrastive = F.cross_entropy(scores, own[:, 0])
         teacher = F.log_softmax(labels.detach().to(scores.dtype) / self.teacher_temperature, dim=1)

@@ -6,15 +6,15 @@ Triton kernels compute them on CUDA. On a CPU plain PyTorch does, text by text, 
 from __future__ import annotations
 
 import functools
-from types import ModuleType
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.nn.functional import linear, pad
 
 from pylate_fastmaxsim import reference
 from pylate_fastmaxsim.kernels.runtime.arch import architecture
-from pylate_fastmaxsim.ops.dispatch import has_kernels
+from pylate_fastmaxsim.ops.dispatch import has_kernels, kernels
+from pylate_fastmaxsim.ops.registered import Operator, differentiable
 
 # With fewer tokens a step is bound by the host, and FlashAttention launches in less host time.
 FEWEST_TOKENS = 2**14
@@ -230,28 +230,6 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and has_kernels(device) and architecture(device) == 90
 
 
-@functools.cache
-def _kernels() -> ModuleType:
-    from pylate_fastmaxsim.kernels.attention import launch
-
-    return launch
-
-
-torch.library.define(
-    "pylate_fastmaxsim::text_attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor key_cu_seqlens, SymInt max_length, "
-    "float scale, int reach, Tensor? seed=None, float dropout=0.0) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.define(
-    "pylate_fastmaxsim::text_attention_backward",
-    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor log_sums, Tensor cu_seqlens, "
-    "Tensor key_cu_seqlens, SymInt max_length, float scale, int reach, Tensor? seed=None, float dropout=0.0) "
-    "-> (Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
-
 def _plain_forward(query, key, value, cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed=None, dropout=0.0):
     keep = _plain_mask(query, max_length, seed, dropout) if dropout else None
     states = reference.attention(query, key, value, cu_seqlens, key_cu_seqlens, scale, reach, keep, dropout)
@@ -272,66 +250,39 @@ def _plain_mask(query: Tensor, max_length: int, seed: Tensor, dropout: float) ->
     return torch.rand(query.shape[1], query.shape[0], max_length, generator=generator) >= dropout
 
 
-# Not decorators: these return None.
-torch.library.impl("pylate_fastmaxsim::text_attention", "CPU", _plain_forward)
-torch.library.impl("pylate_fastmaxsim::text_attention_backward", "CPU", _plain_backward)
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, key_cu_seqlens: Tensor, max_length: int | SymInt,
+    scale: float, reach: int, seed: Tensor | None = None, dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    forward = kernels("attention").forward if query.is_cuda else _plain_forward
+    return forward(query, key, value, cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed, dropout)
 
 
-@torch.library.impl("pylate_fastmaxsim::text_attention", "CUDA")
-def _forward(*arguments):
-    return _kernels().forward(*arguments)
+def _backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sums: Tensor, cu_seqlens: Tensor,
+    key_cu_seqlens: Tensor, max_length: int | SymInt, scale: float, reach: int,
+    seed: Tensor | None = None, dropout: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    arguments = (cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed, dropout)
+    backward = kernels("attention").backward if query.is_cuda else _plain_backward
+    return backward(grad, query, key, value, out, log_sums, *arguments)
 
 
-@torch.library.impl("pylate_fastmaxsim::text_attention_backward", "CUDA")
-def _backward(*arguments):
-    return _kernels().backward(*arguments)
-
-
-@torch.library.register_fake("pylate_fastmaxsim::text_attention")
 def _forward_fake(query, *_):
     rows, heads, dim = query.shape
     return query.new_empty(rows, heads, dim), query.new_empty((heads, rows), dtype=torch.float32)
 
 
-@torch.library.register_fake("pylate_fastmaxsim::text_attention_backward")
 def _backward_fake(grad, query, key, value, *_):
-    laid_out = _kernels().laid_out if query.is_cuda else Tensor.contiguous
+    laid_out = kernels("attention").laid_out if query.is_cuda else Tensor.contiguous
     return tuple(torch.empty_like(laid_out(values)) for values in (query, key, value))
 
 
-def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.max_length, ctx.scale, ctx.reach, seed, ctx.dropout = inputs
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], seed)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad, _):
-    if grad is None:
-        return (None,) * 10
-    *tensors, seed = ctx.saved_tensors
-    gradients = torch.ops.pylate_fastmaxsim.text_attention_backward(
-        grad, *tensors, ctx.max_length, ctx.scale, ctx.reach, seed, ctx.dropout
-    )
-    needed = zip(gradients, ctx.needs_input_grad, strict=False)
-    return (*(gradient if needs else None for gradient, needs in needed), *(None,) * 7)
-
-
-torch.library.register_autograd("pylate_fastmaxsim::text_attention", _differentiate, setup_context=_save_for_backward)
-
-
-torch.library.define(
-    "pylate_fastmaxsim::rotary_self_attention",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor cos, Tensor sin, Tensor cu_seqlens, Tensor key_cu_seqlens, "
-    "SymInt max_length, int heads, float scale, int reach, Tensor? seed=None, float dropout=0.0) "
-    "-> (Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.define(
-    "pylate_fastmaxsim::rotary_self_attention_backward",
-    "(Tensor grad, Tensor x, Tensor weight, Tensor qkv, Tensor out, Tensor log_sums, Tensor cos, Tensor sin, "
-    "Tensor cu_seqlens, Tensor key_cu_seqlens, SymInt max_length, float scale, int reach, Tensor? seed, float dropout, "
-    "bool need_x, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
+differentiable(
+    Operator("text_attention", _forward, _forward_fake, devices=("cpu", "cuda")),
+    ("out", "log_sums"),
+    ("query", "key", "value"),
+    Operator("text_attention_backward", _backward, _backward_fake, devices=("cpu", "cuda")),
 )
 
 
@@ -345,72 +296,58 @@ def _turned(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned.to(qkv.dtype), qkv[:, 2:]], dim=1)
 
 
-@torch.library.impl("pylate_fastmaxsim::rotary_self_attention", ("cpu", "cuda"))
-def _rotary_forward(x, weight, bias, cos, sin, cu_seqlens, key_cu_seqlens, max_length, heads, scale, reach, *dropout):
+def _rotary_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor,
+    key_cu_seqlens: Tensor, max_length: int | SymInt, heads: int, scale: float, reach: int,
+    seed: Tensor | None = None, dropout: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     qkv = linear(x, weight, bias).view(x.shape[0], 3, heads, -1)
-    arguments = (cu_seqlens, key_cu_seqlens, max_length, scale, reach, *dropout)
+    arguments = (cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed, dropout)
     if x.is_cuda:
-        out, log_sums = _kernels().rotary_forward(qkv, cos, sin, *arguments)
+        out, log_sums = kernels("attention").rotary_forward(qkv, cos, sin, *arguments)
     else:
         qkv = _turned(qkv, cos, sin)
         out, log_sums = _plain_forward(*qkv.unbind(1), *arguments)
     return out, log_sums, qkv
 
 
-@torch.library.impl("pylate_fastmaxsim::rotary_self_attention_backward", ("cpu", "cuda"))
-def _rotary_backward(grad, x, weight, qkv, out, log_sums, cos, sin, *arguments):
-    *borders, need_x, need_weight, need_bias = arguments
+def _rotary_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, qkv: Tensor, out: Tensor, log_sums: Tensor, cos: Tensor, sin: Tensor,
+    cu_seqlens: Tensor, key_cu_seqlens: Tensor, max_length: int | SymInt, scale: float, reach: int,
+    seed: Tensor | None, dropout: float, need_x: bool, need_weight: bool, need_bias: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    arguments = (cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed, dropout)
     if x.is_cuda:
-        gradient = _kernels().rotary_backward(grad, qkv, cos, sin, out, log_sums, *borders)
+        gradient = kernels("attention").rotary_backward(grad, qkv, cos, sin, out, log_sums, *arguments)
     else:
-        gradients = _plain_backward(grad, *qkv.unbind(1), out, log_sums, *borders)
+        gradients = _plain_backward(grad, *qkv.unbind(1), out, log_sums, *arguments)
         gradient = _turned(torch.stack(gradients, dim=1), cos, -sin)
     gradient = gradient.flatten(1)
-    nothing = x.new_empty
     return (
-        gradient @ weight if need_x else nothing(0),
-        gradient.t() @ x if need_weight else nothing(0),
-        gradient.sum(dim=0) if need_bias else nothing(0),
+        gradient @ weight if need_x else None,
+        gradient.t() @ x if need_weight else None,
+        gradient.sum(dim=0) if need_bias else None,
     )
 
 
-@torch.library.register_fake("pylate_fastmaxsim::rotary_self_attention")
 def _rotary_forward_fake(x, weight, bias, cos, sin, cu_seqlens, key_cu_seqlens, max_length, heads, *_):
     rows, dim = x.shape[0], weight.shape[0] // (3 * heads)
     log_sums = x.new_empty((heads, rows), dtype=torch.float32)
     return x.new_empty(rows, heads, dim), log_sums, x.new_empty(rows, 3, heads, dim)
 
 
-@torch.library.register_fake("pylate_fastmaxsim::rotary_self_attention_backward")
 def _rotary_backward_fake(grad, x, weight, *arguments):
     *_, need_x, need_weight, need_bias = arguments
     return (
-        x.new_empty(x.shape if need_x else 0),
-        weight.new_empty(weight.shape if need_weight else 0),
-        x.new_empty(weight.shape[0] if need_bias else 0),
+        x.new_empty(x.shape) if need_x else None,
+        weight.new_empty(weight.shape) if need_weight else None,
+        x.new_empty(weight.shape[0]) if need_bias else None,
     )
 
 
-def _save_rotary(ctx, inputs, output):
-    x, weight, _, cos, sin, cu_seqlens, key_cu_seqlens, ctx.max_length, _, ctx.scale, ctx.reach, seed, ctx.dropout = (
-        inputs
-    )
-    out, log_sums, qkv = output
-    ctx.save_for_backward(x, weight, qkv, out, log_sums, cos, sin, cu_seqlens, key_cu_seqlens, seed)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate_rotary(ctx, grad, *_):
-    if grad is None:
-        return (None,) * 13
-    needs = ctx.needs_input_grad[:3]
-    *tensors, seed = ctx.saved_tensors
-    gradients = torch.ops.pylate_fastmaxsim.rotary_self_attention_backward(
-        grad, *tensors, ctx.max_length, ctx.scale, ctx.reach, seed, ctx.dropout, *needs
-    )
-    return (*(gradient if need else None for gradient, need in zip(gradients, needs, strict=True)), *(None,) * 10)
-
-
-torch.library.register_autograd(
-    "pylate_fastmaxsim::rotary_self_attention", _differentiate_rotary, setup_context=_save_rotary
+differentiable(
+    Operator("rotary_self_attention", _rotary_forward, _rotary_forward_fake, devices=("cpu", "cuda")),
+    ("out", "log_sums", "qkv"),
+    ("x", "weight", "bias"),
+    Operator("rotary_self_attention_backward", _rotary_backward, _rotary_backward_fake, devices=("cpu", "cuda")),
 )

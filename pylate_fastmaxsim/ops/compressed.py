@@ -5,29 +5,26 @@ And MaxSim over documents that only its backward keeps compressed.
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._dtypes import float32_precision
-from pylate_fastmaxsim._operands import COMPRESSED_SCHEMA, CompressedOperands, ScoringOperands
-from pylate_fastmaxsim._tracing import is_plain
-from pylate_fastmaxsim._winners import winner_layout
+from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
 from pylate_fastmaxsim.compressed import CompressedBatch, Fp8, Int8, Residual, rounded_queries
 from pylate_fastmaxsim.cpu import compressed as blocked
-from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, runs_kernels
+from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, kernels, path, runs_kernels
 from pylate_fastmaxsim.ops.operands import (
     as_batch,
     check_choice,
     check_numbers,
-    check_winners,
     fake_scores,
+    recording,
     refuse_transforms,
     require_one_device_and_dim,
 )
+from pylate_fastmaxsim.ops.registered import Operator, differentiable
 from pylate_fastmaxsim.tokens import TokenBatch
 
 SavedDocuments = Literal["int8"] | None
@@ -41,13 +38,8 @@ def compressed_scores(
 ) -> Tensor:
     """:func:`pylate_fastmaxsim.maxsim` for documents that are compressed."""
     operands = _prepared(as_batch("maxsim", "queries", queries, queries_mask), documents, candidates)
-    q_values = operands.q_values
-    want_winners = torch.is_grad_enabled() and q_values.requires_grad
-    if not want_winners and is_plain(q_values):
-        # The dispatcher costs the host more than a launch.
-        scores, _ = _path(q_values).forward(operands, False, float32_precision(q_values.dtype))
-        return scores
-    scores, _ = torch.ops.pylate_fastmaxsim.compressed_forward(*operands, want_winners)
+    want_winners = operands.q_values.requires_grad and recording("maxsim", _of_vectors(operands))
+    scores, _ = _scores_and_winners(operands, want_winners)
     return scores
 
 
@@ -81,46 +73,18 @@ def _stored(tokens: Int8 | Fp8 | Residual) -> tuple[Tensor | None, ...]:
     return tokens.packed, tokens.scales, tokens.codes, tokens.codec.centroids, tokens.codec.byte_values
 
 
-def _path(values: Tensor) -> ModuleType:
-    """The module of forward and backward of such queries."""
-    return _kernels() if runs_kernels(values) else blocked
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    from pylate_fastmaxsim.kernels.compressed import launch
-
-    return launch
-
-
-torch.library.define(
-    "pylate_fastmaxsim::compressed_forward",
-    f"({COMPRESSED_SCHEMA}, bool want_winners) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.define(
-    "pylate_fastmaxsim::compressed_backward",
-    f"(Tensor grad_scores, Tensor winners, {COMPRESSED_SCHEMA}) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
-
-@torch.library.impl("pylate_fastmaxsim::compressed_forward", "CompositeExplicitAutograd")
-def _forward(*arguments):
-    *fields, want_winners = arguments
-    operands = CompressedOperands(*fields)
+def _forward(operands: CompressedOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
     values = operands.q_values
+    return path("compressed", blocked, values).forward(operands, want_winners, float32_precision(values.dtype))
+
+
+def _check(operands: CompressedOperands, want_winners: bool) -> None:
     check_numbers("maxsim", _of_vectors(operands), want_winners)
-    scores, winners = _path(values).forward(operands, want_winners, float32_precision(values.dtype))
-    if winners is None:
-        shape, dtype = winner_layout(0, 0, 0, want=False)
-        winners = scores.new_empty(shape, dtype=dtype)
-    return scores, winners
 
 
 def _of_vectors(operands: CompressedOperands) -> ScoringOperands:
     """The same sequences over as many document vectors, of which nothing but their number is meant."""
-    vectors = operands.q_values.new_empty(1, 1).expand(len(operands.stored), 1)
+    vectors = operands.q_values.new_empty(1, 1).expand(operands.stored.shape[0], 1)
     return ScoringOperands(
         operands.q_values, operands.q_starts, operands.q_lengths, operands.q_keep,
         vectors, operands.d_starts, operands.d_lengths, operands.d_keep, operands.candidates, None,
@@ -128,46 +92,21 @@ def _of_vectors(operands: CompressedOperands) -> ScoringOperands:
     )  # fmt: skip
 
 
-@torch.library.impl("pylate_fastmaxsim::compressed_backward", "CompositeExplicitAutograd")
-def _backward(grad_scores, winners, *fields):
-    operands = CompressedOperands(*fields)
-    return _path(operands.q_values).backward(grad_scores, winners, operands)
+def _backward(grad_scores: Tensor, winners: Tensor, operands: CompressedOperands) -> Tensor:
+    return path("compressed", blocked, operands.q_values).backward(grad_scores, winners, operands)
 
 
-@torch.library.register_fake("pylate_fastmaxsim::compressed_forward")
-def _forward_fake(*arguments):
-    *fields, want_winners = arguments
-    return fake_scores(CompressedOperands(*fields), want_winners)
+def _backward_fake(grad_scores, winners, operands):
+    return torch.empty_like(operands.q_values, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("pylate_fastmaxsim::compressed_backward")
-def _backward_fake(grad_scores, winners, *fields):
-    return torch.empty_like(CompressedOperands(*fields).q_values, memory_format=torch.contiguous_format)
-
-
-def _setup_context(ctx, inputs, output):
-    *fields, want_winners = inputs
-    operands = CompressedOperands(*fields)
-    ctx.save_for_backward(output[1], *operands.tensors)
-    ctx.sizes, ctx.has_winners = operands.sizes, want_winners
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad_scores, _):
-    grad_q = None
-    if grad_scores is not None:
-        check_winners("maxsim", ctx.has_winners)
-        winners, *tensors = ctx.saved_tensors
-        grad_q = torch.ops.pylate_fastmaxsim.compressed_backward(grad_scores, winners, *tensors, *ctx.sizes)
-    return grad_q, *[None] * len(CompressedOperands._fields)
-
-
-def _differentiate_twice(ctx, *_):
-    raise NotImplementedError("maxsim: second derivatives are not supported; its backward cannot be differentiated.")
-
-
-torch.library.register_autograd("pylate_fastmaxsim::compressed_forward", _differentiate, setup_context=_setup_context)
-torch.library.register_autograd("pylate_fastmaxsim::compressed_backward", _differentiate_twice)
+_scores_and_winners = differentiable(
+    Operator("compressed_forward", _forward, fake_scores, check=_check),
+    ("scores", "winners"),
+    ("q_values",),
+    Operator("compressed_backward", _backward, _backward_fake),
+    where="maxsim",
+)
 
 
 class SavedAsInt8(torch.autograd.Function):
@@ -211,5 +150,5 @@ class SavedAsInt8(torch.autograd.Function):
 def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors as int8, and the scale of each."""
     if runs_kernels(values) and not torch.compiler.is_compiling():
-        return _kernels().round_rows(values.contiguous(), torch.int8)
+        return kernels("compressed").round_rows(values.contiguous(), torch.int8)
     return rounded_queries(values, "int8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -17,6 +18,17 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def runs_kernels(values: Tensor) -> bool:
     """Whether the Triton kernels take such values."""
     return values.is_cuda and values.dtype in KERNEL_DTYPES and has_kernels(values.device)
+
+
+def path(name: str, blocked: ModuleType, values: Tensor) -> ModuleType:
+    """The module that computes an operator of such values: of its kernels, or ``blocked`` PyTorch."""
+    return kernels(name) if runs_kernels(values) else blocked
+
+
+@functools.cache
+def kernels(name: str) -> ModuleType:
+    """The module that launches the kernels of this folder; imported late, since it needs Triton."""
+    return importlib.import_module(f"pylate_fastmaxsim.kernels.{name}.launch")
 
 
 @functools.cache

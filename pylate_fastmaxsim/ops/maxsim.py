@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._dtypes import float32_precision
-from pylate_fastmaxsim._operands import NUM_FIELDS, SCHEMA, ScoringOperands, gradients_of
-from pylate_fastmaxsim._tracing import is_plain, is_plain_backward
-from pylate_fastmaxsim._winners import winner_layout
+from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops.compressed import SavedAsInt8, SavedDocuments, compressed_scores
-from pylate_fastmaxsim.ops.dispatch import runs_kernels
-from pylate_fastmaxsim.ops.operands import check_numbers, check_winners, fake_scores, prepared, recording
+from pylate_fastmaxsim.ops.dispatch import path
+from pylate_fastmaxsim.ops.operands import check_numbers, fake_gradients, fake_scores, prepared, recording
+from pylate_fastmaxsim.ops.registered import Operator, differentiable
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
@@ -107,151 +104,29 @@ def maxsim(
     differentiate = recording("maxsim", operands)
     if differentiate and save_documents and operands.q_values.requires_grad:
         scores = SavedAsInt8.apply(operands.q_values, operands.d_values, operands)
-    elif torch.compiler.is_compiling():
-        scores, _ = torch.ops.pylate_fastmaxsim.maxsim_forward(*operands, differentiate)
-    elif differentiate:
-        scores, _ = _Eager.apply(operands.q_values, operands.d_values, operands)
     else:
-        scores, _ = _eager_forward(operands, False)
+        scores, _ = _scores_and_winners(operands, differentiate)
     return scores
 
 
-def _paths(values: Tensor) -> tuple[ModuleType, ModuleType]:
-    """The modules of forward and backward of such values."""
-    return _kernels() if runs_kernels(values) else (blocked, blocked)
-
-
-@functools.cache
-def _kernels() -> tuple[ModuleType, ModuleType]:
-    from pylate_fastmaxsim.kernels.maxsim import launch as scores
-    from pylate_fastmaxsim.kernels.winner_backward import launch as gradients
-
-    return scores, gradients
-
-
-# Schemas rather than `torch.library.custom_op`, whose wrappers cost the host more per call.
-torch.library.define(
-    "pylate_fastmaxsim::maxsim_forward",
-    f"({SCHEMA}, bool want_winners) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.define(
-    "pylate_fastmaxsim::maxsim_backward",
-    f"(Tensor grad_scores, Tensor winners, {SCHEMA}, bool need_q, bool need_d) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
-
 # The float32 precision is read where the products run, as torch does: in a compiled graph and in the backward too.
-def _scores_and_winners(operands: ScoringOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
+def _forward(operands: ScoringOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
     values = operands.q_values
-    path, _ = _paths(values)
-    return path.forward(operands, want_winners, float32_precision(values.dtype))
+    return path("maxsim", blocked, values).forward(operands, want_winners, float32_precision(values.dtype))
 
 
-def _gradients(
+def _backward(
     grad_scores: Tensor, winners: Tensor, operands: ScoringOperands, need_q: bool, need_d: bool
 ) -> tuple[Tensor, Tensor]:
     values = operands.q_values
-    _, path = _paths(values)
-    return path.backward(grad_scores, winners, operands, float32_precision(values.dtype), need_q, need_d)
+    gradients = path("winner_backward", blocked, values).backward
+    return gradients(grad_scores, winners, operands, float32_precision(values.dtype), need_q, need_d)
 
 
-@torch.library.impl("pylate_fastmaxsim::maxsim_forward", "CompositeExplicitAutograd")
-def _forward(*arguments):
-    *fields, want_winners = arguments
-    operands = ScoringOperands(*fields)
-    check_numbers("maxsim", operands, want_winners)
-    scores, winners = _scores_and_winners(operands, want_winners)
-    if winners is None:
-        # A registered operator returns tensors.
-        shape, dtype = winner_layout(0, 0, 0, want=False)
-        winners = scores.new_empty(shape, dtype=dtype)
-    return scores, winners
-
-
-@torch.library.impl("pylate_fastmaxsim::maxsim_backward", "CompositeExplicitAutograd")
-def _backward(grad_scores, winners, *arguments):
-    *fields, need_q, need_d = arguments
-    return _gradients(grad_scores, winners, ScoringOperands(*fields), need_q, need_d)
-
-
-@torch.library.register_fake("pylate_fastmaxsim::maxsim_forward")
-def _forward_fake(*arguments):
-    *fields, want_winners = arguments
-    return fake_scores(ScoringOperands(*fields), want_winners)
-
-
-@torch.library.register_fake("pylate_fastmaxsim::maxsim_backward")
-def _backward_fake(grad_scores, winners, *arguments):
-    *fields, need_q, need_d = arguments
-    operands = ScoringOperands(*fields)
-    return tuple(
-        values.new_empty(values.shape if need else 0)
-        for values, need in ((operands.q_values, need_q), (operands.d_values, need_d))
-    )
-
-
-def _save(ctx, operands: ScoringOperands, want_winners: bool, winners: Tensor) -> None:
-    ctx.save_for_backward(winners, *operands.tensors)
-    ctx.sizes, ctx.has_winners = operands.sizes, want_winners
-    ctx.set_materialize_grads(False)
-
-
-def _needed_gradients(ctx, grad_scores: Tensor | None, need_q: bool, need_d: bool) -> tuple[Tensor | None, ...]:
-    """Gradients of both matrices of vectors, None for one that is not needed."""
-    if grad_scores is None:
-        return None, None
-    check_winners("maxsim", ctx.has_winners)
-    winners, *tensors = ctx.saved_tensors
-    if is_plain_backward(grad_scores):
-        grad_q, grad_d = _gradients(grad_scores, winners, ScoringOperands(*tensors, *ctx.sizes), need_q, need_d)
-    else:
-        grad_q, grad_d = torch.ops.pylate_fastmaxsim.maxsim_backward(
-            grad_scores, winners, *tensors, *ctx.sizes, need_q, need_d
-        )
-    return grad_q if need_q else None, grad_d if need_d else None
-
-
-def _setup_context(ctx, inputs, output):
-    *fields, want_winners = inputs
-    _save(ctx, ScoringOperands(*fields), want_winners, output[1])
-
-
-def _differentiate(ctx, grad_scores, _):
-    needed = ScoringOperands(*ctx.needs_input_grad[:NUM_FIELDS])
-    gradients = _needed_gradients(ctx, grad_scores, needed.q_values, needed.d_values)
-    return *gradients_of(*gradients), None
-
-
-def _differentiate_twice(ctx, *_):
-    raise NotImplementedError("maxsim: second derivatives are not supported; its backward cannot be differentiated.")
-
-
-torch.library.register_autograd("pylate_fastmaxsim::maxsim_forward", _differentiate, setup_context=_setup_context)
-torch.library.register_autograd("pylate_fastmaxsim::maxsim_backward", _differentiate_twice)
-
-
-def _eager_forward(operands: ScoringOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
-    # The dispatcher costs the host more than a launch.
-    if is_plain(operands.q_values, operands.d_values):
-        return _scores_and_winners(operands, want_winners)
-    return torch.ops.pylate_fastmaxsim.maxsim_forward(*operands, want_winners)
-
-
-class _Eager(torch.autograd.Function):
-    """The registered autograd formula in a third of its host time. A compiled graph takes only the registered one.
-
-    ``q_values`` and ``d_values`` are those of ``operands``, named once more for autograd to see them.
-    """
-
-    @staticmethod
-    def forward(ctx, q_values, d_values, operands):
-        scores, winners = _eager_forward(operands, True)
-        ctx.mark_non_differentiable(winners)
-        _save(ctx, operands, True, winners)
-        return scores, winners
-
-    @staticmethod
-    def backward(ctx, grad_scores, _):
-        return *_needed_gradients(ctx, grad_scores, *ctx.needs_input_grad[:2]), None
+_scores_and_winners = differentiable(
+    Operator("maxsim_forward", _forward, fake_scores, check=partial(check_numbers, "maxsim")),
+    ("scores", "winners"),
+    ("q_values", "d_values"),
+    Operator("maxsim_backward", _backward, fake_gradients),
+    where="maxsim",
+)

@@ -68,7 +68,8 @@ def recording(operator: str, operands: ScoringOperands) -> bool:
     q_values, d_values = operands.q_values, operands.d_values
     if not torch.is_grad_enabled() or not (q_values.requires_grad or d_values.requires_grad):
         return False
-    if not torch.compiler.is_compiling() and q_values.is_cpu and is_plain(operands.q_starts, operands.d_starts):
+    gapless = operands.q_gapless and operands.d_gapless
+    if q_values.is_cpu and not gapless and is_plain(operands.q_starts, operands.d_starts):
         _refuse_shared_rows(operator, operands, and_documents=d_values.requires_grad)
     return True
 
@@ -163,8 +164,11 @@ def check_choice(
             )
 
 
-def check_numbers(operator: str, operands: ScoringOperands, want_winners: bool) -> None:
-    """Raise ValueError where numbers on a CPU do not fit. In a graph they are known only when it runs."""
+def check_numbers(operator: str, operands: ScoringOperands, *settings: object) -> None:
+    """Raise ValueError where numbers on a CPU do not fit. In a graph they are known only when it runs.
+
+    ``settings`` are the operator's further arguments, of which the last says whether winners are wanted.
+    """
     if not operands.q_values.is_cpu:
         return
     TokenBatch(
@@ -175,22 +179,27 @@ def check_numbers(operator: str, operands: ScoringOperands, want_winners: bool) 
         operands.d_values, operands.d_starts, operands.d_lengths, operands.max_d_length,
         operands.d_keep, operands.d_gapless,
     )  # fmt: skip
-    if want_winners:
+    if settings[-1]:
         _refuse_shared_rows(operator, operands, and_documents=False)
 
 
-def check_winners(operator: str, has_winners: bool) -> None:
-    """Raise RuntimeError where no winners were kept, since all gradients would be 0."""
-    if not has_winners:
-        raise RuntimeError(
-            f"{operator}: these scores pass no gradient, because they come from a graph that was traced with vectors that "
-            "required none; trace or export it with vectors that require a gradient."
-        )
-
-
-def fake_scores(operands: ScoringOperands | CompressedOperands, want_winners: bool) -> tuple[Tensor, Tensor]:
+def fake_scores(operands: ScoringOperands | CompressedOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
     """Scores and winners as a graph is traced with, without numbers."""
     values = operands.q_values
     scores = values.new_empty((operands.q_starts.shape[0], operands.num_slots), dtype=sum_dtype(values.dtype))
-    shape, dtype = winner_layout(operands.num_slots, values.shape[0], operands.max_d_length, want_winners)
+    if not want_winners:
+        return scores, None
+    shape, dtype = winner_layout(operands.num_slots, values.shape[0], operands.max_d_length, True)
     return scores, values.new_empty(shape, dtype=dtype)
+
+
+def fake_gradients(
+    grad_scores: Tensor, winners: Tensor, operands: ScoringOperands, *settings: object
+) -> tuple[Tensor, Tensor]:
+    """Gradients of both matrices of vectors as a graph is traced with, without numbers.
+
+    ``settings`` are the backward's further arguments, of which the last two say which gradients are needed.
+    """
+    *_, need_q, need_d = settings
+    q_values, d_values = operands.q_values, operands.d_values
+    return q_values.new_empty(q_values.shape if need_q else 0), d_values.new_empty(d_values.shape if need_d else 0)

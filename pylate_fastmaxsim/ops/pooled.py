@@ -12,13 +12,13 @@ from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
-from pylate_fastmaxsim._operands import NUM_FIELDS, SCHEMA, PoolingNumbers, ScoringOperands, gradients_of
-from pylate_fastmaxsim._tracing import is_plain, is_plain_backward
+from pylate_fastmaxsim._operands import PoolingNumbers, ScoringOperands
 from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.cpu import pooled as blocked
-from pylate_fastmaxsim.ops.dispatch import logger, runs_kernels
+from pylate_fastmaxsim.ops.dispatch import logger, path
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.ops.operands import check_numbers, check_winners, prepared, recording
+from pylate_fastmaxsim.ops.operands import check_numbers, fake_gradients, fake_scores, prepared, recording
+from pylate_fastmaxsim.ops.registered import Operator, differentiable
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
@@ -86,6 +86,7 @@ def pooled_scores(
     pooling: Pooling,
     queries_mask: Tensor | None = None,
     documents_mask: Tensor | None = None,
+    zero_floor: Tensor | None = None,
 ) -> Tensor:
     """Score queries against documents: each live query token pools its similarities to the live tokens of a document.
 
@@ -111,6 +112,9 @@ def pooled_scores(
         With padded queries: tokens that count, ``[Nq, Lq]``, bool or 0/1, any pattern. ``None``: all.
     documents_mask
         With padded documents: tokens that count, ``[Nd, Ld]``. ``None``: all.
+    zero_floor
+        As in :func:`~pylate_fastmaxsim.maxsim`, with ``Max()``. The other poolings, of which no library multiplies masked
+        tokens by 0, leave these out and take no notice of it.
 
     Returns
     -------
@@ -146,26 +150,14 @@ def pooled_scores(
     tensor([[2.0014]])
     """
     check_pooling("pooled_scores", pooling)
-    if is_maximum(pooling):
+    if isinstance(pooling, Max) or pooling == TopK(1):
         return maxsim(
-            queries, documents, candidates,
-            queries_mask=queries_mask, documents_mask=documents_mask,
+            queries, documents, candidates, queries_mask=queries_mask, documents_mask=documents_mask,
+            zero_floor=zero_floor if isinstance(pooling, Max) else None,
         )  # fmt: skip
     operands = prepared("pooled_scores", queries, documents, candidates, queries_mask, documents_mask, None)
-    numbers_ = numbers_of(pooling)
-    differentiate = recording("pooled_scores", operands)
-    if torch.compiler.is_compiling():
-        scores, _ = torch.ops.pylate_fastmaxsim.pooled_forward(*operands, *numbers_, differentiate)
-    elif differentiate:
-        scores, _ = _Eager.apply(operands.q_values, operands.d_values, operands, numbers_)
-    else:
-        scores, _ = _eager_forward(operands, numbers_, False)
+    scores, _ = _scores_and_state(operands, numbers_of(pooling), recording("pooled_scores", operands))
     return scores
-
-
-def is_maximum(pooling: Pooling) -> bool:
-    """Whether :func:`~pylate_fastmaxsim.maxsim` computes it."""
-    return isinstance(pooling, Max) or pooling == TopK(1)
 
 
 def state_bytes(pooling: Pooling, max_d_length: int, dtype: torch.dtype) -> int:
@@ -184,12 +176,11 @@ def numbers_of(pooling: Pooling) -> PoolingNumbers:
 
 def _path(values: Tensor, pooling: PoolingNumbers) -> ModuleType:
     """The module that pools such values."""
-    if not runs_kernels(values):
+    module = path("pooled", blocked, values)
+    if module is not blocked and pooling.k > module.LARGEST_K:
+        _say_that_k_is_large(pooling.k, module.LARGEST_K)
         return blocked
-    if pooling.k > _kernels().LARGEST_K:
-        _say_that_k_is_large(pooling.k, _kernels().LARGEST_K)
-        return blocked
-    return _kernels()
+    return module
 
 
 @functools.cache
@@ -198,35 +189,6 @@ def _say_that_k_is_large(k: int, largest: int) -> None:
         "pooled_scores: TopK(%d) is computed in blocks of PyTorch, which wait for the GPU; the kernels take k up to %d.",
         k,
         largest,
-    )
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    from pylate_fastmaxsim.kernels.pooled import launch
-
-    return launch
-
-
-_POOLING_SCHEMA = "int k, float temperature, bool log_sum_exp"
-torch.library.define(
-    "pylate_fastmaxsim::pooled_forward",
-    f"({SCHEMA}, {_POOLING_SCHEMA}, bool want_state) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.define(
-    "pylate_fastmaxsim::pooled_backward",
-    f"(Tensor grad_scores, Tensor state, {SCHEMA}, {_POOLING_SCHEMA}, bool need_q, bool need_d) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_END_OF_POOLING = NUM_FIELDS + len(PoolingNumbers._fields)
-
-
-def _split(arguments: tuple) -> tuple[ScoringOperands, PoolingNumbers, tuple]:
-    return (
-        ScoringOperands(*arguments[:NUM_FIELDS]),
-        PoolingNumbers(*arguments[NUM_FIELDS:_END_OF_POOLING]),
-        arguments[_END_OF_POOLING:],
     )
 
 
@@ -244,12 +206,14 @@ def of_each_winner(grad_scores: Tensor, operands: ScoringOperands, k: int) -> Te
     return grad_scores / (counts if operands.candidates is None else counts[operands.candidates])
 
 
-def _scores_and_state(operands: ScoringOperands, pooling: PoolingNumbers, want_state: bool):
+def _forward(operands: ScoringOperands, pooling: PoolingNumbers, want_state: bool) -> tuple[Tensor, Tensor | None]:
     values = operands.q_values
     return _path(values, pooling).forward(operands, pooling, want_state, float32_precision(values.dtype))
 
 
-def _gradients(grad_scores, state, operands, pooling, need_q, need_d) -> tuple[Tensor, Tensor]:
+def _backward(
+    grad_scores: Tensor, state: Tensor, operands: ScoringOperands, pooling: PoolingNumbers, need_q: bool, need_d: bool
+) -> tuple[Tensor, Tensor]:
     values = operands.q_values
     if pooling.k:
         grad_scores = of_each_winner(grad_scores, operands, pooling.k)
@@ -257,113 +221,21 @@ def _gradients(grad_scores, state, operands, pooling, need_q, need_d) -> tuple[T
     return _path(values, pooling).backward(grad_scores, state, operands, pooling, precision, need_q, need_d)
 
 
-def _state_layout(
-    operands: ScoringOperands, pooling: PoolingNumbers, want: bool
-) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of what the forward keeps: winners, or numbers for each query row and document."""
-    if not want:
-        return (0, 0, 0), torch.uint8 if pooling.k else sum_dtype(operands.q_values.dtype)
+def _forward_fake(operands, pooling, want_state):
+    scores, _ = fake_scores(operands, False)
+    if not want_state:
+        return scores, None
+    # Winners, or numbers for each query row and document.
     slots, rows = operands.num_slots, operands.q_values.shape[0]
     if pooling.k:
-        return (slots, pooling.k, rows), winner_dtype(operands.max_d_length)
-    return (1 if pooling.log_sum_exp else 2, slots, rows), sum_dtype(operands.q_values.dtype)
+        return scores, scores.new_empty((slots, pooling.k, rows), dtype=winner_dtype(operands.max_d_length))
+    return scores, scores.new_empty(1 if pooling.log_sum_exp else 2, slots, rows)
 
 
-@torch.library.impl("pylate_fastmaxsim::pooled_forward", "CompositeExplicitAutograd")
-def _forward(*arguments):
-    operands, pooling, (want_state,) = _split(arguments)
-    check_numbers("pooled_scores", operands, want_state)
-    scores, state = _scores_and_state(operands, pooling, want_state)
-    if state is None:
-        # A registered operator returns tensors.
-        shape, dtype = _state_layout(operands, pooling, want=False)
-        state = scores.new_empty(shape, dtype=dtype)
-    return scores, state
-
-
-@torch.library.impl("pylate_fastmaxsim::pooled_backward", "CompositeExplicitAutograd")
-def _backward(grad_scores, state, *arguments):
-    operands, pooling, needed = _split(arguments)
-    return _gradients(grad_scores, state, operands, pooling, *needed)
-
-
-@torch.library.register_fake("pylate_fastmaxsim::pooled_forward")
-def _forward_fake(*arguments):
-    operands, pooling, (want_state,) = _split(arguments)
-    values = operands.q_values
-    scores = values.new_empty((operands.q_starts.shape[0], operands.num_slots), dtype=sum_dtype(values.dtype))
-    shape, dtype = _state_layout(operands, pooling, want_state)
-    return scores, values.new_empty(shape, dtype=dtype)
-
-
-@torch.library.register_fake("pylate_fastmaxsim::pooled_backward")
-def _backward_fake(grad_scores, state, *arguments):
-    operands, _, (need_q, need_d) = _split(arguments)
-    return tuple(
-        values.new_empty(values.shape if need else 0)
-        for values, need in ((operands.q_values, need_q), (operands.d_values, need_d))
-    )
-
-
-def _save(ctx, operands: ScoringOperands, pooling: PoolingNumbers, want_state: bool, state: Tensor) -> None:
-    ctx.save_for_backward(state, *operands.tensors)
-    ctx.sizes, ctx.pooling, ctx.has_state = operands.sizes, pooling, want_state
-    ctx.set_materialize_grads(False)
-
-
-def _needed_gradients(ctx, grad_scores: Tensor | None, need_q: bool, need_d: bool) -> tuple[Tensor | None, ...]:
-    if grad_scores is None:
-        return None, None
-    check_winners("pooled_scores", ctx.has_state)
-    state, *tensors = ctx.saved_tensors
-    operands = ScoringOperands(*tensors, *ctx.sizes)
-    if is_plain_backward(grad_scores):
-        grad_q, grad_d = _gradients(grad_scores, state, operands, ctx.pooling, need_q, need_d)
-    else:
-        grad_q, grad_d = torch.ops.pylate_fastmaxsim.pooled_backward(
-            grad_scores, state, *operands, *ctx.pooling, need_q, need_d
-        )
-    return grad_q if need_q else None, grad_d if need_d else None
-
-
-def _setup_context(ctx, inputs, output):
-    operands, pooling, (want_state,) = _split(inputs)
-    _save(ctx, operands, pooling, want_state, output[1])
-
-
-def _differentiate(ctx, grad_scores, _):
-    needed = ScoringOperands(*ctx.needs_input_grad[:NUM_FIELDS])
-    gradients = _needed_gradients(ctx, grad_scores, needed.q_values, needed.d_values)
-    return *gradients_of(*gradients), *[None] * (len(PoolingNumbers._fields) + 1)
-
-
-def _differentiate_twice(ctx, *_):
-    raise NotImplementedError(
-        "pooled_scores: second derivatives are not supported; its backward cannot be differentiated."
-    )
-
-
-torch.library.register_autograd("pylate_fastmaxsim::pooled_forward", _differentiate, setup_context=_setup_context)
-torch.library.register_autograd("pylate_fastmaxsim::pooled_backward", _differentiate_twice)
-
-
-def _eager_forward(operands: ScoringOperands, pooling: PoolingNumbers, want_state: bool):
-    # The dispatcher costs the host more than a launch.
-    if is_plain(operands.q_values, operands.d_values):
-        return _scores_and_state(operands, pooling, want_state)
-    return torch.ops.pylate_fastmaxsim.pooled_forward(*operands, *pooling, want_state)
-
-
-class _Eager(torch.autograd.Function):
-    """The registered autograd formula in less host time, as for MaxSim."""
-
-    @staticmethod
-    def forward(ctx, q_values, d_values, operands, pooling):
-        scores, state = _eager_forward(operands, pooling, True)
-        ctx.mark_non_differentiable(state)
-        _save(ctx, operands, pooling, True, state)
-        return scores, state
-
-    @staticmethod
-    def backward(ctx, grad_scores, _):
-        return *_needed_gradients(ctx, grad_scores, *ctx.needs_input_grad[:2]), None, None
+_scores_and_state = differentiable(
+    Operator("pooled_forward", _forward, _forward_fake, check=functools.partial(check_numbers, "pooled_scores")),
+    ("scores", "state"),
+    ("q_values", "d_values"),
+    Operator("pooled_backward", _backward, fake_gradients),
+    where="pooled_scores",
+)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
 from typing import Literal
 
 import torch
@@ -12,9 +10,10 @@ from torch import Tensor
 from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim.cpu import projection as blocked
-from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, runs_kernels
+from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, path
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.operands import as_batch, check_choice, refuse_transforms
+from pylate_fastmaxsim.ops.registered import Operator, differentiable
 from pylate_fastmaxsim.tokens import TokenBatch
 
 Projected = Literal["documents", "queries", "both"]
@@ -152,12 +151,7 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     _check(hidden, weight, bias, autocast)
     # Not view(-1, d_model), which has no number of rows if d_model is 0.
     rows = hidden.flatten(0, -2) if hidden.dim() > 1 else hidden.unsqueeze(0)
-    differentiate = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
-    )
-    directly = differentiate and not torch.compiler.is_compiling()
-    forward = _Eager.apply if directly else torch.ops.pylate_fastmaxsim.project_forward
-    embeddings, _ = forward(rows, weight, bias, normalize)
+    embeddings, _ = _embeddings_and_norms(rows, weight, bias, normalize)
     return embeddings.view(*hidden.shape[:-1], weight.shape[0]) if hidden.dim() != 2 else embeddings
 
 
@@ -188,52 +182,27 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) 
         )
 
 
-def _path(values: Tensor) -> ModuleType:
-    """The module that projects such values."""
-    return _kernels() if runs_kernels(values) else blocked
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    from pylate_fastmaxsim.kernels.projection import launch
-
-    return launch
-
-
-# Schemas rather than `torch.library.custom_op`, whose wrappers cost the host more per call.
-torch.library.define(
-    "pylate_fastmaxsim::project_forward",
-    "(Tensor hidden, Tensor weight, Tensor? bias, bool normalize) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.define(
-    "pylate_fastmaxsim::project_backward",
-    "(Tensor grad, Tensor hidden, Tensor weight, Tensor embeddings, Tensor inverse_norms, bool normalize, "
-    "bool need_hidden, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
-
 # The float32 precision is read where the products run, as torch does: in a compiled graph and in the backward too.
-@torch.library.impl("pylate_fastmaxsim::project_forward", "CompositeExplicitAutograd")
-def _forward(hidden, weight, bias, normalize):
-    return _path(hidden).forward(hidden, weight, bias, normalize, float32_precision(hidden.dtype))
-
-
-@torch.library.impl("pylate_fastmaxsim::project_backward", "CompositeExplicitAutograd")
-def _backward(grad, hidden, weight, embeddings, inverse_norms, normalize, *needs):
+def _forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
     precision = float32_precision(hidden.dtype)
-    return _path(hidden).backward(grad, hidden, weight, embeddings, inverse_norms, normalize, precision, *needs)
+    return path("projection", blocked, hidden).forward(hidden, weight, bias, normalize, precision)
 
 
-@torch.library.register_fake("pylate_fastmaxsim::project_forward")
+def _backward(
+    grad: Tensor, hidden: Tensor, weight: Tensor, embeddings: Tensor, inverse_norms: Tensor, normalize: bool,
+    need_hidden: bool, need_weight: bool, need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    gradients = path("projection", blocked, hidden).backward
+    precision, needs = float32_precision(hidden.dtype), (need_hidden, need_weight, need_bias)
+    return gradients(grad, hidden, weight, embeddings, inverse_norms, normalize, precision, *needs)
+
+
 def _forward_fake(hidden, weight, bias, normalize):
     rows = hidden.shape[0]
     inverse_norms = hidden.new_empty(rows if normalize else 0, dtype=sum_dtype(hidden.dtype))
     return hidden.new_empty(rows, weight.shape[0]), inverse_norms
 
 
-@torch.library.register_fake("pylate_fastmaxsim::project_backward")
 def _backward_fake(
     grad, hidden, weight, embeddings, inverse_norms, normalize, need_hidden, need_weight, need_bias
 ):  # fmt: skip
@@ -244,39 +213,10 @@ def _backward_fake(
     )
 
 
-def _save_for_backward(ctx, inputs, output):
-    hidden, weight, _, normalize = inputs
-    ctx.save_for_backward(hidden, weight, *output)
-    ctx.normalize = normalize
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad, _):
-    if grad is None:
-        return (None,) * 4
-    needs = list(ctx.needs_input_grad[:3])
-    gradients = torch.ops.pylate_fastmaxsim.project_backward(grad, *ctx.saved_tensors, ctx.normalize, *needs)
-    return *(gradient if need else None for gradient, need in zip(gradients, needs, strict=True)), None
-
-
-def _differentiate_twice(ctx, *_):
-    raise NotImplementedError(
-        "project_normalize: second derivatives are not supported; its backward cannot be differentiated."
-    )
-
-
-class _Eager(torch.autograd.Function):
-    """The registered autograd formula in less host time. A compiled graph takes only the registered one."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        output = torch.ops.pylate_fastmaxsim.project_forward(*arguments)
-        ctx.mark_non_differentiable(output[1])
-        _save_for_backward(ctx, arguments, output)
-        return output
-
-    backward = staticmethod(_differentiate)
-
-
-torch.library.register_autograd("pylate_fastmaxsim::project_forward", _differentiate, setup_context=_save_for_backward)
-torch.library.register_autograd("pylate_fastmaxsim::project_backward", _differentiate_twice)
+_embeddings_and_norms = differentiable(
+    Operator("project_forward", _forward, _forward_fake),
+    ("embeddings", "inverse_norms"),
+    ("hidden", "weight", "bias"),
+    Operator("project_backward", _backward, _backward_fake),
+    where="project_normalize",
+)

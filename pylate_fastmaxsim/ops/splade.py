@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
 from typing import Literal
 
 import torch
@@ -11,12 +9,13 @@ from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
-from pylate_fastmaxsim._operands import SPLADE_SCHEMA, SpladeOperands
-from pylate_fastmaxsim._tracing import is_plain, is_plain_backward
+from pylate_fastmaxsim._operands import SpladeOperands
+from pylate_fastmaxsim._tracing import is_plain
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.cpu import splade as blocked
-from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, runs_kernels
-from pylate_fastmaxsim.ops.operands import check_winners, raise_shared_rows, refuse_transforms
+from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, path
+from pylate_fastmaxsim.ops.operands import raise_shared_rows, refuse_transforms
+from pylate_fastmaxsim.ops.registered import Operator, differentiable
 from pylate_fastmaxsim.tokens import TokenBatch, share_rows
 
 ActivationFunction = Literal["relu", "log1p_relu"] | None
@@ -93,13 +92,7 @@ def splade_pool(
             [ 0., -1.]])
     """
     operands = _prepared(hidden, weight, bias, mask, activation_function, log1p)
-    differentiate = _recording(operands)
-    if torch.compiler.is_compiling():
-        values, _ = torch.ops.pylate_fastmaxsim.splade_forward(*operands, differentiate)
-    elif differentiate:
-        values, _ = _Eager.apply(operands.hidden, operands.weight, operands.bias, operands)
-    else:
-        values, _ = _eager_forward(operands, False)
+    values, _ = _values_and_winners(operands, _recording(operands))
     return values
 
 
@@ -195,81 +188,37 @@ def _recording(operands: SpladeOperands) -> bool:
     return hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
 
 
-def _path(values: Tensor) -> ModuleType:
-    """The module of forward and backward of such hidden states."""
-    return _kernels() if runs_kernels(values) else blocked
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    from pylate_fastmaxsim.kernels.splade import launch
-
-    return launch
-
-
-# Schemas rather than `torch.library.custom_op`, whose wrappers cost the host more per call.
-torch.library.define(
-    "pylate_fastmaxsim::splade_forward",
-    f"({SPLADE_SCHEMA}, bool want_winners) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.define(
-    "pylate_fastmaxsim::splade_backward",
-    f"(Tensor grad, Tensor values, Tensor winners, {SPLADE_SCHEMA}, "
-    "bool need_hidden, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
-
 # The float32 precision is read where the products run, as torch does: in a compiled graph and in the backward too.
-def _values_and_winners(operands: SpladeOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
-    return _path(operands.hidden).forward(operands, want_winners, float32_precision(operands.hidden.dtype))
+def _forward(operands: SpladeOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
+    hidden = operands.hidden
+    return path("splade", blocked, hidden).forward(operands, want_winners, float32_precision(hidden.dtype))
 
 
-def _gradients(
-    grad: Tensor, values: Tensor, winners: Tensor, operands: SpladeOperands, needs: tuple[bool, bool, bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    precision = float32_precision(operands.hidden.dtype)
-    return _path(operands.hidden).backward(grad, values, winners, operands, precision, *needs)
+def _check_numbers(operands: SpladeOperands, want_winners: bool) -> None:
+    hidden, starts, lengths, keep, *_ = operands
+    if hidden.is_cpu:
+        TokenBatch(hidden, starts, lengths, operands.max_length, keep, operands.gapless)
 
 
-@torch.library.impl("pylate_fastmaxsim::splade_forward", "CompositeExplicitAutograd")
-def _forward(*arguments):
-    *fields, want_winners = arguments
-    operands = SpladeOperands(*fields)
-    if operands.hidden.is_cpu:
-        # In a graph the numbers are known only when it runs.
-        TokenBatch(
-            operands.hidden, operands.starts, operands.lengths, operands.max_length, operands.keep, operands.gapless
-        )
-    values, winners = _values_and_winners(operands, want_winners)
-    if winners is None:
-        # A registered operator returns tensors.
-        shape, dtype = winner_layout(0, 0, 0, want=False)
-        winners = values.new_empty(shape, dtype=dtype)
-    return values, winners
-
-
-@torch.library.impl("pylate_fastmaxsim::splade_backward", "CompositeExplicitAutograd")
-def _backward(grad, values, winners, *arguments):
-    *fields, need_hidden, need_weight, need_bias = arguments
-    return _gradients(grad, values, winners, SpladeOperands(*fields), (need_hidden, need_weight, need_bias))
-
-
-@torch.library.register_fake("pylate_fastmaxsim::splade_forward")
-def _forward_fake(*arguments):
-    *fields, want_winners = arguments
-    operands = SpladeOperands(*fields)
+def _forward_fake(operands, want_winners):
     texts, vocabulary = operands.starts.shape[0], operands.weight.shape[0]
     values = operands.hidden.new_empty((texts, vocabulary), dtype=sum_dtype(operands.hidden.dtype))
-    shape, dtype = winner_layout(texts, vocabulary, operands.max_length, want_winners)
+    if not want_winners:
+        return values, None
+    shape, dtype = winner_layout(texts, vocabulary, operands.max_length, True)
     return values, values.new_empty(shape, dtype=dtype)
 
 
-@torch.library.register_fake("pylate_fastmaxsim::splade_backward")
-def _backward_fake(grad, values, winners, *arguments):
-    *fields, need_hidden, need_weight, need_bias = arguments
-    operands = SpladeOperands(*fields)
+def _backward(
+    grad: Tensor, values: Tensor, winners: Tensor, operands: SpladeOperands,
+    need_hidden: bool, need_weight: bool, need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    gradients = path("splade", blocked, operands.hidden).backward
+    precision = float32_precision(operands.hidden.dtype)
+    return gradients(grad, values, winners, operands, precision, need_hidden, need_weight, need_bias)
+
+
+def _backward_fake(grad, values, winners, operands, need_hidden, need_weight, need_bias):
     hidden, weight = operands.hidden, operands.weight
     return (
         hidden.new_empty(hidden.shape if need_hidden else 0),
@@ -278,71 +227,10 @@ def _backward_fake(grad, values, winners, *arguments):
     )
 
 
-def _save(ctx, operands: SpladeOperands, want_winners: bool, values: Tensor, winners: Tensor) -> None:
-    ctx.save_for_backward(values, winners, *operands.tensors)
-    ctx.sizes, ctx.has_winners = operands.sizes, want_winners
-    ctx.set_materialize_grads(False)
-
-
-def _needed_gradients(ctx, grad: Tensor | None, needs: tuple[bool, bool, bool]) -> tuple[Tensor | None, ...]:
-    """Gradients of hidden states, weight and bias, None for one that is not needed."""
-    if grad is None:
-        return None, None, None
-    check_winners("splade_pool", ctx.has_winners)
-    values, winners, *tensors = ctx.saved_tensors
-    operands = SpladeOperands(*tensors, *ctx.sizes)
-    if is_plain_backward(grad):
-        gradients = _gradients(grad, values, winners, operands, needs)
-    else:
-        gradients = torch.ops.pylate_fastmaxsim.splade_backward(grad, values, winners, *operands, *needs)
-    return tuple(gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
-
-
-def _setup_context(ctx, inputs, output):
-    *fields, want_winners = inputs
-    _save(ctx, SpladeOperands(*fields), want_winners, *output)
-
-
-_NO_GRADIENTS = SpladeOperands(*[None] * len(SpladeOperands._fields))
-
-
-def _differentiate(ctx, grad, _):
-    *needs, _ = ctx.needs_input_grad
-    needs = SpladeOperands(*needs)
-    hidden, weight, bias = _needed_gradients(ctx, grad, (needs.hidden, needs.weight, needs.bias))
-    return *_NO_GRADIENTS._replace(hidden=hidden, weight=weight, bias=bias), None
-
-
-def _differentiate_twice(ctx, *_):
-    raise NotImplementedError(
-        "splade_pool: second derivatives are not supported; its backward cannot be differentiated."
-    )
-
-
-torch.library.register_autograd("pylate_fastmaxsim::splade_forward", _differentiate, setup_context=_setup_context)
-torch.library.register_autograd("pylate_fastmaxsim::splade_backward", _differentiate_twice)
-
-
-def _eager_forward(operands: SpladeOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
-    # The dispatcher costs the host more than a launch.
-    if is_plain(operands.hidden, operands.weight):
-        return _values_and_winners(operands, want_winners)
-    return torch.ops.pylate_fastmaxsim.splade_forward(*operands, want_winners)
-
-
-class _Eager(torch.autograd.Function):
-    """The registered autograd formula in a third of its host time. A compiled graph takes only the registered one.
-
-    ``hidden``, ``weight`` and ``bias`` are those of ``operands``, named once more for autograd to see them.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, operands):
-        values, winners = _eager_forward(operands, True)
-        ctx.mark_non_differentiable(winners)
-        _save(ctx, operands, True, values, winners)
-        return values, winners
-
-    @staticmethod
-    def backward(ctx, grad, _):
-        return *_needed_gradients(ctx, grad, ctx.needs_input_grad[:3]), None
+_values_and_winners = differentiable(
+    Operator("splade_forward", _forward, _forward_fake, check=_check_numbers),
+    ("values", "winners"),
+    ("hidden", "weight", "bias"),
+    Operator("splade_backward", _backward, _backward_fake),
+    where="splade_pool",
+)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from types import ModuleType
+from functools import partial
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._dtypes import float32_precision
-from pylate_fastmaxsim._operands import NUM_FIELDS, SCHEMA, ScoringOperands, gradients_of
+from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.cpu import xtr as blocked
 from pylate_fastmaxsim.ops import maxsim as _maxsim  # noqa: F401  registers the backward
-from pylate_fastmaxsim.ops.dispatch import runs_kernels
-from pylate_fastmaxsim.ops.operands import check_numbers, check_winners, fake_scores, prepared, recording
+from pylate_fastmaxsim.ops.dispatch import path
+from pylate_fastmaxsim.ops.operands import check_numbers, fake_scores, prepared, recording
+from pylate_fastmaxsim.ops.registered import Operator, differentiable
 from pylate_fastmaxsim.tokens import TokenBatch
 
 Normalizer = Literal["positive", "retrieved"]
@@ -110,12 +110,7 @@ def xtr_scores(
         k = min(k, sys.maxsize)  # more tokens there cannot be
     _check_normalizer(normalizer, zero_floor)
     operands = prepared("xtr_scores", queries, documents, candidates, queries_mask, documents_mask, zero_floor)
-    differentiate = recording("xtr_scores", operands)
-    count_retrieved = normalizer == "retrieved"
-    if differentiate and not torch.compiler.is_compiling():
-        scores, *_ = _Eager.apply(operands.q_values, operands.d_values, operands, k, count_retrieved)
-    else:
-        scores, *_ = torch.ops.pylate_fastmaxsim.xtr_forward(*operands, k, count_retrieved, differentiate)
+    scores, *_ = _scores_and_winners(operands, k, normalizer == "retrieved", recording("xtr_scores", operands))
     return scores
 
 
@@ -126,88 +121,35 @@ def _check_normalizer(normalizer: Normalizer, zero_floor: Tensor | None) -> None
         raise ValueError('xtr_scores: zero_floor goes with normalizer="positive" only.')
 
 
-def _path(values: Tensor) -> ModuleType:
-    """The module that scores such values."""
-    return _kernels() if runs_kernels(values) else blocked
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    from pylate_fastmaxsim.kernels.xtr import launch
-
-    return launch
-
-
-torch.library.define(
-    "pylate_fastmaxsim::xtr_forward",
-    f"({SCHEMA}, SymInt k, bool count_retrieved, bool want_winners) -> (Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
-
-@torch.library.impl("pylate_fastmaxsim::xtr_forward", "CompositeExplicitAutograd")
-def _forward(*arguments):
+def _forward(
+    operands: ScoringOperands, k: int | SymInt, count_retrieved: bool, want_winners: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Scores, what their sums were divided by, and winners."""
-    *fields, k, count_retrieved, want_winners = arguments
-    operands = ScoringOperands(*fields)
-    check_numbers("xtr_scores", operands, want_winners)
     values = operands.q_values
     precision = float32_precision(values.dtype)
-    sums, counts, winners = _path(values).forward(operands, k, count_retrieved, want_winners, precision)
+    scored = path("xtr", blocked, values).forward(operands, k, count_retrieved, want_winners, precision)
+    sums, counts, winners = scored
     counts = counts.clamp_(min=_SMALLEST_COUNT)
     return sums.div_(counts), counts, winners
 
 
-@torch.library.register_fake("pylate_fastmaxsim::xtr_forward")
-def _forward_fake(*arguments):
-    *fields, _, _, want_winners = arguments
-    scores, winners = fake_scores(ScoringOperands(*fields), want_winners)
+def _forward_fake(operands, k, count_retrieved, want_winners):
+    scores, winners = fake_scores(operands, want_winners)
     return scores, torch.empty_like(scores), winners
 
 
-def _save(ctx, operands: ScoringOperands, want_winners: bool, output: tuple[Tensor, ...]) -> None:
-    _, counts, winners = output
-    ctx.save_for_backward(counts, winners, *operands.tensors)
-    ctx.sizes, ctx.has_winners = operands.sizes, want_winners
-    ctx.set_materialize_grads(False)
-
-
-def _needed_gradients(ctx, grad_scores: Tensor | None, need_q: bool, need_d: bool) -> tuple[Tensor | None, ...]:
-    if grad_scores is None:
-        return None, None
-    check_winners("xtr_scores", ctx.has_winners)
-    counts, winners, *tensors = ctx.saved_tensors
+def _backward(
+    grad_scores: Tensor, counts: Tensor, winners: Tensor, operands: ScoringOperands, need_q: bool, need_d: bool
+) -> tuple[Tensor, Tensor]:
     # Given the winners, a score is a sum, as in MaxSim.
-    grad_q, grad_d = torch.ops.pylate_fastmaxsim.maxsim_backward(
-        grad_scores / counts, winners, *tensors, *ctx.sizes, need_q, need_d
-    )
-    return grad_q if need_q else None, grad_d if need_d else None
+    gradients = torch.ops.pylate_fastmaxsim.maxsim_backward
+    return gradients(grad_scores / counts, winners, *operands, need_q, need_d)
 
 
-def _setup_context(ctx, inputs, output):
-    *fields, _, _, want_winners = inputs
-    _save(ctx, ScoringOperands(*fields), want_winners, output)
-
-
-def _differentiate(ctx, grad_scores, *_):
-    needed = ScoringOperands(*ctx.needs_input_grad[:NUM_FIELDS])
-    gradients = _needed_gradients(ctx, grad_scores, needed.q_values, needed.d_values)
-    return *gradients_of(*gradients), None, None, None
-
-
-torch.library.register_autograd("pylate_fastmaxsim::xtr_forward", _differentiate, setup_context=_setup_context)
-
-
-class _Eager(torch.autograd.Function):
-    """The registered autograd formula in less host time, as for MaxSim."""
-
-    @staticmethod
-    def forward(ctx, q_values, d_values, operands, k, count_retrieved):
-        output = torch.ops.pylate_fastmaxsim.xtr_forward(*operands, k, count_retrieved, True)
-        ctx.mark_non_differentiable(*output[1:])
-        _save(ctx, operands, True, output)
-        return output
-
-    @staticmethod
-    def backward(ctx, grad_scores, *_):
-        return *_needed_gradients(ctx, grad_scores, *ctx.needs_input_grad[:2]), None, None, None
+_scores_and_winners = differentiable(
+    Operator("xtr_forward", _forward, _forward_fake, check=partial(check_numbers, "xtr_scores")),
+    ("scores", "counts", "winners"),
+    ("q_values", "d_values"),
+    _backward,
+    where="xtr_scores",
+)

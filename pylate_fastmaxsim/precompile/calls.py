@@ -10,7 +10,7 @@ from torch import Tensor
 from pylate_fastmaxsim.codec import ResidualCodec
 from pylate_fastmaxsim.compressed import CompressedBatch, Fp8, Int8, Residual
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.ops.pooled import is_maximum, pooled_scores
+from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.ops.projection import project_normalize
 from pylate_fastmaxsim.ops.splade import splade_pool
 from pylate_fastmaxsim.ops.xtr import xtr_scores
@@ -50,9 +50,7 @@ def _scores(call: Call, device: torch.device) -> Tensor:
         return xtr_scores(queries, documents, shape.xtr, candidates, normalizer="retrieved")
     if call.score == "xtr":
         return xtr_scores(queries, documents, shape.xtr, candidates, **floor)
-    if is_maximum(call.score):
-        return maxsim(queries, documents, candidates, **floor)
-    return pooled_scores(queries, documents, candidates, pooling=call.score)
+    return pooled_scores(queries, documents, candidates, pooling=call.score, **floor)
 
 
 def _batch(call: Call, count: int, rows: int, longest: int, masked: bool, device: torch.device) -> TokenBatch:

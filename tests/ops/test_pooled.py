@@ -70,6 +70,15 @@ def test_maximum_and_the_best_one_are_maxsim():
     assert torch.equal(pooled_scores(queries, documents, pooling=TopK(1)), expected)
 
 
+@pytest.mark.parametrize("pooling", [Max(), TopK(1), TopK(2), Softmax(1.0), LogSumExp(0.5)], ids=str)
+def test_only_the_maximum_starts_at_the_floor(pooling):
+    queries, documents = batches()
+    floor = torch.ones(len(documents), dtype=torch.bool)
+    scores = pooled_scores(queries, documents, pooling=pooling, zero_floor=floor)
+    floored, free = maxsim(queries, documents, zero_floor=floor), pooled_scores(queries, documents, pooling=pooling)
+    assert torch.equal(scores, floored if isinstance(pooling, Max) else free) and not torch.equal(floored, free)
+
+
 @pytest.mark.parametrize("pooling", [kind(value) for kind in (Softmax, LogSumExp) for value in (1e-30, 1e30)], ids=str)
 def test_the_least_and_the_largest_temperature_give_numbers(pooling):
     queries, documents = batches()

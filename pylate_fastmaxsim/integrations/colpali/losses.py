@@ -36,7 +36,6 @@ from pylate_fastmaxsim.integrations.patching.fallback import (
     replaces,
 )
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, pooled_scores
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -190,10 +189,9 @@ def _live(embeddings: Tensor) -> _Live:
 
 
 def _score(options: Options, queries: _Live, documents: _Live, candidates: Tensor | None = None) -> Tensor:
-    given = queries.tokens, documents.tokens, candidates
-    if isinstance(options.pooling, Max):
-        return maxsim(*given, zero_floor=documents.has_zeros)
-    return pooled_scores(*given, pooling=options.pooling)
+    return pooled_scores(
+        queries.tokens, documents.tokens, candidates, pooling=options.pooling, zero_floor=documents.has_zeros
+    )
 
 
 def _smooth_score(

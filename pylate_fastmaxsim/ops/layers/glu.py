@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
-
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear
 
-from pylate_fastmaxsim.ops.dispatch import runs_kernels
+from pylate_fastmaxsim.ops.dispatch import kernels, runs_kernels
+from pylate_fastmaxsim.ops.registered import Operator, differentiable
 
 
 def geglu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -50,76 +48,48 @@ def geglu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.pylate_fastmaxsim.geglu_linear(x, weight, bias)
 
 
-@functools.cache
-def _kernels() -> ModuleType:
-    from pylate_fastmaxsim.kernels.layers import launch
-
-    return launch
-
-
-torch.library.define(
-    "pylate_fastmaxsim::geglu_linear",
-    "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.define(
-    "pylate_fastmaxsim::geglu_linear_backward",
-    "(Tensor grad, Tensor x, Tensor weight, bool need_x, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
-
 def _plain(x: Tensor) -> Tensor:
     inputs, gate = x.chunk(2, dim=1)
     return gelu(inputs) * gate
 
 
-@torch.library.impl("pylate_fastmaxsim::geglu_linear", ("cpu", "cuda"))
-def _forward(x, weight, bias):
-    hidden = _kernels().glu(x.contiguous()) if runs_kernels(x) else _plain(x)
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    hidden = kernels("layers").glu(x.contiguous()) if runs_kernels(x) else _plain(x)
     return linear(hidden, weight, bias)
 
 
-@torch.library.impl("pylate_fastmaxsim::geglu_linear_backward", ("cpu", "cuda"))
-def _backward(grad, x, weight, need_x, need_weight, need_bias):
-    nothing = x.new_empty
+def _backward(
+    grad: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool, need_bias: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     if runs_kernels(x):
-        grad_x, hidden = _kernels().glu_gradient(x.contiguous(), grad @ weight, need_weight)
+        grad_x, hidden = kernels("layers").glu_gradient(x.contiguous(), grad @ weight, need_weight)
     else:
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             hidden = _plain(leaf)
         (grad_x,) = torch.autograd.grad(hidden, leaf, grad @ weight)
     return (
-        grad_x if need_x else nothing(0),
-        grad.t() @ hidden.detach() if need_weight else nothing(0),
-        grad.sum(dim=0) if need_bias else nothing(0),
+        grad_x if need_x else None,
+        grad.t() @ hidden.detach() if need_weight else None,
+        grad.sum(dim=0) if need_bias else None,
     )
 
 
-@torch.library.register_fake("pylate_fastmaxsim::geglu_linear")
 def _forward_fake(x, weight, bias):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-@torch.library.register_fake("pylate_fastmaxsim::geglu_linear_backward")
 def _backward_fake(grad, x, weight, need_x, need_weight, need_bias):
     return (
-        x.new_empty(x.shape if need_x else 0),
-        x.new_empty(weight.shape if need_weight else 0),
-        x.new_empty(weight.shape[0] if need_bias else 0),
+        x.new_empty(x.shape) if need_x else None,
+        x.new_empty(weight.shape) if need_weight else None,
+        x.new_empty(weight.shape[0]) if need_bias else None,
     )
 
 
-def _save_for_backward(ctx, inputs, output):
-    x, weight, _ = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _differentiate(ctx, grad):
-    needs = ctx.needs_input_grad
-    gradients = torch.ops.pylate_fastmaxsim.geglu_linear_backward(grad, *ctx.saved_tensors, *needs)
-    return tuple(gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
-
-
-torch.library.register_autograd("pylate_fastmaxsim::geglu_linear", _differentiate, setup_context=_save_for_backward)
+differentiable(
+    Operator("geglu_linear", _forward, _forward_fake, devices=("cpu", "cuda")),
+    ("output",),
+    ("x", "weight", "bias"),
+    Operator("geglu_linear_backward", _backward, _backward_fake, devices=("cpu", "cuda")),
+)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.ops.dispatch import runs_kernels
+from pylate_fastmaxsim.ops.dispatch import kernels, runs_kernels
+from pylate_fastmaxsim.ops.registered import Operator
 
 
 def norm_with_residual(
@@ -93,40 +91,27 @@ class _NormWithResidual(torch.autograd.Function):
         )
 
 
-@functools.cache
-def _kernels() -> ModuleType:
-    from pylate_fastmaxsim.kernels.layers import launch
-
-    return launch
-
-
-torch.library.define(
-    "pylate_fastmaxsim::norm_with_residual_backward",
-    "(Tensor grad, Tensor grad_total, Tensor total, Tensor mean, Tensor rstd, Tensor weight, ScalarType? branch_dtype, "
-    "bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
-
-@torch.library.impl("pylate_fastmaxsim::norm_with_residual_backward", ("cpu", "cuda"))
-def _backward(grad, grad_total, total, mean, rstd, weight, branch_dtype, need_weight, need_bias):
+def _backward(
+    grad: Tensor, grad_total: Tensor, total: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor,
+    branch_dtype: torch.dtype | None, need_weight: bool, need_bias: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     if runs_kernels(total):
         tensors = (each.contiguous() for each in (grad, grad_total, total, mean, rstd, weight))
-        gradients = _kernels().norm_gradient(*tensors, branch_dtype, need_weight, need_bias)
-    else:
-        grad_x, *of_weights = torch.ops.aten.native_layer_norm_backward(
-            grad.to(total.dtype), total, weight.shape, mean, rstd, weight, weight, [True, need_weight, need_bias]
-        )
-        grad_x = grad_x + grad_total
-        gradients = grad_x, None if branch_dtype is None else grad_x.to(branch_dtype), *of_weights
-    return tuple(weight.new_empty(0) if gradient is None else gradient for gradient in gradients)
+        return kernels("layers").norm_gradient(*tensors, branch_dtype, need_weight, need_bias)
+    grad_x, *of_weights = torch.ops.aten.native_layer_norm_backward(
+        grad.to(total.dtype), total, weight.shape, mean, rstd, weight, weight, [True, need_weight, need_bias]
+    )
+    grad_x = grad_x + grad_total
+    return grad_x, None if branch_dtype is None else grad_x.to(branch_dtype), *of_weights
 
 
-@torch.library.register_fake("pylate_fastmaxsim::norm_with_residual_backward")
 def _backward_fake(grad, grad_total, total, mean, rstd, weight, branch_dtype, need_weight, need_bias):
     return (
         total.new_empty(total.shape),
-        weight.new_empty(0) if branch_dtype is None else total.new_empty(total.shape, dtype=branch_dtype),
-        weight.new_empty(weight.shape if need_weight else 0),
-        weight.new_empty(weight.shape if need_bias else 0),
+        None if branch_dtype is None else total.new_empty(total.shape, dtype=branch_dtype),
+        weight.new_empty(weight.shape) if need_weight else None,
+        weight.new_empty(weight.shape) if need_bias else None,
     )
+
+
+Operator("norm_with_residual_backward", _backward, _backward_fake, devices=("cpu", "cuda"))

@@ -1,0 +1,75 @@
+"""Operators from annotated functions: schema, empty results, order of what a backward is given, and refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import SymInt, Tensor
+
+from pylate_fastmaxsim._operands import PoolingNumbers
+from pylate_fastmaxsim.ops.registered import Operator, differentiable
+
+
+def forward(
+    x: Tensor, numbers: PoolingNumbers, length: int | SymInt, bias: Tensor | None, want_state: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    y = x * x * numbers.temperature
+    return (y if bias is None else y + bias), x + numbers.k if want_state else None
+
+
+def backward(
+    grad: Tensor, numbers: PoolingNumbers, bias: Tensor | None, state: Tensor, need_x: bool, need_bias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    return 2 * (state - numbers.k) * numbers.temperature * grad if need_x else None, grad.clone() if need_bias else None
+
+
+OPERATOR = Operator("test_square", forward, forward)
+BACKWARD = Operator("test_square_backward", backward, backward)
+square = differentiable(OPERATOR, ("y", "state"), ("x", "bias"), BACKWARD, where="square")
+NUMBERS = PoolingNumbers(3, 0.5, False)
+
+
+def leaves() -> tuple[Tensor, Tensor]:
+    return tuple(torch.tensor(values, dtype=torch.float64, requires_grad=True) for values in ([1.0, 2.0], [3.0, 4.0]))
+
+
+def test_the_schema_follows_from_annotations():
+    assert str(OPERATOR.dispatched.default._schema) == (
+        "pylate_fastmaxsim::test_square(Tensor x, int k, float temperature, bool log_sum_exp, SymInt length, "
+        "Tensor? bias, bool want_state=True) -> (Tensor, Tensor)"
+    )
+
+
+def eager(x, bias):
+    return square(x, NUMBERS, 2, bias, True)[0]
+
+
+def dispatched(x, bias):
+    return OPERATOR.dispatched(x, *NUMBERS, 2, bias, True)[0]
+
+
+@pytest.mark.parametrize("function", [eager, dispatched, torch.compile(eager, backend="aot_eager", fullgraph=True)])
+def test_gradients_are_those_of_the_backward_however_it_is_called(function):
+    x, bias = leaves()
+    y = function(x, bias)
+    assert y.tolist() == [3.5, 6.0]
+    assert [each.tolist() for each in torch.autograd.grad(y.sum(), (x, bias))] == [[1.0, 2.0], [1.0, 1.0]]
+    assert torch.autograd.grad(function(x, None).sum(), x)[0].tolist() == [1.0, 2.0]
+    assert torch.autograd.grad(function(x.detach(), bias).sum(), bias)[0].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("want", [False, True])
+def test_the_fake_gives_what_the_operator_gives(want):
+    x, bias = (each.detach() for each in leaves())
+    torch.library.opcheck(OPERATOR.dispatched.default, (x, *NUMBERS, 2, bias, want))
+    assert OPERATOR.dispatched(x, *NUMBERS, 2, bias, want)[1].numel() == (2 if want else 0)
+    torch.library.opcheck(BACKWARD.dispatched.default, (x, *NUMBERS, None, x, want, not want))
+
+
+def test_what_has_no_gradient_is_refused():
+    x, bias = leaves()
+    with pytest.raises(RuntimeError, match="^square: these scores pass no gradient"):
+        OPERATOR.dispatched(x, *NUMBERS, 2, bias, False)[0].sum().backward()
+    (first,) = torch.autograd.grad(eager(x, bias).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="^square: second derivatives are not supported"):
+        first.sum().backward()
