@@ -45,8 +45,10 @@ class _Signature:
                 defaults[name] = f"={parameter.default}"
         self.names = list(self.types)
         arguments = ", ".join(f"{of} {name}{defaults.get(name, '')}" for name, of in self.types.items())
-        results = ", ".join("Tensor" for _ in get_args(signature.return_annotation))
-        self.schema = f"({arguments}) -> " + (f"({results})" if results else "Tensor")
+        results = get_args(signature.return_annotation)
+        self.schema = f"({arguments}) -> " + (f"({', '.join('Tensor' for _ in results)})" if results else "Tensor")
+        # Whether the function takes and returns what the operator does.
+        self.is_flat = not self._tuples and all(each is Tensor for each in results)
 
     def packed(self, flat: Sequence) -> Sequence:
         """The arguments of the function from flat ones."""
@@ -126,6 +128,9 @@ class Operator:
         self.dispatched = getattr(torch.ops.pylate_fastmaxsim, name)
 
     def _of_flat(self, function: Callable, check: Callable | None = None) -> Callable:
+        if self.signature.is_flat and check is None:
+            return function
+
         def call(*flat):
             arguments = self.signature.packed(flat)
             if check is not None:
