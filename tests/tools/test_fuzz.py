@@ -39,7 +39,7 @@ def test_a_planted_fault_is_reported_each_time_alike(monkeypatch, capsys):
 
     assert not fuzz.unexplained(fuzz.sweep(colpali, range(4)))
     monkeypatch.setattr(
-        losses, "maxsim", lambda *args, scored=losses.maxsim, **given: scored(*args, **given) * (1 + 1e-6)
+        losses, "pooled_scores", lambda *args, scored=losses.pooled_scores, **given: scored(*args, **given) * (1 + 1e-6)
     )
     first, second = ([str(each) for each in fuzz.unexplained(fuzz.sweep(colpali, range(4)))] for _ in range(2))
     assert first and first == second

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from visual_models import build_visual_model, page
 
 from pylate_fastmaxsim.cli import load_app
-from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate, evaluate_held_out
@@ -104,7 +104,7 @@ def test_the_shipped_recipe_trains_alike_both_ways(kind, recipe, tmp_path, monke
 
     scored = []
     monkeypatch.setattr(
-        colpali_losses, "maxsim", lambda *args, **kwargs: scored.append(args) or maxsim(*args, **kwargs)
+        colpali_losses, "pooled_scores", lambda *args, **kwargs: scored.append(args) or pooled_scores(*args, **kwargs)
     )
     stock = train(recipe(kind, "fast.enabled=false", output="stock"))
     assert not scored
