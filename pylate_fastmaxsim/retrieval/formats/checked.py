@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 from torch import Tensor
 
-# Bytes that have one checksum. A document that is read alone costs a chunk or two, 1 to 5 microseconds each.
+# Bytes that have one checksum: few, because a document that is read alone costs a chunk or two.
 CHUNK = 1 << 16
 
 
