@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from full_disk import no_file_above
 from power_cut import states, written
 
 from pylate_fastmaxsim.files import replace
@@ -53,6 +54,18 @@ def test_the_old_or_the_new_is_there_whole(writer, old, tmp_path):
         assert seen(left) in ([NEW[writer]] if kind == "end" else [before, NEW[writer]])
         remove_scratch(left)
         assert not list(left.glob(f"{SCRATCH}*"))
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_a_full_disk_leaves_the_old_one(writer, size, tmp_path):
+    old = {"folder/a": "old", "folder/c": "old"} if writer == "folder" else {"file": "old"}
+    (tmp_path / "folder").mkdir()
+    for name, text in old.items():
+        (tmp_path / name).write_text(text)
+    with no_file_above(size), pytest.raises(OSError, match="File too large"):
+        WRITERS[writer](tmp_path)
+    assert seen(tmp_path) == old and not list(tmp_path.rglob(f"{SCRATCH}*"))
 
 
 def test_without_an_exchange_a_folder_is_replaced_all_the_same(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from full_disk import no_file_above
 from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.recipes.comparison.compare import compare
@@ -85,3 +86,18 @@ def test_of_two_commands_with_one_output_file_one_is_there_whole(tmp_path):
         lines = file.read_text().splitlines()
         assert len(lines) == 2000 and len({line.split()[2] for line in lines}) == 1
     assert os.listdir(tmp_path) == ["run.trec"]
+
+
+@pytest.mark.parametrize("share", [0, 0.3, 0.9])
+def test_a_full_disk_leaves_the_run_file_of_before(share, tmp_path):
+    file = tmp_path / "run.trec"
+    write_run(file, {"q": {"old": 1.0}})
+    before = file.read_text()
+    ranking = {f"q{query}": {"new": 1.0} for query in range(2000)}
+    write_run(tmp_path / "whole", ranking)
+    with (
+        no_file_above(int(share * (tmp_path / "whole").stat().st_size)),
+        pytest.raises(OSError, match="File too large"),
+    ):
+        write_run(file, ranking)
+    assert file.read_text() == before and sorted(os.listdir(tmp_path)) == ["run.trec", "whole"]
