@@ -64,7 +64,7 @@ ROOMS = {
         ("soundness",),
     ),
     "integrations": (
-        ("log", "options", "score_metric"),
+        ("log", "options"),
         ("patching",),
         ("models",),
         ("compilation",),
