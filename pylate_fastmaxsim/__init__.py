@@ -28,7 +28,7 @@ _MODULES = {
     "xtr_scores": "pylate_fastmaxsim.ops.xtr",
     "splade_pool": "pylate_fastmaxsim.ops.splade",
     "pooled_scores": "pylate_fastmaxsim.ops.pooled",
-    "PooledScores": "pylate_fastmaxsim.integrations.score_metric",
+    "PooledScores": "pylate_fastmaxsim.ops.score_metric",
     "Max": "pylate_fastmaxsim.ops.pooled",
     "TopK": "pylate_fastmaxsim.ops.pooled",
     "Softmax": "pylate_fastmaxsim.ops.pooled",

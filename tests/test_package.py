@@ -65,7 +65,7 @@ ROOMS = {
         ("soundness",),
     ),
     "integrations": (
-        ("log", "options", "score_metric"),
+        ("log", "options"),
         ("patching",),
         ("models",),
         ("compilation",),
