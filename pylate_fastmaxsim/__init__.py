@@ -34,7 +34,7 @@ _MODULES = {
     "Softmax": "pylate_fastmaxsim.ops.pooled",
     "LogSumExp": "pylate_fastmaxsim.ops.pooled",
     "encode": "pylate_fastmaxsim.losses.encode",
-    "warmup": "pylate_fastmaxsim.recipes.warmup",
+    "warmup": "pylate_fastmaxsim.precompile.processes",
     "BatchShape": "pylate_fastmaxsim.precompile.shapes",
     "enable": "pylate_fastmaxsim.integrations.enable",
     "disable": "pylate_fastmaxsim.integrations.enable",
