@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
-from pylate_fastmaxsim.integrations.encoding.mask_changes import MasksChanged, as_given, changes_masks, settle
+from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged, as_given, changes_masks, settle
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
 from pylate_fastmaxsim.integrations.encoding.views import current as current_views
 from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_over_views_of_leaves

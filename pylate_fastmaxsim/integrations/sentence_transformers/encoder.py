@@ -18,8 +18,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim.integrations.encoding import gradcache as encoding_gradcache
 from pylate_fastmaxsim.integrations.encoding.batch import Documents, padded_again
-from pylate_fastmaxsim.integrations.encoding.modes import APART, mode_for
-from pylate_fastmaxsim.integrations.encoding.reasons import GAP, UNDERSTOOD
+from pylate_fastmaxsim.integrations.encoding.modes import APART, GAP, UNDERSTOOD, mode_for
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import inputs_of
