@@ -21,9 +21,14 @@ from pylate_fastmaxsim.integrations.options import (
     on_or_off,
     set_options,
 )
-from pylate_fastmaxsim.integrations.patching.known_sources import code_of, host_function, not_known, unknown_part
+from pylate_fastmaxsim.integrations.patching.known_sources import (
+    code_of,
+    defined_in,
+    host_function,
+    not_known,
+    unknown_part,
+)
 from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet
-from pylate_fastmaxsim.integrations.patching.provenance import defined_in
 from pylate_fastmaxsim.ops.pooled import Max, Pooling, check_pooling
 
 _logger = logging.getLogger("pylate_fastmaxsim")

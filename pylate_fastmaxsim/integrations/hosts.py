@@ -53,7 +53,7 @@ HOSTS = (
         "1.5.1",
         "2",
         (
-            *("pylate.scores", "pylate.xtr", "pylate.losses", "pylate.collator"),
+            *("pylate.scores", "pylate.xtr", "pylate.losses"),
             *("encoding.masks", "pylate.kv_cache", "pylate.fused_head"),
         ),
         (("pylate.scores", _MAXSIM),),
@@ -75,13 +75,8 @@ HOSTS = (
         "6",
         "7",
         (
-            *(
-                "sentence_transformers.scores",
-                "sentence_transformers.xtr",
-                "sentence_transformers.encoder",
-                "sentence_transformers.losses",
-            ),
-            *("sentence_transformers.gradcache", "encoding.masks"),
+            *("sentence_transformers.scores", "sentence_transformers.xtr", "sentence_transformers.encoder"),
+            *("sentence_transformers.losses", "encoding.masks"),
         ),
         (("sentence_transformers.scores", _MAXSIM),),
     ),
@@ -93,13 +88,8 @@ HOSTS = (
         "5",
         "7",
         (
-            *(
-                "sparse_encoder.encoder",
-                "sparse_encoder.training",
-                "sparse_encoder.gradcache",
-                "sparse_encoder.collator",
-            ),
-            *("sparse_encoder.search", "sparse_encoder.evaluation", "encoding.masks"),
+            *("sparse_encoder.encoder", "sparse_encoder.training", "sparse_encoder.search"),
+            *("sparse_encoder.evaluation", "encoding.masks"),
         ),
         (
             ("sparse_encoder.encoder", "SPLADE without vocabulary logits"),

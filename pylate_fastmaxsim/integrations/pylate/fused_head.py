@@ -35,9 +35,8 @@ from pylate_fastmaxsim.integrations.models.wrappers import (
     unwrap,
 )
 from pylate_fastmaxsim.integrations.options import current_options
-from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
+from pylate_fastmaxsim.integrations.patching.known_sources import LIBRARIES, defined_in, full_name, unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.provenance import LIBRARIES, defined_in, full_name
 from pylate_fastmaxsim.integrations.pylate.normalize import unit
 from pylate_fastmaxsim.ops.projection import project_normalize
 

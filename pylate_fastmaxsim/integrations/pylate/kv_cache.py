@@ -13,8 +13,7 @@ from sentence_transformers.models import Transformer
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations.models.encoders import layers_share_keys
-from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.redirect import detached
+from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 
 _stock_forward = detached(Transformer.forward)
 

@@ -14,12 +14,14 @@ from pylate import scores as stock_scores
 from pylate.losses.cached_contrastive import CachedContrastive
 from pylate.losses.contrastive import Contrastive
 from pylate.losses.distillation import Distillation
-from pylate.utils import all_gather_with_gradients, get_rank, get_world_size
+from pylate.utils import ColBERTCollator, all_gather_with_gradients, get_rank, get_world_size
+from sentence_transformers import SentenceTransformerTrainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding.collated import counting_tokens_of_batches
 from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
 from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged, as_given, changes_masks, settle
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
@@ -47,9 +49,13 @@ Features = list[dict[str, Tensor]]
 NOT_ACCELERATED = "%s is not accelerated (running PyLate's padded implementation): %s."
 
 
+_COLLATOR_AND_TRAINER = counting_tokens_of_batches(ColBERTCollator, SentenceTransformerTrainer)
+
+
 def patches() -> list[Patch]:
-    """What to replace in PyLate."""
+    """What to replace in PyLate, and in the trainer of Sentence Transformers."""
     return [
+        *_COLLATOR_AND_TRAINER,
         Patch(Contrastive, "forward", contrastive),
         Patch(CachedContrastive, "forward", cached_contrastive),
         Patch(Distillation, "forward", distillation),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pylate_fastmaxsim.integrations.encoding.equivalence import alike, untouched, what_fails
-from pylate_fastmaxsim.integrations.patching.provenance import defined_in
+from pylate_fastmaxsim.integrations.patching.known_sources import defined_in
 
 # States of padding in the check, relative to those of tokens: so large that a maximum over tokens shows as well.
 _LARGE = 10

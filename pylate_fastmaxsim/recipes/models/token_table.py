@@ -10,7 +10,7 @@ from pylate.models import ColBERT, Dense
 from sentence_transformers.models import Transformer
 from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast
 
-from pylate_fastmaxsim.integrations.pylate.token_vectors import plain_tokenizer, token_vectors
+from pylate_fastmaxsim.integrations.pylate.static import plain_tokenizer, token_vectors
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.models.load import load_model
 
