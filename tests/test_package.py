@@ -85,9 +85,10 @@ ROOMS = {
     ),
     "losses": (
         ("columns", "tokens"),
+        ("views",),
+        ("pylate", "multi_vector", "colpali"),
+        ("encode",),
         ("contrastive_distillation", "matryoshka"),
-        ("pylate", "sentence_transformers", "colpali"),
-        ("encode", "multi_vector"),
     ),
     "recipes": (
         ("errors",),
