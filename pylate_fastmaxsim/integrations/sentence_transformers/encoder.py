@@ -34,8 +34,7 @@ from pylate_fastmaxsim.integrations.encoding.columns import (
     say_padded,
     understood,
 )
-from pylate_fastmaxsim.integrations.encoding.modes import APART, mode_for
-from pylate_fastmaxsim.integrations.encoding.reasons import GAP, UNDERSTOOD
+from pylate_fastmaxsim.integrations.encoding.modes import APART, GAP, UNDERSTOOD, mode_for
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import inputs_of
