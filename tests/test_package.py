@@ -35,6 +35,7 @@ ROOMS = {
     "": (
         ("_dtypes", "_memory", "_tracing", "_winners"),
         ("_checks", "files"),
+        ("reporting",),
         ("_impacts",),
         ("tokens", "sparse", "codec"),
         ("compressed",),
@@ -48,6 +49,7 @@ ROOMS = {
         ("cli", "run", "compare"),
     ),
     "files": (("replace", "lock"), ("record",)),
+    "reporting": (("numbers", "table", "figures", "environment"), ("page",)),
     "kernels": (
         ("runtime",),
         ("primitives",),
@@ -78,9 +80,8 @@ ROOMS = {
         ("runs", "gate"),
         ("turns",),
         ("verdict", "ranks", "script_child"),
-        ("report",),
         ("figures",),
-        ("html",),
+        ("report",),
         ("script",),
     ),
     "losses": (
@@ -100,7 +101,7 @@ ROOMS = {
         ("load",),
         ("training",),
         ("mining", "comparison", "search", "warmup"),
-        ("robustness", "retrieval_evaluation"),
+        ("robustness", "retrieval_evaluation", "tables"),
     ),
 }
 # Pairs of modules that do not keep to it yet. The list only shrinks.

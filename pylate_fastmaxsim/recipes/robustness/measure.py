@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.comparison.runs import environment
 from pylate_fastmaxsim.diagnostics.injection import COUNTS, NOISE, injected_tokens, injection_sweep
 from pylate_fastmaxsim.diagnostics.robustness import TIMES, length_sweep
 from pylate_fastmaxsim.integrations.options import POOLINGS, pooling_from_text
@@ -19,6 +18,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.retriever import NotFiniteError, retriever_of
 from pylate_fastmaxsim.recipes.robustness.lengthen import Append, Lengthened
 from pylate_fastmaxsim.recipes.robustness.task import Task
+from pylate_fastmaxsim.reporting.environment import environment
 from pylate_fastmaxsim.tokens import TokenBatch
 
 if TYPE_CHECKING:
