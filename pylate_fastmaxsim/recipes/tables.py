@@ -12,7 +12,6 @@ from pylate_fastmaxsim.recipes.search.run import (
     PRUNED,
     SEARCH,
 )
-from pylate_fastmaxsim.recipes.training.warmup import Warmed
 from pylate_fastmaxsim.reporting.numbers import METRICS, format_number
 from pylate_fastmaxsim.reporting.table import Rows, Table
 
@@ -38,22 +37,6 @@ def mining_table(result: dict[str, Any]) -> Table:
     rows.append(("pairs without enough negatives", f"{result['left_out']:,}"))
     rows.append(("data", result["data"]))
     return Table("mined", rows, header=False, left=2)
-
-
-def warmup_table(name: str, warmed: Warmed) -> Table:
-    """The time of the first step on each size of batch, and of the same step again."""
-    rows = [("rows in the batch", "first step", "again")]
-    rows += [(str(step.rows), f"{step.first:.2f} s", f"{step.again:.2f} s") for step in warmed.steps]
-    return Table(f"{name}: compiled", rows, left=0)
-
-
-def warmup_sentence(warmed: Warmed) -> str:
-    """How many kernels are new, and how many of them were compiled before the first step."""
-    ahead = warmed.ahead
-    return (
-        f"{warmed.kernels} new kernels in Triton's cache, {ahead.kernels} of them before the first step, by "
-        f"{ahead.processes} processes in {ahead.seconds:.0f} s."
-    )
 
 
 def search_table(result: dict[str, Any]) -> Table:
