@@ -99,6 +99,7 @@ ROOMS = {
         ("kinds", "validate"),
         ("load",),
         ("training",),
+        ("targets",),
         ("mining", "comparison", "search", "warmup"),
         ("robustness", "retrieval_evaluation"),
     ),
