@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from pylate_fastmaxsim.diagnostics.injection import RANDOM, TARGETED
 from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.recipes.robustness.measure import Pair
-from pylate_fastmaxsim.recipes.robustness.report import ATTACKS, title_of
+from pylate_fastmaxsim.recipes.robustness.report import ATTACKS, attacks_of, title_of
 
 METRICS = {"ndcg@10": "nDCG@10", "recall@1": "Recall@1"}
 LABELLED = 48  # tokens of a query that still have room for their names
@@ -34,16 +34,17 @@ def overview(result: dict[str, Any]) -> Draw:
     """A row for each metric, a column for the lengths and for each attack."""
 
     def draw(figure: Figure) -> None:
-        axes = figure.subplots(len(METRICS), 1 + len(ATTACKS), sharey="row", sharex="col")
+        attacks = attacks_of(result)
+        axes = figure.subplots(len(METRICS), 1 + len(attacks), sharey="row", sharex="col", squeeze=False)
         for row, (metric, name) in zip(axes, METRICS.items(), strict=True):
             _draw_lines(row[0], result, result["lengths"], "times", metric)
-            for one, attack in zip(row[1:], ATTACKS, strict=True):
+            for one, attack in zip(row[1:], attacks, strict=True):
                 _draw_lines(one, result, _of(result, attack), "tokens", metric)
             row[0].set_ylabel(name)
             row[0].set_ylim(bottom=0)
         axes[0, 0].set_title("longer documents", fontsize=10)
         axes[-1, 0].set_xlabel("times as long")
-        for place, title in enumerate(ATTACKS.values(), start=1):
+        for place, title in enumerate(attacks.values(), start=1):
             axes[0, place].set_title(title, fontsize=10)
             axes[-1, place].set_xlabel("injected tokens")
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)

@@ -11,7 +11,7 @@ from pylate_fastmaxsim.diagnostics.injection import TARGETED
 from pylate_fastmaxsim.recipes.robustness import figures
 from pylate_fastmaxsim.recipes.robustness.measure import Pair
 from pylate_fastmaxsim.recipes.robustness.report import (
-    ATTACKS,
+    attacks_of,
     caption,
     injection_rows,
     length_rows,
@@ -48,16 +48,20 @@ def _sections(result: dict[str, Any]) -> list[dict[str, Any]]:
         section("Longer documents", "nDCG@10 / Recall@1.", length_rows(result)),
         *(
             section(f"Injected tokens: {title}", attacked, injection_rows(result, attack))
-            for attack, title in ATTACKS.items()
+            for attack, title in attacks_of(result).items()
         ),
-        section(
-            "What is hijacked",
-            "The share of each pooling's weight that is on injected tokens; the table is of tokens near query tokens.",
-            weight_rows(result, TARGETED),
-            figures.hijacking(result),
-            (9, 3.4),
-        ),
+        *([_hijacked(result)] if result["injection"] else []),
     ]
+
+
+def _hijacked(result: dict[str, Any]) -> dict[str, Any]:
+    return section(
+        "What is hijacked",
+        "The share of each pooling's weight that is on injected tokens; the table is of tokens near query tokens.",
+        weight_rows(result, TARGETED),
+        figures.hijacking(result),
+        (9, 3.4),
+    )
 
 
 def _pair_section(pair: Pair) -> dict[str, Any]:

@@ -45,9 +45,14 @@ def weight_rows(result: dict[str, Any], attack: str) -> Rows:
 def tables(result: dict[str, Any]) -> list[Table]:
     """One table for the lengths, and one for each attack."""
     shown = [_table(f"{title_of(result)}: nDCG@10 / Recall@1 against document length", length_rows(result), result)]
-    for attack, title in ATTACKS.items():
+    for attack, title in attacks_of(result).items():
         shown.append(_table(f"with injected tokens: {title}", injection_rows(result, attack)))
     return shown
+
+
+def attacks_of(result: dict[str, Any]) -> dict[str, str]:
+    """The titles of the attacks that were measured: none of a model without token embeddings."""
+    return ATTACKS if result["injection"] else {}
 
 
 def title_of(result: dict[str, Any]) -> str:
@@ -67,9 +72,10 @@ def caption(result: dict[str, Any]) -> str:
     )
     cut = max((row["cut"] for row in result["lengths"]), default=0)
     were_cut = f" {cut:,} of the longest documents were cut there." if cut else ""
+    attacked = "" if result["injection"] else f" Nothing is injected: a {result['kind']} model has no token embeddings."
     return (
-        f"{result['queries']:,} queries, {result['documents']:,} documents of {result['data']}. {how}{lifted}.{were_cut} "
-        f"It took {result['seconds']:.0f} s."
+        f"{result['queries']:,} queries, {result['documents']:,} documents of {result['data']}. {how}{lifted}.{were_cut}"
+        f"{attacked} It took {result['seconds']:.0f} s."
     )
 
 
