@@ -479,8 +479,7 @@ def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
     """Compile the kernels of a recipe ahead of time, so that training does not wait for them (CUDA GPU)."""
     with one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
-        from pylate_fastmaxsim.recipes.comparison.report import warmup_counts, warmup_table
-        from pylate_fastmaxsim.recipes.training.warmup import nothing_to_compile, warm_up
+        from pylate_fastmaxsim.precompile.recipe import nothing_to_compile, warm_up
 
         if reason := nothing_to_compile(loaded):
             typer.echo(reason)
@@ -488,5 +487,5 @@ def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
         quiet_libraries()
         with Console(stderr=True, emoji=False).status("compiling, then training two steps on each size of batch"):
             warmed = warm_up(loaded)
-    plain.print(warmup_table(loaded.name, warmed.steps))
-    typer.echo(warmup_counts(warmed))
+    plain.print(warmed.table(loaded.name))
+    typer.echo(warmed.counts())

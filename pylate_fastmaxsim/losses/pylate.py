@@ -9,7 +9,7 @@ from pylate.losses.contrastive import extract_skiplist_mask
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.encoding.encode import counting_tokens, encode_batch
-from pylate_fastmaxsim.integrations.encoding.mask_changes import MasksChanged
+from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged
 from pylate_fastmaxsim.integrations.models.wrappers import wrapper_attribute
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations.options import current_options
-from pylate_fastmaxsim.integrations.score_metric import PooledScores
 from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, Pooling, Softmax, TopK
+from pylate_fastmaxsim.ops.score_metric import PooledScores
 
 
 class PlainPooledScores:

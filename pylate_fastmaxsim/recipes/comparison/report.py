@@ -1,4 +1,4 @@
-"""Tables of a training run, of mining and of a warm-up for the terminal."""
+"""Tables of a training run and of mining for the terminal."""
 
 from __future__ import annotations
 
@@ -7,26 +7,6 @@ from typing import Any
 from rich.table import Table
 
 from pylate_fastmaxsim.comparison.report import METRICS, form
-from pylate_fastmaxsim.recipes.training.warmup import Warmed, WarmStep
-
-
-def warmup_table(name: str, steps: list[WarmStep]) -> Table:
-    """The time of the first step on each size of batch, and of the same step again."""
-    table = Table(title=f"{name}: compiled", title_justify="left")
-    for column in ("rows in the batch", "first step", "again"):
-        table.add_column(column, justify="right")
-    for step in steps:
-        table.add_row(str(step.rows), f"{step.first:.2f} s", f"{step.again:.2f} s")
-    return table
-
-
-def warmup_counts(warmed: Warmed) -> str:
-    """How many kernels are new, and how many of them were compiled before the first step."""
-    ahead = warmed.ahead
-    return (
-        f"{warmed.kernels} new kernels in Triton's cache, {ahead.kernels} of them before the first step, by "
-        f"{ahead.processes} processes in {ahead.seconds:.0f} s."
-    )
 
 
 def training_table(result: dict[str, Any]) -> Table:

@@ -13,12 +13,12 @@ from transformers.utils import is_flash_attn_2_available
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.cli.commands import _take_less_memory
+from pylate_fastmaxsim.precompile.recipe import calls_of_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.train import train
-from pylate_fastmaxsim.recipes.training.warmup import calls_of_recipe
 
 TRIPLETS = [{"query": text(i, 4), "positive": text(i, 9), "negative": text(i + 3, 12)} for i in range(40)]
 GRADED = [

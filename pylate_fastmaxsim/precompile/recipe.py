@@ -10,11 +10,12 @@ from itertools import product
 
 import torch
 from datasets import Dataset
+from rich.table import Table
 from transformers import TrainerCallback
 
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.ops.pooled import Pooling, TopK, state_bytes
-from pylate_fastmaxsim.precompile.processes import Compiled, Compiling, cached_kernels
+from pylate_fastmaxsim.precompile.processes import Compiled, cached_kernels, compile_calls
 from pylate_fastmaxsim.precompile.shapes import BatchShape, Call, calls_of
 from pylate_fastmaxsim.recipes.config.schema import PoolingSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -44,6 +45,22 @@ class Warmed:
     ahead: Compiled
     steps: list[WarmStep]
     kernels: int
+
+    def table(self, name: str) -> Table:
+        """The time of the first step on each size of batch, and of the same step again."""
+        table = Table(title=f"{name}: compiled", title_justify="left")
+        for column in ("rows in the batch", "first step", "again"):
+            table.add_column(column, justify="right")
+        for step in self.steps:
+            table.add_row(str(step.rows), f"{step.first:.2f} s", f"{step.again:.2f} s")
+        return table
+
+    def counts(self) -> str:
+        """How many kernels are new, and how many of them were compiled before the first step."""
+        return (
+            f"{self.kernels} new kernels in Triton's cache, {self.ahead.kernels} of them before the first step, by "
+            f"{self.ahead.processes} processes in {self.ahead.seconds:.0f} s."
+        )
 
 
 def nothing_to_compile(recipe: Recipe) -> str | None:
@@ -111,8 +128,7 @@ def warm_up(recipe: Recipe, processes: int | None = None) -> Warmed:
         ahead = Compiled(0, 0, 0.0)
         if arguments.device.type == "cuda":
             dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
-            with Compiling(calls_of_recipe(recipe, model, rows, sizes, dtype), processes) as compiling:
-                ahead = compiling.result()
+            ahead = compile_calls(calls_of_recipe(recipe, model, rows, sizes, dtype), processes)
         for size in sizes:
             arguments.per_device_train_batch_size = size
             trainer = build_trainer(recipe, model, rows.select(range(size)), arguments)
@@ -132,20 +148,15 @@ def calls_of_recipe(
     than their columns. Of SPLADE models it is the pooling of packed texts, of other kinds nothing.
     """
     if recipe.model.kind == "splade":
-        shapes = splade_shapes(encoder_of(model).get_output_embeddings().weight.shape[1], dtype)
+        # Texts whose winners are stored in one byte, and longer ones; other sizes do not matter to the kernels.
+        dim = encoder_of(model).get_output_embeddings().weight.shape[1]
+        head = {"dim": dim, "dtype": dtype, "masked": ("nothing",), "poolings": (), "splade": True}
+        shapes = [BatchShape(1, 1, 1, tokens, **head) for tokens in (255, 256)]
     elif recipe.model.kind == "colbert":
         shapes = shapes_of_recipe(recipe, model, rows, sizes, dtype)
     else:
         return []
     return [call for shape in shapes for call in calls_of(shape) if call.gradients in (None, "both")]
-
-
-def splade_shapes(dim: int, dtype: torch.dtype) -> list[BatchShape]:
-    """Texts whose winners are stored in one byte, and longer ones; other sizes do not matter to the kernels."""
-    return [
-        BatchShape(1, 1, 1, tokens, dim=dim, dtype=dtype, masked=("nothing",), poolings=(), splade=True)
-        for tokens in (255, 256)
-    ]
 
 
 def shapes_of_recipe(
