@@ -102,6 +102,7 @@ ROOMS = {
         ("kinds", "validate"),
         ("load",),
         ("training",),
+        ("targets",),
         ("mining", "comparison", "search"),
         ("robustness", "retrieval_evaluation", "tables"),
     ),

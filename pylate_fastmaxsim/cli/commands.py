@@ -310,8 +310,8 @@ def robustness(
         str,
         typer.Argument(
             metavar="RECIPE_OR_MODEL",
-            help="A recipe (.yaml, or a name of fastmaxsim recipes) whose model is trained, or a ColBERT: its folder or its "
-            "name on the Hub.",
+            help="A recipe (.yaml, or a name of fastmaxsim recipes) whose model is trained, or a model of texts: its folder or "
+            "its name on the Hub.",
             show_default=False,
         ),
     ],

@@ -33,7 +33,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
     """One table for the lengths, and one for each attack."""
     title = f"{name_of(result)}: nDCG@10 / Recall@1 against document length"
     shown = [Table(title, length_rows(result), caption(result), left=0)]
-    for attack, title in ATTACKS.items():
+    for attack, title in attacks_of(result).items():
         shown.append(Table(f"with injected tokens: {title}", injection_rows(result, attack), left=0))
     return shown
 
@@ -62,6 +62,11 @@ def weight_rows(result: dict[str, Any], attack: str) -> Rows:
     return rows
 
 
+def attacks_of(result: dict[str, Any]) -> dict[str, str]:
+    """The titles of the attacks that were measured: none of a model without token embeddings."""
+    return ATTACKS if result["injection"] else {}
+
+
 def name_of(result: dict[str, Any]) -> str:
     """The recipe or the model that was measured."""
     return result["recipe"] or result["model"]
@@ -79,9 +84,10 @@ def caption(result: dict[str, Any]) -> str:
     )
     cut = max((row["cut"] for row in result["lengths"]), default=0)
     were_cut = f" {cut:,} of the longest documents were cut there." if cut else ""
+    attacked = "" if result["injection"] else f" Nothing is injected: a {result['kind']} model has no token embeddings."
     return (
-        f"{result['queries']:,} queries, {result['documents']:,} documents of {result['data']}. {how}{lifted}.{were_cut} "
-        f"It took {result['seconds']:.0f} s."
+        f"{result['queries']:,} queries, {result['documents']:,} documents of {result['data']}. {how}{lifted}.{were_cut}"
+        f"{attacked} It took {result['seconds']:.0f} s."
     )
 
 
@@ -123,16 +129,19 @@ def _sections(result: dict[str, Any]) -> list[Section]:
         "Documents that are not gold for a query carry that many tokens more in its ranking. nDCG@10 / Recall@1. The hijack "
         "rate is the share of query tokens, over all pairs with such documents, whose most similar token is injected."
     )
-    weights = "The share of each pooling's weight that is on injected tokens; the table is of tokens near query tokens."
-    return [
+    sections = [
         Section("Overview", caption(result), draw=partial(_draw_overview, result), size=(12, 5.5)),
         Section("Longer documents", "nDCG@10 / Recall@1.", length_rows(result)),
-        *(
-            Section(f"Injected tokens: {title}", attacked, injection_rows(result, attack))
-            for attack, title in ATTACKS.items()
-        ),
-        Section("What is hijacked", weights, weight_rows(result, TARGETED), partial(_draw_hijacking, result), (9, 3.4)),
     ]
+    for attack, title in attacks_of(result).items():
+        sections.append(Section(f"Injected tokens: {title}", attacked, injection_rows(result, attack)))
+    if result["injection"]:
+        weights = (
+            "The share of each pooling's weight that is on injected tokens; the table is of tokens near query tokens."
+        )
+        draw = partial(_draw_hijacking, result)
+        sections.append(Section("What is hijacked", weights, weight_rows(result, TARGETED), draw, (9, 3.4)))
+    return sections
 
 
 def _pair_section(pair: Pair) -> Section:
@@ -145,16 +154,17 @@ def _pair_section(pair: Pair) -> Section:
 
 def _draw_overview(result: dict[str, Any], figure: Figure) -> None:
     """A row for each metric, a column for the lengths and for each attack."""
-    axes = figure.subplots(len(SHOWN_METRICS), 1 + len(ATTACKS), sharey="row", sharex="col")
+    attacks = attacks_of(result)
+    axes = figure.subplots(len(SHOWN_METRICS), 1 + len(attacks), sharey="row", sharex="col", squeeze=False)
     for row, metric in zip(axes, SHOWN_METRICS, strict=True):
         _draw_lines(row[0], result, result["lengths"], "times", metric)
-        for one, attack in zip(row[1:], ATTACKS, strict=True):
+        for one, attack in zip(row[1:], attacks, strict=True):
             _draw_lines(one, result, _of(result, attack), "tokens", metric)
         row[0].set_ylabel(METRICS[metric])
         row[0].set_ylim(bottom=0)
     axes[0, 0].set_title("longer documents", fontsize=10)
     axes[-1, 0].set_xlabel("times as long")
-    for place, title in enumerate(ATTACKS.values(), start=1):
+    for place, title in enumerate(attacks.values(), start=1):
         axes[0, place].set_title(title, fontsize=10)
         axes[-1, place].set_xlabel("injected tokens")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
