@@ -11,8 +11,8 @@ from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.sentence_transformers.scores import check_groups, groups, replaces, without_empty
-from pylate_fastmaxsim.ops.pooled import Max
 from pylate_fastmaxsim.ops.xtr import xtr_scores
+from pylate_fastmaxsim.pooling import Max
 
 
 def patches() -> list[Patch]:
