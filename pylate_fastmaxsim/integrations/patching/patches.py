@@ -16,9 +16,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from inspect import Parameter
 from itertools import count
@@ -26,7 +25,6 @@ from types import CodeType, FunctionType, ModuleType
 from weakref import WeakKeyDictionary
 
 _logger = logging.getLogger("pylate_fastmaxsim")
-_PACKAGE = __name__.partition(".")[0]
 _INHERITED = object()
 _REPLACED_SINCE = "disable() leaves %s as it is: it was replaced after enable(), by another library or the script."
 
@@ -46,9 +44,8 @@ class Patch:
     ----------
     owner
         The module or the class that has the name. A plain function of a module stays the same object and runs the
-        replacement, so that whoever holds it follows. Anything else that a module defines is replaced there and in
-        every loaded module that holds the same object, ``__main__`` included. On a class, the attribute of that class
-        alone is replaced, also if it was inherited.
+        replacement, so that whoever holds it follows. On a class, the attribute of that class alone is replaced, also
+        if it was inherited.
     name
         The attribute of ``owner`` to replace.
     replacement
@@ -117,18 +114,15 @@ class PatchSet:
         with self._lock:
             applied = self.targets
             fresh = {patch.target: (patch, _original(patch)) for patch in patches if patch.target not in applied}
-            replaced = {}
             for target, (patch, original) in fresh.items():
                 if isinstance(patch.owner, ModuleType) and can_redirect(original):
                     self._redirected[target] = Redirection(original, patch.replacement)
                 else:
                     setattr(patch.owner, patch.name, patch.replacement)
-                    replaced[target] = patch, original
-            self._replaced |= replaced
-            _swap({id(original): patch.replacement for patch, original in _of_modules(replaced)})
+                    self._replaced[target] = patch, original
 
     def undo(self) -> None:
-        """Put back every original, also in modules that imported a replacement in the meantime."""
+        """Put back every original."""
         with self._lock:
             for target, redirection in self._redirected.items():
                 if not redirection.undo():
@@ -141,7 +135,6 @@ class PatchSet:
                     delattr(patch.owner, patch.name)
                 else:
                     setattr(patch.owner, patch.name, original)
-            _swap({id(patch.replacement): original for patch, original in _of_modules(self._replaced)})
             self._redirected, self._replaced = {}, {}
 
 
@@ -149,30 +142,6 @@ def _original(patch: Patch) -> object:
     if patch.original is None:
         raise AttributeError(f"Cannot replace {patch.target}: there is no such name.")
     return vars(patch.owner).get(patch.name, _INHERITED)
-
-
-def _of_modules(replaced: Mapping[str, tuple[Patch, object]]) -> Iterable[tuple[Patch, object]]:
-    return (entry for entry in replaced.values() if isinstance(entry[0].owner, ModuleType))
-
-
-def _swap(objects: Mapping[int, object]) -> None:
-    """In every loaded module, put ``objects[id(value)]`` in the place of ``value``."""
-    if not objects:  # mostly: functions are redirected, and to look through all modules takes 50 ms
-        return
-    for module in list(sys.modules.values()):
-        try:
-            # Not vars(): a lazily loaded module overrides attribute access, and would load now.
-            namespace = object.__getattribute__(module, "__dict__")
-        except AttributeError:
-            continue
-        if not isinstance(namespace, dict):
-            continue
-        # Our own modules hold originals and replacements side by side, on purpose.
-        if str(namespace.get("__name__")).partition(".")[0] == _PACKAGE:
-            continue
-        for name, value in list(namespace.items()):
-            if id(value) in objects:
-                namespace[name] = objects[id(value)]
 
 
 def can_redirect(function: object) -> bool:

@@ -172,6 +172,8 @@ class TransformerCall(ABC):
     known: tuple[type[nn.Module], ...]
     # Whether texts are also encoded here where they keep their padding.
     encodes_padding = False
+    # The line of log where texts are left to stock.
+    left_alone = _PADDED
 
     def __init__(self, model: nn.Module, transformer: nn.Module, features: Features, kwargs: dict) -> None:
         self.model, self.transformer = model, transformer
@@ -207,17 +209,9 @@ class TransformerCall(ABC):
     def given_to_encoder(self, features: Features) -> set[str]:
         """Names of the features that may reach the encoder."""
 
-    def reason_in_model(self) -> str | None:
-        """Which part of the model Sentence Transformers has to run itself."""
-        return None
-
-    def reason_in_head(self) -> str | None:
-        """Why what the model makes of hidden states is left to stock; asked last, since it may run the model."""
-        return None
-
-    def report(self, reason: str) -> None:
-        """Log why these texts are left to stock."""
-        self.report_padding(reason)
+    def reason_to_leave(self) -> str | None:
+        """Why these texts are left to stock."""
+        return self._reason_in_features(self.features, self.kwargs) or self._reason_in_transformer()
 
     def embed(self, documents: Documents, states: Tensor) -> Tensor:
         """What the call makes of hidden states ``[T, d]`` of the attended tokens."""
@@ -233,13 +227,9 @@ class TransformerCall(ABC):
             options = current_options()
             return None if options is None else self._run(options, self.features)
 
-    def report_padding(self, reason: str) -> None:
-        log_once(_PADDED, reason, about=self.logged_about)
-
-    @property
-    def logged_about(self) -> nn.Module | None:
+    def _log(self, message: str, reason: str) -> None:
         # DataParallel makes new copies in every step.
-        return None if self._is_copy else self.transformer
+        log_once(message, reason, about=None if self._is_copy else self.transformer)
 
     @property
     def _is_copy(self) -> bool:
@@ -266,10 +256,8 @@ class TransformerCall(ABC):
             return made
         if not self.applies(options):
             return None
-        reason = self.reason_in_model() or self._reason_in_features(features, self.kwargs)
-        reason = reason or self._reason_in_transformer() or self.reason_in_head()
-        if reason is not None:
-            self.report(reason)
+        if (reason := self.reason_to_leave()) is not None:
+            self._log(self.left_alone, reason)
             return None
         return self._make(columns)
 
@@ -301,7 +289,7 @@ class TransformerCall(ABC):
         elif mode == "grouped" and self._counts_calls():
             reason = _COUNTED
         if reason is not None:
-            self.report_padding(reason)
+            self._log(_PADDED, reason)
         elif mode != "padded" and len(documents.token_index):
             return self._packed_states(documents) if mode == "packed" else self._grouped_states(documents)
         return self.call(documents.column).flatten(0, 1)[documents.token_index] if self.encodes_padding else None

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from pylate_fastmaxsim.integrations.encoding import gradcache
 from pylate_fastmaxsim.integrations.encoding.batch import Documents
 from pylate_fastmaxsim.integrations.encoding.modes import UNDERSTOOD, mode_for
-from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, inputs_of
 from pylate_fastmaxsim.integrations.models.hidden_states import HiddenStates, hidden_states_of
 from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, has_hooks, has_user_hooks
@@ -58,8 +57,6 @@ _POOLED = "splade_embedding"
 FEW_TOKENS = 128
 
 _LEFT_BEHIND = {"token_embeddings", "sentence_embedding", "text_keys"}
-
-_LOGITS = "Vocabulary logits are computed for every token, as stock Sentence Transformers does: %s."
 
 
 def patches() -> list[Patch]:
@@ -106,6 +103,7 @@ class _Call(TransformerCall):
 
     known = SparseEncoder, MaskedLanguageModel, MLMTransformer, SpladePooling
     encodes_padding = True
+    left_alone = "Vocabulary logits are computed for every token, as stock Sentence Transformers does: %s."
 
     @property
     def encoder(self) -> HiddenStates:
@@ -133,11 +131,12 @@ class _Call(TransformerCall):
     def call(self, features: Features) -> Tensor:
         return self.encoder(features)["token_embeddings"]
 
-    def reason_in_model(self) -> str | None:
-        return _reason_in_modules(self.model, self.transformer, self.pooling)
-
-    def reason_in_head(self) -> str | None:
-        return reason_to_compute_logits(self.transformer, self.encoder, understood(self.features))
+    def reason_to_leave(self) -> str | None:
+        return (
+            _reason_in_modules(self.model, self.transformer, self.pooling)
+            or super().reason_to_leave()
+            or reason_to_compute_logits(self.transformer, self.encoder, understood(self.features))
+        )
 
     def reason_in_output(self, features: Features) -> str | None:
         outputs = getattr(self.transformer, "modality_config", {"text": LOGITS})
@@ -151,9 +150,6 @@ class _Call(TransformerCall):
         columns = tuple(key.removesuffix("input_ids") for key in features if key.endswith("_input_ids"))
         others = {key for key in features if key.startswith(columns)}
         return features.keys() - (others - inputs_of(self.transformer)) - _LEFT_BEHIND
-
-    def report(self, reason: str) -> None:
-        log_once(_LOGITS, reason, about=self.logged_about)
 
     def embed(self, documents: Documents, states: Tensor) -> Tensor:
         head = head_of(encoder_of(self.transformer))
