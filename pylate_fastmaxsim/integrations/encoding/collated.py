@@ -1,4 +1,4 @@
-"""How many tokens each text has: a collator adds it to its batch, and the trainer takes it out again."""
+"""Token counts of texts: a collator adds them to its batch, and the trainer takes them out again."""
 
 from __future__ import annotations
 

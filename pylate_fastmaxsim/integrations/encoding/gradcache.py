@@ -31,7 +31,7 @@ Found = TypeVar("Found")
 
 
 class _Recording:
-    """What the first pass over some texts found, and its autocast: the second pass has both again."""
+    """Findings and autocast of the first pass over some texts, which the second pass has again."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         device = tensors[0].device.type
@@ -147,7 +147,7 @@ class CachedCall:
             return _wide(self._embed())
 
     def again(self) -> Tensor:
-        """The same with gradients."""
+        """Embeddings with gradients."""
         devices, states = self._device_states
         with torch.random.fork_rng(devices), torch.enable_grad(), self._recording.again(self._tensors):
             torch.set_rng_state(self._cpu_state)
@@ -235,8 +235,8 @@ def _tensors(values: Iterable[object]) -> list[Tensor]:
 
 
 @lru_cache(maxsize=1)
-def cutting() -> tuple[Patch, ...]:
-    """What is replaced in releases that cut mini-batches to their longest text, which waits for the device."""
+def minibatch_patches() -> tuple[Patch, ...]:
+    """Replacements in releases that cut mini-batches to their longest text, which waits for the device."""
     try:
         from sentence_transformers.base.losses import gradcache
     except ImportError:  # before release 5.7

@@ -69,12 +69,12 @@ class Patch:
 
     @property
     def short_name(self) -> str:
-        """The same without the module."""
+        """Name within the module of what is replaced."""
         return self.name if isinstance(self.owner, ModuleType) else f"{self.owner.__qualname__}.{self.name}"
 
     @property
     def original(self) -> object:
-        """What stands there now; None where there is no such name."""
+        """The present value of the name; None where there is none."""
         return inspect.getattr_static(self.owner, self.name, None)
 
 
@@ -178,7 +178,7 @@ def detached(function: Callable) -> Callable:
 
 
 def stock_code(function: FunctionType) -> CodeType:
-    """What the function runs while it is not redirected."""
+    """The code that a function runs while it is not redirected."""
     redirected = _code.get(function)
     is_redirected = redirected is not None and function.__code__ is redirected[1]
     return function.__wrapped__.__code__ if is_redirected else function.__code__

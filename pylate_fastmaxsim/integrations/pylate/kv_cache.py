@@ -27,6 +27,6 @@ def forward(self: Transformer, features: dict[str, Tensor], **kwargs: object) ->
 
 
 def patches() -> list[Patch]:
-    """What to replace in Sentence Transformers, which since release 6 asks for no cache itself."""
+    """Replacements in Sentence Transformers, which since release 6 asks for no cache itself."""
     asks_for_none = util.find_spec("sentence_transformers.multi_vector_encoder") is not None
     return [] if asks_for_none else [Patch(Transformer, "forward", forward)]

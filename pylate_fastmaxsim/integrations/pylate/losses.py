@@ -54,7 +54,7 @@ _COLLATOR_AND_TRAINER = counting_tokens_of_batches(ColBERTCollator, SentenceTran
 
 
 def patches() -> list[Patch]:
-    """What to replace in PyLate, and in the trainer of Sentence Transformers."""
+    """Replacements in PyLate, and in the trainer of Sentence Transformers."""
     return [
         *_COLLATOR_AND_TRAINER,
         Patch(Contrastive, "forward", contrastive),
@@ -284,7 +284,7 @@ def _encode(loss: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
 
 
 def scored_tokens(model: nn.Module, features: Features) -> Tensor | None:
-    """Which tokens of the queries are scored, ``[B, L]``, bool; None: all."""
+    """Mask of the query tokens that are scored, ``[B, L]``, bool; None: all."""
     # With query expansion all tokens of a query are scored, also those that are not attended to.
     # Else any number but 0 is a token, as in PyLate.
     return None if wrapper_attribute(model, "do_query_expansion") else features[0]["attention_mask"].bool()
@@ -316,7 +316,7 @@ def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: 
 
 
 def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candidates: Tensor | None = None) -> Tensor:
-    batch = TokenBatch.from_padded(_as_wide(queries, scored.documents), queries_mask)
+    batch = TokenBatch.from_padded(_widened(queries, scored.documents), queries_mask)
     if scored.k is not None:
         scores = xtr_scores(batch, scored.documents, scored.k, candidates, zero_floor=scored.zero_floor)
         return scores.float()  # as in PyLate
@@ -325,7 +325,7 @@ def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candid
     return scored.metric.of_batches(batch, scored.documents, candidates)
 
 
-def _as_wide(queries: Tensor, documents: TokenBatch) -> Tensor:
+def _widened(queries: Tensor, documents: TokenBatch) -> Tensor:
     # Documents may have become wider for those of other ranks; never are queries made narrower.
     return queries.to(torch.promote_types(queries.dtype, documents.values.dtype))
 

@@ -25,7 +25,7 @@ replaces = functools.partial(fallback.replaces, host="PyLate")
 
 
 def patches() -> list[Patch]:
-    """What to replace in PyLate.
+    """Replacements in PyLate.
 
     Evaluators and retrievers score through these: the triplet evaluator pairwise, the distillation
     evaluator with ``colbert_kd_scores``, the information retrieval evaluators with the model's

@@ -106,7 +106,7 @@ def _around(model: ColBERT, is_query: bool) -> tuple[list[int], list[int]]:
 
 
 def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """The same tokenizer without what it puts around a text, and without limits of length."""
+    """A copy of a tokenizer that puts nothing around a text and has no limit of length."""
     plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     plain.no_truncation()
     plain.no_padding()

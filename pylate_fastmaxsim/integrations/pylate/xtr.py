@@ -17,7 +17,7 @@ from pylate_fastmaxsim.tokens import TokenBatch
 
 
 def patches() -> list[Patch]:
-    """What to replace in PyLate."""
+    """Replacements in PyLate."""
     return [
         Patch(XTRScores, "__call__", score_batch),
         Patch(XTRKDScores, "__call__", score_own_documents),
@@ -25,7 +25,7 @@ def patches() -> list[Patch]:
 
 
 def passing_tokens(loss: nn.Module) -> int | None:
-    """How many document tokens pass for each query token of a loss with PyLate's XTR scores; None: it has others."""
+    """Number of document tokens that pass for each query token of a loss with PyLate's XTR scores; None: it has others."""
     own = XTRKDScores if isinstance(loss, Distillation) else XTRScores
     metric = loss.score_metric
     return metric.k if type(metric) is own and unknown_part(own.__call__, metric) is None else None

@@ -57,7 +57,7 @@ _LAST_STATES = (
 
 
 def patches() -> list[Patch]:
-    """What to replace in Sentence Transformers."""
+    """Replacements in Sentence Transformers."""
     return [
         # Both: accelerate puts a forward on the instance for mixed precision, and a subclass may have its own.
         Patch(MultiVectorEncoder, "__call__", called),

@@ -11,7 +11,7 @@ from sentence_transformers.multi_vector_encoder.losses import (
 from torch import nn
 
 from pylate_fastmaxsim.integrations.encoding.batch import Documents
-from pylate_fastmaxsim.integrations.encoding.gradcache import cutting, two_passes
+from pylate_fastmaxsim.integrations.encoding.gradcache import minibatch_patches, two_passes
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import noting_columns
@@ -61,10 +61,10 @@ _PATCHES = [
         for loss in (MultiVectorMultipleNegativesRankingLoss, *_OF_OWN_DOCUMENTS)
     ),
     Patch(_CACHED, "embed_minibatch", two_passes(detached(_CACHED.embed_minibatch), _check_metric, _recommend_tokens)),
-    *cutting(),
+    *minibatch_patches(),
 ]
 
 
 def patches() -> list[Patch]:
-    """What to replace in Sentence Transformers."""
+    """Replacements in Sentence Transformers."""
     return _PATCHES

@@ -195,7 +195,7 @@ class TransformerCall(ABC):
 
     @abstractmethod
     def mode(self, columns: list[Features]) -> str:
-        """How to encode: "packed", "grouped" or "padded"."""
+        """The mode: "packed", "grouped" or "padded"."""
 
     @abstractmethod
     def call(self, features: Features) -> Tensor:
@@ -203,18 +203,18 @@ class TransformerCall(ABC):
 
     @abstractmethod
     def reason_in_output(self, features: Features) -> str | None:
-        """Why what the Transformer makes of such features is left to stock."""
+        """Reason to leave the output of the Transformer to stock."""
 
     @abstractmethod
     def given_to_encoder(self, features: Features) -> set[str]:
         """Names of the features that may reach the encoder."""
 
     def reason_to_leave(self) -> str | None:
-        """Why these texts are left to stock."""
+        """Reason to leave these texts to stock."""
         return self._reason_in_features(self.features, self.kwargs) or self._reason_in_transformer()
 
     def embed(self, documents: Documents, states: Tensor) -> Tensor:
-        """What the call makes of hidden states ``[T, d]`` of the attended tokens."""
+        """Result for hidden states ``[T, d]`` of the attended tokens."""
         return states
 
     def lengths(self, documents: Documents) -> list[int]:
@@ -222,7 +222,7 @@ class TransformerCall(ABC):
         return documents.cu_seqlens.diff().tolist()
 
     def run(self) -> Tensor | None:
-        """What the call makes; None if Sentence Transformers is to make it."""
+        """Result of the call; None if Sentence Transformers is to make it."""
         with setting(_running, None):
             options = current_options()
             return None if options is None else self._run(options, self.features)
@@ -318,7 +318,7 @@ class TransformerCall(ABC):
         graphs.install(self.transformer)
 
     def _reason_in_transformer(self) -> str | None:
-        """Why the Transformer is left to stock, whatever the texts are."""
+        """Reason to leave the Transformer to stock, whatever the texts are."""
         if self._is_copy:
             return "DataParallel copies the model in every step; start the script with accelerate launch or torchrun"
         # Only with processes: to look at all modules takes a millisecond.
@@ -344,7 +344,7 @@ class TransformerCall(ABC):
         return f"the encoder takes {', '.join(taken)}" if taken else None
 
     def _reason_apart(self, columns: LossColumns, documents: Sequence[Features]) -> str | None:
-        """Why documents are not encoded with the queries."""
+        """Reason to encode documents apart from the queries."""
         if not all(map(_has_texts, documents)):
             return "a column of documents has no texts"
         reasons = (self._reason_in_features(each, {}) for each in documents)

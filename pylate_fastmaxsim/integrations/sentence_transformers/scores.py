@@ -23,7 +23,7 @@ replaces = partial(fallback.replaces, host="Sentence Transformers")
 
 
 def patches() -> list[Patch]:
-    """What to replace in Sentence Transformers.
+    """Replacements in Sentence Transformers.
 
     Its other MaxSim scores and those of its models go through these.
     """
@@ -173,7 +173,7 @@ def _listed(sequences: list[Tensor]) -> TokenBatch:
 
 
 def _counts(queries, mask) -> Tensor:
-    """What stock divides by for the mean over the tokens of each query, ``[Nq]``."""
+    """Number of tokens of each query, by which stock divides for their mean, ``[Nq]``."""
     if isinstance(queries, (Tensor, np.ndarray)) and queries.ndim == 2:
         queries = queries[None]
         mask = mask[None] if mask is not None and mask.ndim == 1 else mask

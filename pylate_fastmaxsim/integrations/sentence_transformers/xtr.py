@@ -16,7 +16,7 @@ from pylate_fastmaxsim.pooling import Max
 
 
 def patches() -> list[Patch]:
-    """What to replace in Sentence Transformers. Its other XTR scores go through these."""
+    """Replacements in Sentence Transformers. Its other XTR scores go through these."""
     return [Patch(stock_scores, "xtr_scores", batch_scores), Patch(stock_scores, "xtr_kd_scores", own_scores)]
 
 

@@ -60,7 +60,7 @@ _LEFT_BEHIND = {"token_embeddings", "sentence_embedding", "text_keys"}
 
 
 def patches() -> list[Patch]:
-    """What to replace in Sentence Transformers."""
+    """Replacements in Sentence Transformers."""
     return [
         # Both: accelerate puts a forward on the instance for mixed precision, and a subclass may have its own.
         Patch(SparseEncoder, "__call__", called),
@@ -165,7 +165,7 @@ class _Call(TransformerCall):
 
 @torch.no_grad()
 def _dtype_of_stock(states: Tensor, weight: Tensor, training: bool) -> torch.dtype:
-    """That of logits; in training of their logarithm, which autocast may compute in float32."""
+    """Dtype of logits; in training of their logarithm, which autocast may compute in float32."""
     logits = F.linear(states[:0], weight[:0])
     return (logits.log1p() if training else logits).dtype
 

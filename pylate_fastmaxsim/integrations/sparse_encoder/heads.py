@@ -30,7 +30,7 @@ _found: WeakKeyDictionary[nn.Module, dict[Hashable, str | None]] = WeakKeyDictio
 
 @dataclass(frozen=True)
 class Head:
-    """What a masked language model does with hidden states: the steps, and the projection to the vocabulary.
+    """Head of a masked language model: steps from hidden states to hidden states, and the projection to the vocabulary.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def _of_modernbert(model: nn.Module) -> Head:
 
 
 def reason_to_compute_logits(transformer: nn.Module, hidden: HiddenStates, features: dict[str, Tensor]) -> str | None:
-    """Why the head of a Transformer has to run as it is; None if its decoder can be left out.
+    """Reason to run the head of a Transformer as it is; None if its decoder can be left out.
 
     Parameters
     ----------
