@@ -23,8 +23,7 @@ from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.recipes.robustness.measure import Pair, Settings, measure
 from pylate_fastmaxsim.recipes.robustness.task import Limits, Task, collection_task, task_of
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.recipes.training.run_directory import MODEL_DIRECTORY
 
 if TYPE_CHECKING:
