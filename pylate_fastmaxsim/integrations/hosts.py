@@ -54,7 +54,7 @@ HOSTS = (
         "2",
         (
             *("pylate.scores", "pylate.xtr", "pylate.losses", "pylate.collator"),
-            *("encoding.mask_sync", "pylate.kv_cache", "pylate.fused_head"),
+            *("encoding.masks", "pylate.kv_cache", "pylate.fused_head"),
         ),
         (("pylate.scores", _MAXSIM),),
     ),
@@ -79,9 +79,9 @@ HOSTS = (
                 "sentence_transformers.scores",
                 "sentence_transformers.xtr",
                 "sentence_transformers.encoder",
-                "sentence_transformers.joint",
+                "sentence_transformers.losses",
             ),
-            *("sentence_transformers.gradcache", "encoding.mask_sync"),
+            *("sentence_transformers.gradcache", "encoding.masks"),
         ),
         (("sentence_transformers.scores", _MAXSIM),),
     ),
@@ -93,8 +93,13 @@ HOSTS = (
         "5",
         "7",
         (
-            *("sparse_encoder.encoder", "sparse_encoder.joint", "sparse_encoder.gradcache", "sparse_encoder.collator"),
-            *("sparse_encoder.search", "sparse_encoder.evaluation", "encoding.mask_sync"),
+            *(
+                "sparse_encoder.encoder",
+                "sparse_encoder.training",
+                "sparse_encoder.gradcache",
+                "sparse_encoder.collator",
+            ),
+            *("sparse_encoder.search", "sparse_encoder.evaluation", "encoding.masks"),
         ),
         (
             ("sparse_encoder.encoder", "SPLADE without vocabulary logits"),
