@@ -35,6 +35,7 @@ ROOMS = {
     "": (
         ("_dtypes", "_memory", "_tracing", "_winners"),
         ("_checks", "files"),
+        ("reporting",),
         ("_impacts",),
         ("tokens", "sparse", "codec"),
         ("compressed",),
@@ -49,6 +50,7 @@ ROOMS = {
         ("cli", "run", "compare"),
     ),
     "files": (("replace", "lock"), ("record",)),
+    "reporting": (("numbers", "table", "figures", "environment"), ("page",)),
     "kernels": (
         ("runtime",),
         ("primitives",),
@@ -70,7 +72,8 @@ ROOMS = {
         ("models",),
         ("compilation",),
         ("encoding",),
-        ("pylate", "sentence_transformers", "sparse_encoder", "colpali"),
+        ("pylate", "sentence_transformers", "colpali"),
+        ("sparse_encoder",),
         ("hosts",),
         ("enable",),
         ("run_script", "doctor"),
@@ -79,9 +82,8 @@ ROOMS = {
         ("runs", "gate"),
         ("turns",),
         ("verdict", "ranks", "script_child"),
-        ("report",),
         ("figures",),
-        ("html",),
+        ("report",),
         ("script",),
     ),
     "losses": (
@@ -100,8 +102,9 @@ ROOMS = {
         ("kinds", "validate"),
         ("load",),
         ("training",),
+        ("targets",),
         ("mining", "comparison", "search"),
-        ("robustness", "retrieval_evaluation"),
+        ("robustness", "retrieval_evaluation", "tables"),
     ),
 }
 # Pairs of modules that do not keep to it yet. The list only shrinks.

@@ -5,27 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from importlib import metadata, util
+from importlib import util
 
 import torch
 
 from pylate_fastmaxsim.integrations.hosts import find_replacements
 from pylate_fastmaxsim.integrations.options import switched_off
 from pylate_fastmaxsim.integrations.patching.fallback import asked_backend
+from pylate_fastmaxsim.reporting import environment
 
-_PACKAGES = (
-    "pylate-fastmaxsim",
-    "torch",
-    "triton",
-    "pylate",
-    "colpali-engine",
-    "sentence-transformers",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "late-interaction-kernels",
-    "flash-maxsim",
-)
 _SWITCHES = (
     "PYLATE_FASTMAXSIM",
     "PYLATE_SCORES_BACKEND",
@@ -49,9 +37,9 @@ def diagnose() -> dict[str, list[str]]:
         fallbacks = [each.left for each in found if each.left]
     except ImportError as error:
         patches, fallbacks = [], [f"Nothing is patched: {error}"]
-    versions = {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES}
+    packages = {"python": platform.python_version()} | environment.versions()
     return {
-        "Versions": _aligned(versions, "not installed"),
+        "Versions": _aligned(packages, "not installed"),
         "Devices": _devices(),
         "Environment": _aligned({name: os.environ.get(name) for name in _SWITCHES}, "not set"),
         "enable() replaces": patches or ["nothing"],
@@ -62,13 +50,6 @@ def diagnose() -> dict[str, list[str]]:
 def _aligned(values: dict[str, str | None], missing: str) -> list[str]:
     width = max(map(len, values))
     return [f"{name:<{width}}  {missing if value is None else value}" for name, value in values.items()]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _devices() -> list[str]:

@@ -114,7 +114,7 @@ HOSTS = (
             "sentence_transformers.scores",
             "sentence_transformers.xtr",
             "sentence_transformers.encoder",
-            "sentence_transformers.joint",
+            "sentence_transformers.losses",
             "sentence_transformers.gradcache",
             "encoding.masks",
         ),
@@ -129,7 +129,7 @@ HOSTS = (
         below="7",
         providers=(
             "sparse_encoder.encoder",
-            "sparse_encoder.joint",
+            "sparse_encoder.training",
             "sparse_encoder.gradcache",
             "sparse_encoder.collator",
             "sparse_encoder.search",

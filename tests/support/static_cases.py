@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from pylate_fastmaxsim import SparseIndex, StaticLateInteraction, TokenBatch, reference
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
@@ -34,6 +37,13 @@ def texts(count: int, longest: int, seed: int) -> TokenIds:
     lengths = torch.randint(longest + 1, (count,), generator=generator).tolist()
     rows = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
     return TokenIds.from_lists([[], [5, 5, 9, 5], *rows])
+
+
+def save_static(folder: Path, encoder: str, threshold: float = 0.4, **options: object) -> None:
+    """A static model of random vectors, most pairs of which are cut."""
+    tokenizer = AutoTokenizer.from_pretrained(encoder).backend_tokenizer
+    vectors = torch.randn(2, tokenizer.get_vocab_size(), 16, generator=torch.Generator().manual_seed(0))
+    StaticLateInteraction(*vectors, tokenizer, threshold=threshold, **options).save(folder)
 
 
 def rows_of(tokens: TokenIds) -> list[Tensor]:

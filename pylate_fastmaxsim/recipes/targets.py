@@ -58,7 +58,7 @@ class Target:
     def load(self, device: torch.device, trust_remote_code: bool) -> HostModel:
         """The model. RecipeError if it cannot be loaded."""
         if self.visual:  # whose adapters do not say of what
-            return load_trained(prepare(self.recipe).model, Path(self.path), device)
+            return load_trained(self.recipe.model, Path(self.path), device)
         trusted = trust_remote_code or (self.recipe is not None and self.recipe.model.trust_remote_code)
         return load_retriever(self.path, device, trusted)
 
