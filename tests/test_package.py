@@ -36,7 +36,7 @@ ROOMS = {
         ("_dtypes", "_memory", "_tracing", "_winners"),
         ("_checks", "files"),
         ("reporting",),
-        ("_impacts",),
+        ("_impacts", "pooling"),
         ("tokens", "sparse", "codec"),
         ("compressed",),
         ("_operands",),
@@ -88,9 +88,10 @@ ROOMS = {
     ),
     "losses": (
         ("columns", "tokens"),
+        ("views",),
+        ("pylate", "multi_vector", "colpali"),
+        ("encode",),
         ("contrastive_distillation", "matryoshka"),
-        ("pylate", "sentence_transformers", "colpali"),
-        ("encode", "multi_vector"),
     ),
     "recipes": (
         ("errors",),

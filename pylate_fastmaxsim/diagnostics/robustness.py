@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.ops.pooled import Pooling, check_pooling, pooled_scores
+from pylate_fastmaxsim.ops.pooled import pooled_scores
+from pylate_fastmaxsim.pooling import Pooling, check_pooling
 from pylate_fastmaxsim.tokens import TokenBatch
 
 TIMES = (1, 2, 4, 8)

@@ -21,7 +21,7 @@ from pylate_fastmaxsim.integrations.options import (
     switched_off,
 )
 from pylate_fastmaxsim.integrations.patching.patches import PatchSet
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 
 _logger = logging.getLogger("pylate_fastmaxsim")
 _lock = threading.RLock()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, Pooling, Softmax, TopK, check_pooling
+from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK, check_pooling
 
 # "always": also where a model has code of somebody's own.
 PaddingFree = bool | Literal["always"]

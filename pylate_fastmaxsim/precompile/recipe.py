@@ -13,7 +13,8 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from pylate_fastmaxsim._winners import queries_at_once
-from pylate_fastmaxsim.ops.pooled import Pooling, TopK, state_bytes
+from pylate_fastmaxsim.ops.pooled import state_bytes
+from pylate_fastmaxsim.pooling import Pooling, TopK
 from pylate_fastmaxsim.precompile.processes import Compiled, cached_kernels, compile_calls
 from pylate_fastmaxsim.precompile.shapes import BatchShape, Call, calls_of
 from pylate_fastmaxsim.recipes.config.schema import PoolingSection, Recipe

@@ -14,7 +14,8 @@ from torch import Tensor
 from pylate_fastmaxsim.diagnostics.injection import COUNTS, NOISE, injected_tokens, injection_sweep
 from pylate_fastmaxsim.diagnostics.robustness import DEPTH, TIMES, length_sweep, retrieval_metrics
 from pylate_fastmaxsim.integrations.options import POOLINGS, pooling_from_text
-from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, Pooling, Softmax, TopK, pooled_scores
+from pylate_fastmaxsim.ops.pooled import pooled_scores
+from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever
 from pylate_fastmaxsim.recipes.models.static import StaticDocuments
