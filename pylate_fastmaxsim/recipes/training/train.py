@@ -23,7 +23,7 @@ from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.kind import Kind, kind_of
 from pylate_fastmaxsim.recipes.models.load import HostModel, load_model, load_trained
-from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
+from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin
 from pylate_fastmaxsim.recipes.trainers.callbacks import FinishByEpochs, ResumeExactly, StopOnInterrupt
 from pylate_fastmaxsim.recipes.trainers.sharded import unsharded_loading
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
@@ -79,7 +79,7 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     KeyboardInterrupt
         The user interrupted the run. A checkpoint holds everything up to the last step, or ``model/`` the result.
     """
-    why_off = plugin_off(recipe.fast)
+    why_off = reason_against_plugin(recipe.fast)
     arguments = training_arguments(recipe)
     directory = Path(recipe.output_dir)
     sections = recipe.model, recipe.data, recipe.evaluation
@@ -109,7 +109,7 @@ def _train(
         checkpoint, trained_with = open_run_directory(in_force, resume, arguments.should_save, arguments.world_size)
     if not trained_with.fast.enabled:  # in the training, which an earlier run may have finished
         why_off = why_off or "the model was trained without it before"
-    with switched(recipe.fast):
+    with plugin_of(recipe.fast):
         state = trained_state(checkpoint)
         if state is None:
             trainer = kind.build_trainer(recipe.loss, model, data.train, arguments)
