@@ -176,7 +176,7 @@ def _code_on(instance: object, name: str) -> CodeType | None:
 
 
 def _is_compiled(function: object) -> bool:
-    """Whether torch.compile made it: a function of PyTorch's that remembers what it compiles."""
+    """True of what torch.compile made: a function of PyTorch's that remembers what it compiles."""
     return (
         type(function) is FunctionType
         and function.__globals__.get("__name__", "").startswith("torch._dynamo")
@@ -260,7 +260,7 @@ def _is_docstring(node: ast.AST) -> bool:
 # Dynamo cannot trace it.
 @torch.compiler.disable
 def defined_in(function: Callable, libraries: Iterable[str]) -> bool:
-    """Whether a function is from one of these libraries, by the module of its code; of a ``partial``, what it calls.
+    """Check that a function is from one of these libraries, by the module of its code; of a ``partial``, what it calls.
 
     Examples
     --------

@@ -149,7 +149,7 @@ def _replace(patch: Patch) -> Callable[[], bool]:
 
 
 def can_redirect(function: object) -> bool:
-    """Whether it is a plain Python function: undecorated, without free variables, no generator or coroutine."""
+    """True of a plain Python function: undecorated, without free variables, no generator or coroutine."""
     return (
         isinstance(function, FunctionType)
         and not function.__code__.co_freevars
