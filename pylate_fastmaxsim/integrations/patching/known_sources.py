@@ -276,14 +276,3 @@ def defined_in(function: Callable, libraries: Iterable[str]) -> bool:
     # Not by __module__, which functools.wraps copies from what is decorated.
     written = function.__globals__ if type(function) is FunctionType else {}
     return written.get("__name__", type(function).__module__).partition(".")[0] in libraries
-
-
-def full_name(thing: object) -> str:
-    """The class of an object with its module: PEFT's layers are called as PyTorch's are.
-
-    Examples
-    --------
-    >>> full_name(torch.nn.Linear(1, 1))
-    'torch.nn.modules.linear.Linear'
-    """
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
