@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> None:
     """Train, and print a table of the metrics."""
     recipe = load_recipe(options.recipe, options.overrides)
     from pylate_fastmaxsim.recipes.tables import training_table
-    from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint
+    from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
     from pylate_fastmaxsim.recipes.training.train import train
 
     def kept() -> str:
@@ -51,7 +51,7 @@ def _report_out_of_memory(recipe: Recipe) -> Iterator[None]:
         yield
     except Exception as error:
         from pylate_fastmaxsim._memory import is_out_of_memory
-        from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint
+        from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
 
         if not is_out_of_memory(error):
             raise

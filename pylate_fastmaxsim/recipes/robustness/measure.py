@@ -17,8 +17,7 @@ from pylate_fastmaxsim.integrations.options import POOLINGS, pooling_from_text
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever
-from pylate_fastmaxsim.recipes.models.static import StaticDocuments
+from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, StaticDocuments
 from pylate_fastmaxsim.recipes.robustness.lengthen import Append, Lengthened, encode
 from pylate_fastmaxsim.recipes.robustness.task import Task
 from pylate_fastmaxsim.recipes.search.run import best_device

@@ -15,7 +15,7 @@ from beir_folder import tables, write_folder
 from command_line import fastmaxsim
 from sentence_transformers import MultiVectorEncoder
 
-from pylate_fastmaxsim.recipes.models.kind import load_retriever
+from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 
 
