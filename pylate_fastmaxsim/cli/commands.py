@@ -443,8 +443,7 @@ def search(
 ) -> None:
     """Search a collection exactly with a late-interaction or sparse model: a run file, metrics and times."""
     with one_sentence_instead_of_a_traceback():
-        from pylate_fastmaxsim.recipes.files.json import write_json
-        from pylate_fastmaxsim.recipes.files.write import files_of_collection, prepare_file
+        from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
         from pylate_fastmaxsim.recipes.search.inputs import load_inputs
         from pylate_fastmaxsim.recipes.search.report import search_table
         from pylate_fastmaxsim.recipes.search.run import Options

@@ -79,8 +79,7 @@ def evaluate(
 ) -> None:
     """Evaluate trained models on a collection by exact search, and compare them."""
     with one_sentence_instead_of_a_traceback():
-        from pylate_fastmaxsim.recipes.files.json import write_json
-        from pylate_fastmaxsim.recipes.files.write import files_of_collection, prepare_file
+        from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
         from pylate_fastmaxsim.recipes.retrieval_evaluation.evaluate import Options
         from pylate_fastmaxsim.recipes.retrieval_evaluation.evaluate import evaluate as run_evaluation
         from pylate_fastmaxsim.recipes.retrieval_evaluation.report import metrics_table, pairs_table

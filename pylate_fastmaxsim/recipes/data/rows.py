@@ -17,7 +17,7 @@ from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, progre
 from pylate_fastmaxsim.recipes.data.text import check_first, is_id, require_text
 from pylate_fastmaxsim.recipes.data.triples import has_lists, read_triples
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.types import FILE_TYPES, file_type
+from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type
 from pylate_fastmaxsim.recipes.kind import kind_of
 
 

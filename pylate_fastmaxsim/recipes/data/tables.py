@@ -28,7 +28,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from pylate_fastmaxsim.recipes.data.delimited import Names, read_options
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.files.types import FILE_TYPES, file_type
+from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type
 
 # What datasets says of a table without rows. For an empty file it raises StopIteration.
 NO_ROWS = "corresponds to no data"

@@ -12,7 +12,7 @@ from datasets.exceptions import DatasetGenerationError
 from pylate_fastmaxsim.recipes.data.delimited import open_text
 from pylate_fastmaxsim.recipes.data.tables import progress_shown
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.json import parse_json
+from pylate_fastmaxsim.recipes.files import parse_json
 
 TRIPLES = {"query": Value("string"), "positive": Value("string"), "negatives": Sequence(Value("string"))}
 SCORED = {

@@ -27,7 +27,7 @@ from pylate_fastmaxsim.recipes.data.tables import (
     table_failure,
 )
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.types import ENDINGS, FILE_TYPES, file_type
+from pylate_fastmaxsim.recipes.files import ENDINGS, FILE_TYPES, file_type
 
 KEY = "evaluation.beir"
 IDS_AT_ONCE = 10_000

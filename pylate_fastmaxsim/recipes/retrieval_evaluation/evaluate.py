@@ -12,7 +12,7 @@ from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection
 from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_by_query
-from pylate_fastmaxsim.recipes.files.write import prepare_file
+from pylate_fastmaxsim.recipes.files import prepare_file
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.retrieval_evaluation.per_query import prepare_per_query, write_per_query
 from pylate_fastmaxsim.recipes.retrieval_evaluation.significance import Scores, compare

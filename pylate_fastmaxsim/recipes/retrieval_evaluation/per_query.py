@@ -7,8 +7,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.write import prepare_file, write_atomically
+from pylate_fastmaxsim.recipes.files import prepare_file
 from pylate_fastmaxsim.recipes.retrieval_evaluation.significance import Scores
 
 SUFFIXES = (".jsonl", ".tsv")
@@ -38,4 +39,4 @@ def write_per_query(file: Path, scores: Scores) -> None:
                 table.writeheader()
                 table.writerows(rows)
 
-    write_atomically(file, write)
+    replace_file(file, write)

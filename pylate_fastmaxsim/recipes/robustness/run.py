@@ -10,9 +10,7 @@ from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, TextEvalu
 from pylate_fastmaxsim.recipes.config.shipped import is_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import load_collection
-from pylate_fastmaxsim.recipes.files.inputs import inputs_of
-from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
-from pylate_fastmaxsim.recipes.files.write import prepare_file
+from pylate_fastmaxsim.recipes.files import inputs_of, prepare_file, without_nan, write_json
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.robustness.measure import Pair, Settings, measure
 from pylate_fastmaxsim.recipes.robustness.task import Limits, Task, collection_task, task_of

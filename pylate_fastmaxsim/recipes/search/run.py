@@ -18,7 +18,7 @@ from pylate_fastmaxsim.recipes.config.schema import CompressedFormat
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import IDS_AT_ONCE, Collection, corpus_digest, document_texts
 from pylate_fastmaxsim.recipes.evaluation.ranking import Ranking, encode_corpus, encode_sample, metrics_of, ranking
-from pylate_fastmaxsim.recipes.files.write import prepare_file
+from pylate_fastmaxsim.recipes.files import prepare_file
 from pylate_fastmaxsim.recipes.models.kind import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, StaticRetriever, retriever_of
 from pylate_fastmaxsim.recipes.models.static import StaticQueries

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import IDS_AT_ONCE, Collection
 from pylate_fastmaxsim.recipes.evaluation.ranking import Ranking
-from pylate_fastmaxsim.recipes.files.write import write_atomically
 
 TAG = "fastmaxsim"
 
@@ -26,7 +26,7 @@ def write_run(file: Path, found: Ranking) -> None:
                     for rank, (document, score) in enumerate(documents.items(), start=1)
                 )
 
-    write_atomically(file, write)
+    replace_file(file, write)
 
 
 def require_ids_of_one_word(collection: Collection) -> None:

@@ -13,7 +13,7 @@ from transformers import TrainerState
 from pylate_fastmaxsim.files.replace import remove_file
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.files.json import parse_json
+from pylate_fastmaxsim.recipes.files import parse_json
 
 # The trainer writes it last, so a checkpoint that has it is complete.
 CHECKPOINT_LAST_FILE = "trainer_state.json"

@@ -9,8 +9,8 @@ import transformers
 from sentence_transformers.training_args import BatchSamplers
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.write import write_atomically
 from pylate_fastmaxsim.recipes.trainers.checkpoints import CHECKPOINT_LAST_FILE
 
 # transformers from 5.3, where RecipeTrainer can tell the trainer where to resume.
@@ -65,7 +65,7 @@ class FinishByEpochs(TrainerCallback):
             elif args.should_save and state.global_step:
                 # Saving this step again would overwrite the last complete checkpoint, file by file.
                 checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
-                write_atomically(checkpoint / CHECKPOINT_LAST_FILE, state.save_to_json)
+                replace_file(checkpoint / CHECKPOINT_LAST_FILE, state.save_to_json)
         return control
 
 

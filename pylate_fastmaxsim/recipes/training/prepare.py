@@ -14,7 +14,7 @@ from datasets import Dataset
 from pylate_fastmaxsim.files.replace import replace_folder
 from pylate_fastmaxsim.recipes.config.schema import ModelSection, Recipe
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
-from pylate_fastmaxsim.recipes.files.write import make_directory
+from pylate_fastmaxsim.recipes.files import make_directory
 from pylate_fastmaxsim.recipes.models.from_scratch import build_model
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.trainers.checkpoints import remove_checkpoints

@@ -14,7 +14,7 @@ from tiny_recipe import tiny, write
 from pylate_fastmaxsim.files import replace
 from pylate_fastmaxsim.integrations.log import forget_what_was_said
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.lock import hold_lock
+from pylate_fastmaxsim.recipes.files import hold_lock
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.trainers import checkpoints
 from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint
