@@ -444,10 +444,10 @@ def search(
     """Search a collection exactly with a late-interaction or sparse model: a run file, metrics and times."""
     with one_sentence_instead_of_a_traceback():
         from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
-        from pylate_fastmaxsim.recipes.search.inputs import load_inputs
         from pylate_fastmaxsim.recipes.search.report import search_table
         from pylate_fastmaxsim.recipes.search.run import Options
         from pylate_fastmaxsim.recipes.search.run import search as run_search
+        from pylate_fastmaxsim.recipes.targets import load_inputs
 
         # The shell leaves ~ in --run=~/file as it is.
         files = (corpus, queries, qrels, run, index, plaid, json_)

@@ -23,28 +23,12 @@ ENDINGS = ".parquet, .jsonl, .json, .csv or .tsv (these four also with .gz)"
 
 
 def file_type(file: str | Path) -> str | None:
-    """The ending of a file that holds rows, a key of FILE_TYPES; None for other files.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.files import file_type
-    >>> file_type("rows.v2.jsonl.gz"), file_type("rows.txt")
-    ('.jsonl.gz', None)
-    """
+    """The ending of a file that holds rows, a key of FILE_TYPES; None for other files."""
     return next((ending for ending in FILE_TYPES if str(file).endswith(ending)), None)
 
 
 def inputs_of(*sections: Any) -> list[Path]:
-    """The paths among the keys of a recipe's sections; names on the Hub are among them.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
-    >>> from pylate_fastmaxsim.recipes.config.schema import DataSection
-    >>> from pylate_fastmaxsim.recipes.files import inputs_of
-    >>> list(map(str, inputs_of(ColBERTSection(name_or_path="base"), DataSection(source="files", files=["a.csv", "b.csv"]))))
-    ['base', 'a.csv', 'b.csv']
-    """
+    """The paths among the keys of a recipe's sections; names on the Hub are among them."""
     found = []
     for section in sections:
         for field in dataclasses.fields(section):
@@ -131,14 +115,7 @@ def hold_lock(key: str, directory: Path, name: str, sentence: str) -> Iterator[N
 
 
 def without_nan(value: Any) -> Any:
-    """A result with None for each number that is NaN or infinite, which JSON does not have.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.files import without_nan
-    >>> without_nan({"losses": [0.5, float("nan"), float("inf")], "steps": 3})
-    {'losses': [0.5, None, None], 'steps': 3}
-    """
+    """A result with None for each number that is NaN or infinite, which JSON does not have."""
     if isinstance(value, dict):
         return {key: without_nan(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pylate_fastmaxsim.ops.pooled import Max, Pooling
-from pylate_fastmaxsim.recipes.config.schema import Recipe, TextEvaluationSection
+from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
 from pylate_fastmaxsim.recipes.config.shipped import is_recipe
+from pylate_fastmaxsim.recipes.data.collection import Collection, load_collection, load_files_of_collection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection, load_collection
 from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.kind import load_retriever, saved_class
@@ -29,21 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """A model to evaluate.
+    """A model to evaluate."""
 
-    Parameters
-    ----------
-    label
-        What tables and files call it.
-    path
-        Its folder or its name on the Hub.
-    recipe
-        That trained it, if the command line names a recipe.
-    """
-
-    label: str
-    path: str
-    recipe: Recipe | None = None
+    label: str  # in tables and files
+    path: str  # its folder or its name on the Hub
+    recipe: Recipe | None = None  # that trained it, if the command line names a recipe
 
     @property
     def pooling(self) -> Pooling:
@@ -54,6 +44,11 @@ class Target:
     def visual(self) -> bool:
         """Whether it retrieves pages."""
         return self.recipe is not None and self.recipe.model.visual
+
+    @property
+    def batch_size(self) -> int:
+        """Texts or pages that are encoded at once."""
+        return (EvaluationSection() if self.recipe is None else self.recipe.evaluation).batch_size
 
     def load(self, device: torch.device, trust_remote_code: bool) -> HostModel:
         """The model. RecipeError if it cannot be loaded."""
@@ -67,12 +62,6 @@ def find_targets(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Ta
     """The models of recipes, folders and names on the Hub. None is loaded.
 
     A label is the name of the recipe, or the last part of the path; where that is not unique, the whole.
-
-    Raises
-    ------
-    RecipeError
-        There is no such recipe or model, the model of a recipe is not trained, a model is of another kind, or one is given
-        twice.
     """
     recipes = {name: load_recipe(name, overrides) for name in names if is_recipe(name)}
     if overrides and not recipes:
@@ -111,13 +100,7 @@ def _trained(name: str, recipe: Recipe) -> Path:
 
 
 def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> tuple[str, Collection]:
-    """The name of the collection and the collection: that of ``--beir``, or that of the recipes.
-
-    Raises
-    ------
-    RecipeError
-        There is neither, recipes have several, or it cannot be loaded.
-    """
+    """The name of the collection and the collection: that of ``--beir``, or that of the recipes."""
     visual = [target.label for target in targets if target.visual]
     if visual and (beir is not None or len(visual) < len(targets)):
         raise RecipeError(
@@ -125,7 +108,7 @@ def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> 
             "models of texts."
         )
     if beir is not None:
-        return beir, load_collection(TextEvaluationSection(beir=str(Path(beir).expanduser()), split=split), "--beir")
+        return beir, load_collection(beir, split, "--beir")
     recipes = [target.recipe for target in targets if target.recipe is not None]
     if not recipes:
         raise RecipeError("name a collection in BEIR's layout with --beir, or give the recipe of a model.")
@@ -136,13 +119,12 @@ def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> 
         )
     section = first.evaluation
     if section.beir is not None:
-        return section.beir, load_collection(section)
+        return section.beir, load_collection(section.beir, section.split)
     if section.nano_beir is not None or not section.rows:
         has = "several collections (evaluation.nano_beir)" if section.nano_beir else "no data to evaluate on"
         raise RecipeError(f"{first.name} has {has}; name one collection with --beir.")
-    prepared, name = prepare(first), f"rows held out by {first.name}"
-    held_out = load_data(prepared).held_out
-    return name, collection_of(prepared, held_out)
+    prepared = prepare(first)
+    return f"rows held out by {first.name}", collection_of(prepared, load_data(prepared).held_out)
 
 
 def _evaluated_on(recipe: Recipe) -> Any:
@@ -151,3 +133,17 @@ def _evaluated_on(recipe: Recipe) -> Any:
     if section.beir is not None:
         return section.beir, section.split
     return recipe.data, section.rows, section.nano_beir, recipe.loss.name == "distillation"
+
+
+def load_inputs(
+    beir: str | None, split: str, corpus: Path | None, queries: Path | None, qrels: Path | None
+) -> Collection:
+    """The collection of ``--beir``, with its judged queries, or that of ``--corpus``, ``--queries`` and ``--qrels``."""
+    files = [corpus, queries]
+    if (beir is None) == (files == [None, None] and qrels is None) or (beir is None and None in files):
+        raise RecipeError(
+            "Name what to search: --beir FOLDER_OR_NAME, or --corpus and --queries, and --qrels for metrics."
+        )
+    if beir is not None:
+        return load_collection(beir, split, "--beir")
+    return load_files_of_collection(corpus, queries, qrels)

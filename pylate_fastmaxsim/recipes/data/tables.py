@@ -42,12 +42,7 @@ def load_table(
 ) -> Dataset | IterableDataset:
     """Load a table from the Hub or from a folder. Without ``split`` it must have exactly one split.
 
-    With ``streaming`` its rows are read as they are needed.
-
-    Raises
-    ------
-    RecipeError
-        It cannot be loaded. The message names the recipe's ``key``.
+    With ``streaming`` its rows are read as they are needed. Errors name ``key``.
     """
     if not Path(path).is_dir():
         return _load(
@@ -55,22 +50,21 @@ def load_table(
         )
     _require_readable(key, Path(path))
     try:
-        kind, files = _files_of_folder(path, subset)
+        files = _files_of_folder(path, subset)
     except Exception as error:  # as in _load
         raise table_failure(key, error) from error
-    return load_files(key, kind, files, split, streaming=streaming)
+    return load_files(key, files, split, streaming=streaming)
 
 
 def load_files(
     key: str,
-    kind: str,
     files: dict[str, list[str]],
     split: str | None = "train",
     names: Names | None = None,
     columns: list[str] | None = None,
     streaming: bool = False,
 ) -> Dataset | IterableDataset:
-    """Load a table from files, which are listed by split. ``kind`` is the name of ``datasets`` for their type.
+    """Load a table from files of one type, which are listed by split.
 
     ``names`` and ``columns`` are those of :func:`~pylate_fastmaxsim.recipes.data.delimited.read_options`.
     """
@@ -81,9 +75,10 @@ def load_files(
     status = [os.stat(name) for name in every if os.path.exists(name)]
     description = str([(each.st_size, each.st_ctime_ns) for each in status])
     options = {"split": split, "data_files": patterns, "description": description, "streaming": streaming}
-    if kind == "csv":
+    builder = FILE_TYPES[file_type(every[0])]
+    if builder == "csv":
         options |= read_options(key, every, names, columns)
-    return _load(key, ", ".join(every), kind, **options)
+    return _load(key, ", ".join(every), builder, **options)
 
 
 def _load(key: str, place: str, path: str, subset: str | None = None, **options: Any) -> Dataset | IterableDataset:
@@ -138,35 +133,24 @@ def progress_shown() -> Iterator[None]:
         disable_progress_bars()
 
 
-def _files_of_folder(path: str, subset: str | None) -> tuple[str, dict[str, list[str]]]:
-    """The kind and the files, by split, of a table in a folder.
+def _files_of_folder(path: str, subset: str | None) -> dict[str, list[str]]:
+    """The files, by split, of a table in a folder.
 
     The cache of ``datasets`` is keyed by the last name of a folder, so that another folder of that name, or an older
     version of this one, would be returned. For files the key is path and modification time.
     """
     files = load_dataset_builder(path, subset).config.data_files
-    kinds = {FILE_TYPES.get(file_type(file)) for parts in files.values() for file in parts}
-    if len(kinds) != 1 or None in kinds:
+    builders = {FILE_TYPES.get(file_type(file)) for parts in files.values() for file in parts}
+    if len(builders) != 1 or None in builders:
         raise ValueError(f"the files of a table must all end in one of {', '.join(FILE_TYPES)}.")
-    return kinds.pop(), {str(split): list(map(str, parts)) for split, parts in files.items()}
+    return {str(split): list(map(str, parts)) for split, parts in files.items()}
 
 
 def load_subset(key: str, name: str, subset: str, columns: tuple[str, ...], split: str | None = None) -> Dataset:
-    """Load one of the tables of a data set; it must have ``columns``.
+    """Load the table ``subset`` of a data set, which must have ``columns``. Errors name ``key``.
 
-    Parameters
-    ----------
-    key
-        The key of the recipe that gave ``name``.
-    name
-        On the Hub, or a folder: a copy of what is on the Hub, with a README.md whose ``configs`` name the subsets,
-        or one with a .jsonl or .parquet file named after each subset.
-    subset
-        Name of the table.
-    columns
-        Columns that it must have; it may have more.
-    split
-        Its split; None takes the only one.
+    ``name`` is on the Hub, or a folder: a copy of what is on the Hub, with a README.md whose ``configs`` name the subsets,
+    or one with a .jsonl or .parquet file named after each subset. Without ``split`` it must have exactly one.
     """
     plain = has_plain_files(name)
     table = _load_file(key, Path(name), subset) if plain else load_table(key, name, subset, split=split)
@@ -225,7 +209,7 @@ def require_utf8(where: str, texts: pa.ChunkedArray) -> None:
 
 def _load_file(key: str, folder: Path, subset: str) -> Dataset:
     if file := _plain_file(folder, subset):
-        return load_files(key, FILE_TYPES[file_type(file)], {"train": [str(file)]})
+        return load_files(key, {"train": [str(file)]})
     _require_readable(key, folder)
     raise RecipeError(
         f"{key}: the folder {folder} must hold {subset}.jsonl or {subset}.parquet (or {subset} as .json, .csv or .tsv), or "

@@ -185,10 +185,10 @@ def require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None:
                 f"for each, but row {row} has {found[0]} and {found[1]} {scores}."
             )
         _require_values(
-            table, documents, "texts", lambda kind: pa.types.is_string(kind) or pa.types.is_large_string(kind)
+            table, documents, "texts", lambda dtype: pa.types.is_string(dtype) or pa.types.is_large_string(dtype)
         )
         _require_values(
-            table, scores, "finite numbers", lambda kind: pa.types.is_integer(kind) or pa.types.is_floating(kind)
+            table, scores, "finite numbers", lambda dtype: pa.types.is_integer(dtype) or pa.types.is_floating(dtype)
         )
         before += table.num_rows
 

@@ -35,11 +35,6 @@ def has_lists(file: str) -> bool:
 def read_triples(key: str, files: list[str]) -> Dataset:
     """Rows of lines ``[qid, pid+, pid-, ...]`` (query, positive, negatives) or ``[qid, [pid, score], ...]`` (query,
     documents, scores), ids as text.
-
-    Raises
-    ------
-    RecipeError
-        A line is no such list, or not one like the first.
     """
     with open_text(files[0]) as lines:
         scored = isinstance(parse_json(next(lines))[-1], list)

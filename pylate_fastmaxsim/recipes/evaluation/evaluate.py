@@ -11,19 +11,20 @@ from torch import Tensor
 
 from pylate_fastmaxsim.ops.pooled import Pooling, pooled_scores
 from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.data.collection import RecipeData
 from pylate_fastmaxsim.recipes.evaluation import held_out
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import mean_over_sets
 from pylate_fastmaxsim.recipes.evaluation.ranking import (
     DEPTH,
     METRICS,
+    SPARSITY,
+    Sparsity,
     encode_corpus,
     evaluate_collection,
     metrics_of,
     ranking,
     shown,
 )
-from pylate_fastmaxsim.recipes.evaluation.sparse import SPARSITY, Sparsity
-from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.models.load import HostModel
 from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, retriever_of
 from pylate_fastmaxsim.recipes.pooling import final_pooling
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 def evaluate(recipe: Recipe, model: HostModel, data: RecipeData) -> dict[str, float | None]:
     """The metrics of the recipe's evaluation by name; nDCG@10 is None where it has none.
 
-    Of a sparse model also :func:`~pylate_fastmaxsim.recipes.evaluation.sparse.sparsity` of the same texts. All are None
+    Of a sparse model also :func:`~pylate_fastmaxsim.recipes.evaluation.ranking.Sparsity` of the same texts. All are None
     where the model's embeddings are not finite: an order of such scores is arbitrary, and the metrics of it look like
     any others.
     """

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Value
+from datasets import Image as ImageFeature
 from torch import Tensor
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection
+from pylate_fastmaxsim.recipes.data.collection import PAGES, Collection
 from pylate_fastmaxsim.recipes.kind import kind_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 def names_of_metrics(recipe: Recipe, held_out: Dataset) -> list[str]:
@@ -27,10 +32,7 @@ def collection_of(recipe: Recipe, held_out: Dataset) -> Collection:
     or one document, so that a query that stands in several rows has the relevant documents of all of them.
     """
     if recipe.model.visual:
-        # Of Pillow, which comes with the extra of these models.
-        from pylate_fastmaxsim.recipes.evaluation.pages import collection_of_pages
-
-        return collection_of_pages(held_out)
+        return _collection_of_pages(held_out)
     queries: dict[str, str] = {}
     documents: dict[str, str] = {}
     judgements: dict[str, dict[str, int]] = {}
@@ -45,6 +47,33 @@ def collection_of(recipe: Recipe, held_out: Dataset) -> Collection:
         judgements.setdefault(query, {})[ids[best]] = 1
     corpus = Dataset.from_dict({"_id": list(documents.values()), "text": list(documents)})
     return Collection(corpus, {query: text for text, query in queries.items()}, judgements)
+
+
+def _collection_of_pages(held_out: Dataset) -> Collection:
+    """The held-out queries over all held-out pages, which are the column ``image`` of the corpus.
+
+    Equal images are one page, and equal texts are one query, for which the pages of all its rows are relevant.
+    """
+    query_column, page_column, *_ = held_out.column_names
+    texts: dict[str, str] = {}
+    pages: dict[str, dict[str, Any]] = {}
+    relevant: dict[str, dict[str, int]] = {}
+    # As they are stored, because an image that is encoded again may lose.
+    stored = held_out.select_columns(page_column).with_format("arrow").iter(1)
+    for number, (row, files) in enumerate(zip(held_out, stored, strict=True)):
+        own, files = (each if isinstance(each, list) else [each] for each in (row[page_column], files[0][0].as_py()))
+        names = [_digest(page) for page in own]
+        pages |= dict(zip(names, files, strict=True))
+        query = texts.setdefault(row[query_column], f"q{number}")
+        relevant.setdefault(query, {}).update(dict.fromkeys(names, 1))
+    corpus = {"_id": list(pages), PAGES: list(pages.values())}
+    features = Features({"_id": Value("string"), PAGES: ImageFeature()})
+    queries = {query: text for text, query in texts.items()}
+    return Collection(Dataset.from_dict(corpus, features=features), queries, relevant)
+
+
+def _digest(page: Image) -> str:
+    return sha256(repr((page.mode, page.size)).encode() + page.tobytes()).hexdigest()
 
 
 def texts_of(recipe: Recipe, row: dict[str, Any]) -> tuple[str, list[str]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from tqdm import tqdm
 
 from pylate_fastmaxsim.codec import ResidualCodec
 from pylate_fastmaxsim.compressed import CompressedBatch
+from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.compression import Compress, compressor, needs_codec, sampled, train_codec, unchanged
 from pylate_fastmaxsim.recipes.config.schema import MiningSection
-from pylate_fastmaxsim.recipes.mining.candidates import best_candidates, candidates_digest, score_candidates
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
 from pylate_fastmaxsim.recipes.mining.teacher import Candidates, colbert_scores, require_finite_scores, scored
@@ -26,6 +27,10 @@ from pylate_fastmaxsim.tokens import TokenBatch
 
 if TYPE_CHECKING:
     from pylate.models import ColBERT
+
+
+# Pairs of a query and a document that are scored in one call.
+PAIRS_AT_ONCE = 1 << 20
 
 
 def search_documents(
@@ -74,7 +79,9 @@ def search_documents(
     settings = common | {"mining.corpus_format": section.corpus_format}
     settings |= {"mining.range_max": section.range_max, "mining.documents_per_part": step}
     if candidates is not None:
-        settings |= {"the candidates of mining.first_stage": candidates_digest(candidates)}
+        settings |= {
+            "the candidates of mining.first_stage": hashlib.blake2b(candidates.data, digest_size=16).hexdigest()
+        }
         compute = compute_candidates
     for file in work.parts("search", settings, "Searching", " documents", len(pairs.documents), step, compute):
         with np.load(file) as arrays:
@@ -84,6 +91,73 @@ def search_documents(
         scores, order = scores.sort(dim=1, descending=True, stable=True)
         best = scores[:, :k], found.gather(1, order[:, :k])
     return best
+
+
+def score_candidates(
+    queries: TokenBatch,
+    encoded: Callable[[np.ndarray], Iterator[TokenBatch | CompressedBatch]],
+    candidates: np.ndarray,
+    part: slice,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries, documents and scores ``[P]`` of the candidates ``[Nq, K]`` whose numbers lie in ``part``.
+
+    ``encoded`` makes batches of documents by their numbers, which ascend. Documents that are no candidate are not asked
+    for.
+    """
+    rows, columns = ((candidates >= part.start) & (candidates < part.stop)).nonzero()
+    documents = candidates[rows, columns]
+    order = documents.argsort(kind="stable")  # the queries of a document ascend
+    rows, documents = rows[order], documents[order]
+    used, places = np.unique(documents, return_inverse=True)
+    scores = np.empty(len(rows), dtype=np.float32)
+    begin = first = 0
+    for batch in encoded(used):
+        end = int(np.searchsorted(places, first + len(batch)))
+        by_query = begin + rows[begin:end].argsort(kind="stable")
+        scores[by_query] = pair_scores(queries, batch, rows[by_query], places[by_query] - first)
+        begin, first = end, first + len(batch)
+    return rows, documents, scores
+
+
+@torch.no_grad()
+def pair_scores(
+    queries: TokenBatch, documents: TokenBatch | CompressedBatch, rows: np.ndarray, places: np.ndarray
+) -> np.ndarray:
+    """MaxSim of pairs ``[P]`` of the query ``rows[p]`` and the document ``places[p]``; ``rows`` ascend."""
+    asked, first, counts = np.unique(rows, return_index=True, return_counts=True)
+    scores = np.empty(len(rows), dtype=np.float32)
+
+    def on_device(numbers: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(numbers.astype(np.int64)).to(queries.device)
+
+    # Queries with about as many candidates in one call; one that has fewer repeats its last.
+    widths = 2 ** np.ceil(np.log2(counts)).astype(np.int64)
+    for width in np.unique(widths):
+        group, step = np.flatnonzero(widths == width), max(1, PAIRS_AT_ONCE // width)
+        for begin in range(0, len(group), step):
+            some = group[begin : begin + step]
+            at = first[some, None] + np.minimum(np.arange(width), counts[some, None] - 1)
+            found = maxsim(queries.select(on_device(asked[some])), documents, on_device(places[at]))
+            scores[at] = found.cpu().numpy()
+    return scores
+
+
+def best_candidates(
+    rows: np.ndarray, documents: np.ndarray, scores: np.ndarray, num_queries: int, k: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scores and documents of the ``k`` best pairs of each query, best first, ``[Nq, K]`` with K at most ``k``.
+
+    Of equal scores the lower document comes first. Queries with fewer pairs have a score of -inf and a document of -1.
+    """
+    order = np.lexsort((documents, -scores, rows))
+    rows, documents, scores = rows[order], documents[order], scores[order]
+    rank = np.arange(len(rows)) - np.searchsorted(rows, rows)
+    kept = rank < k
+    rows, documents, scores, rank = rows[kept], documents[kept], scores[kept], rank[kept]
+    shape = (num_queries, rank.max(initial=-1) + 1)
+    best, found = np.full(shape, -np.inf, dtype=np.float32), np.full(shape, -1, dtype=np.int64)
+    best[rows, rank], found[rows, rank] = scores, documents
+    return best, found
 
 
 def documents_kept(pairs: Pairs, section: MiningSection) -> int:

@@ -127,7 +127,7 @@ def _require_projection(name: str, config: PretrainedConfig) -> None:
     """Refuse a model to which PyLate would add a projection with random weights."""
     if _has_projection(name, config):
         return
-    is_classifier = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
     other = "set mining.teacher_type to cross_encoder" if is_classifier else "name a trained ColBERT"
     raise RecipeError(
         f"mining.teacher {name} must have a projection, as a ColBERT has, but its checkpoint holds none, so that its "

@@ -19,17 +19,6 @@ class Clock:
     ----------
     device
         Where tasks run; the work that they queued on a GPU is waited for, so that it counts as theirs.
-
-    Examples
-    --------
-    >>> import time
-    >>> from pylate_fastmaxsim.recipes.search.clock import Clock
-    >>> clock = Clock("cpu")
-    >>> with clock.during("search"):
-    ...     for _ in clock.iterate("encode", range(3)):
-    ...         time.sleep(0.02)
-    >>> clock.seconds["search"] > 0.05 > clock.seconds["encode"]
-    True
     """
 
     def __init__(self, device: torch.device | str) -> None:

@@ -15,9 +15,9 @@ from transformers import ProgressCallback, Trainer, TrainerState
 from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace_file, replace_folder
 from pylate_fastmaxsim.recipes.config.schema import FastSection, Recipe
+from pylate_fastmaxsim.recipes.data.collection import RecipeData
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
-from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.files import hold_lock, require_outputs, without_nan, write_json
 from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.models.load import HostModel, load_model, load_trained
