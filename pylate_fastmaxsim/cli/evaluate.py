@@ -82,7 +82,7 @@ def evaluate(
         from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
         from pylate_fastmaxsim.recipes.search.evaluate import Options
         from pylate_fastmaxsim.recipes.search.evaluate import evaluate as run_evaluation
-        from pylate_fastmaxsim.recipes.search.evaluation_report import metrics_table, pairs_table
+        from pylate_fastmaxsim.recipes.tables import metrics_table, pairs_table
         from pylate_fastmaxsim.recipes.targets import find_collection, find_targets
 
         # The shell leaves ~ in --run=~/runs as it is.

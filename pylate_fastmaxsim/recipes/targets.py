@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
 from pylate_fastmaxsim.recipes.config.shipped import is_recipe
 from pylate_fastmaxsim.recipes.data.collection import Collection, load_collection, load_files_of_collection
@@ -37,12 +37,12 @@ class Target:
 
     @property
     def pooling(self) -> Pooling:
-        """Of its scores."""
+        """The pooling of its scores."""
         return Max() if self.recipe is None else final_pooling(self.recipe.loss.pooling)
 
     @property
     def visual(self) -> bool:
-        """Whether it retrieves pages."""
+        """Tell whether it retrieves pages."""
         return self.recipe is not None and self.recipe.model.visual
 
     @property
@@ -75,7 +75,7 @@ def find_targets(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Ta
             saved_class(path)
         target = Target(short[name] if counts[short[name]] == 1 else name, path, recipe)
         # Under another spelling as well: it would count as one more pair in the correction of p.
-        if any(_made_of(target) == _made_of(other) for other in targets):
+        if any(_scoring_of(target) == _scoring_of(other) for other in targets):
             raise RecipeError(f"each model must be given once, but {name} is given twice.")
         targets.append(target)
     return targets
@@ -86,8 +86,8 @@ def short_name(path: str) -> str:
     return os.path.basename(os.path.abspath(os.path.expanduser(path)))
 
 
-def _made_of(target: Target) -> tuple[str, Pooling]:
-    """What makes the scores of a model."""
+def _scoring_of(target: Target) -> tuple[str, Pooling]:
+    """The weights and the pooling behind the scores of a model."""
     return os.path.realpath(os.path.expanduser(target.path)), target.pooling
 
 
@@ -113,7 +113,7 @@ def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> 
     if not recipes:
         raise RecipeError("name a collection in BEIR's layout with --beir, or give the recipe of a model.")
     first = recipes[0]
-    if other := next((recipe for recipe in recipes if _evaluated_on(recipe) != _evaluated_on(first)), None):
+    if other := next((recipe for recipe in recipes if _evaluation_data(recipe) != _evaluation_data(first)), None):
         raise RecipeError(
             f"{first.name} and {other.name} are evaluated on different data; name one collection for all with --beir."
         )
@@ -127,8 +127,8 @@ def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> 
     return f"rows held out by {first.name}", collection_of(prepared, load_data(prepared).held_out)
 
 
-def _evaluated_on(recipe: Recipe) -> Any:
-    """What makes the collection of a recipe; the same for those with the same one."""
+def _evaluation_data(recipe: Recipe) -> Any:
+    """The keys that decide what a recipe is evaluated on."""
     section = recipe.evaluation
     if section.beir is not None:
         return section.beir, section.split

@@ -80,7 +80,7 @@ def load_collection(name: str, split: str = "test", key: str = "evaluation.beir"
     tables = {subset: load_subset(key, name, subset, COLUMNS) for subset in ("corpus", "queries")}
     for subset, table in tables.items():
         _require_texts_with_ids(key, subset, table)
-    found = _fitted(key, name, *tables.values(), _load_judgements(key, name, split))
+    found = _build_collection(key, name, *tables.values(), _load_judgements(key, name, split))
     judged = {query: text for query, text in found.queries.items() if query in found.judgements}
     return replace(found, queries=judged)
 
@@ -99,10 +99,10 @@ def load_files_of_collection(corpus: Path, queries: Path, judgements: Path | Non
         tables.append(require_columns(key, subset, load_files(key, {"train": [str(file)]}), COLUMNS))
         _require_texts_with_ids(key, subset, tables[-1])
     rows = None if judgements is None else read_judgements("--qrels", judgements)
-    return _fitted("--qrels", str(judgements), *tables, rows)
+    return _build_collection("--qrels", str(judgements), *tables, rows)
 
 
-def _fitted(key: str, name: str, corpus: Dataset, texts: Dataset, rows: Dataset | None) -> Collection:
+def _build_collection(key: str, name: str, corpus: Dataset, texts: Dataset, rows: Dataset | None) -> Collection:
     """The collection with all queries; all judged ones must be among them."""
     judgements = {} if rows is None else grades_by_query(key, rows)
     queries = {str(row["_id"]): row["text"] for row in texts}
@@ -177,8 +177,8 @@ def _load_judgements(key: str, name: str, split: str) -> Dataset:
     return require_columns(key, "qrels", table, JUDGEMENT_COLUMNS)
 
 
-def is_query(collection: Collection, query: str, title: str | None, text: str | None) -> bool:
-    """Whether the document that has the id of a query is that query.
+def is_the_query(collection: Collection, query: str, title: str | None, text: str | None) -> bool:
+    """Tell whether the document that has the id of a query is that query.
 
     BEIR's evaluator compares ids only, and drops documents wrongly where queries and documents are numbered
     independently, as in Cranfield. ArguAna's queries are documents without title; SciDocs' queries are titles.
@@ -195,7 +195,7 @@ def document_texts(rows: dict[str, list]) -> list[str]:
 
 
 def is_of_pages(corpus: Dataset) -> bool:
-    """Whether documents are images."""
+    """Tell whether documents are images."""
     return "text" not in corpus.column_names
 
 
@@ -205,7 +205,7 @@ def titles(rows: dict[str, list]) -> list[str | None]:
 
 
 def corpus_digest(corpus: Dataset) -> str:
-    """The same for the same ids, titles and texts in the same order. Pages have their content as their id."""
+    """A digest of the ids, titles and texts in their order. Pages have their content as their id."""
     digest = hashlib.blake2b(digest_size=16)
     pages = is_of_pages(corpus)
     for rows in (corpus.select_columns("_id") if pages else corpus).iter(IDS_AT_ONCE):

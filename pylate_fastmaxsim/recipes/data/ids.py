@@ -23,9 +23,9 @@ from pylate_fastmaxsim.recipes.data.passages import titled
 from pylate_fastmaxsim.recipes.data.tables import (
     has_plain_files,
     load_subset,
-    progress_shown,
     require_texts,
     require_utf8,
+    show_progress_bars,
 )
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
@@ -77,7 +77,7 @@ def look_up(
         feature = Value("int64") if name in tables else Value("float32") if name == SCORES else rows.features[column]
         features[name] = List(feature) if is_list(rows.features.arrow_schema.field(column).type) else feature
     parts = [rows._fingerprint, *(table.table._fingerprint for table in tables.values()), names, n_ways, 5]
-    with progress_shown():
+    with show_progress_bars():
         numbers = rows.with_format("arrow").map(
             _Resolve(key, place, names, tables, n_ways),
             batched=True,
@@ -240,7 +240,7 @@ def _parsed(train: Dataset) -> Dataset:
     if not written:
         return train
     lists = {name: List(Value("string" if name == "document_ids" else "float64")) for name in written}
-    with progress_shown():
+    with show_progress_bars():
         return train.map(
             _parse, fn_kwargs={"columns": written}, features=Features({**train.features, **lists}), desc="Reading lists"
         )
@@ -264,7 +264,7 @@ def _parse(row: dict[str, Any], columns: list[str]) -> dict[str, list]:
 
 
 def number_of_ways(data: DataSection, train: Dataset, key: str, place: str) -> int:
-    """How many documents of each row are used; raises RecipeError if a row has fewer.
+    """The number of documents of each row that are used; refuses rows that have fewer.
 
     The columns of ``train`` are an id of the query, documents and scores; ``key`` and ``place`` are what errors call it.
     """

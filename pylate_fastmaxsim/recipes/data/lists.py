@@ -11,13 +11,13 @@ from datasets import Dataset, Features, Value
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection
 from pylate_fastmaxsim.recipes.data.passages import passage_text
-from pylate_fastmaxsim.recipes.data.tables import progress_shown
+from pylate_fastmaxsim.recipes.data.tables import show_progress_bars
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 ROWS_AT_ONCE = 1_000
 
 
-def one_text_a_column(data: DataSection, dataset: Dataset, section: str = "data") -> Dataset:
+def spread_lists(data: DataSection, dataset: Dataset, section: str = "data") -> Dataset:
     """Rows of a query, a positive and equally many negatives, where a positive or negatives stand in lists.
 
     A list of positives becomes a row for each. All columns behind the positive hold negatives, texts or lists of texts;
@@ -38,7 +38,7 @@ def one_text_a_column(data: DataSection, dataset: Dataset, section: str = "data"
     spread = Spread(section, data, dataset[0])
     query_name, *names = spread.names()
     features = Features({query_name: dataset.features[query], **dict.fromkeys(names, Value("string"))})
-    with progress_shown():
+    with show_progress_bars():
         return dataset.map(
             spread,
             batched=True,
@@ -51,11 +51,11 @@ def one_text_a_column(data: DataSection, dataset: Dataset, section: str = "data"
 
 
 def is_list(dtype: pa.DataType) -> bool:
-    """Whether a column of this type in Arrow holds lists."""
+    """Tell whether a column of this type in Arrow holds lists."""
     return pa.types.is_list(dtype) or pa.types.is_large_list(dtype) or pa.types.is_fixed_size_list(dtype)
 
 
-def first_of_lists(batch: dict[str, list], n_ways: int) -> dict[str, list]:
+def truncate_lists(batch: dict[str, list], n_ways: int) -> dict[str, list]:
     """The first ``n_ways`` entries of all lists in a batch of rows."""
     return {
         name: [value[:n_ways] if isinstance(value, list) else value for value in values]
@@ -64,7 +64,7 @@ def first_of_lists(batch: dict[str, list], n_ways: int) -> dict[str, list]:
 
 
 def asks_for_negatives(data: DataSection) -> bool:
-    """Whether a key says how many or which negatives are used."""
+    """Tell whether a key says how many or which negatives are used."""
     return data.negatives_per_query is not None or data.negatives is not None
 
 
@@ -166,6 +166,6 @@ class Spread:
 
 
 def _by_system(value: Any) -> bool:
-    """Whether negatives are lists by the names of the systems that found them, as in ``{"bm25": [...], "dense": [...]}``."""
+    """Tell whether negatives are lists by the names of the systems that found them, as in ``{"bm25": [...], "dense": [...]}``."""
     lists = [each for each in value.values() if each is not None] if isinstance(value, dict) else []
     return bool(lists) and all(isinstance(each, list) for each in lists)

@@ -12,10 +12,10 @@ from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
 from pylate_fastmaxsim.recipes.data.delimited import names_of_rows, names_of_texts
 from pylate_fastmaxsim.recipes.data.ids import TextTable, load_distillation, look_up, number_of_ways
 from pylate_fastmaxsim.recipes.data.judgements import JUDGEMENT_COLUMNS, is_trec, read_judgements, relevant_pairs
-from pylate_fastmaxsim.recipes.data.lists import Spread, asks_for_negatives, first_of_lists, one_text_a_column
+from pylate_fastmaxsim.recipes.data.lists import Spread, asks_for_negatives, spread_lists, truncate_lists
 from pylate_fastmaxsim.recipes.data.passages import ID_KEYS, TEXT_KEYS, text_key_of
-from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, progress_shown, table_failure
-from pylate_fastmaxsim.recipes.data.text import check_first, is_id, require_text
+from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, show_progress_bars, table_failure
+from pylate_fastmaxsim.recipes.data.text import check_first, is_id_column, require_text
 from pylate_fastmaxsim.recipes.data.triples import has_lists, read_triples
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type
@@ -49,11 +49,11 @@ def _load_checked(recipe: Recipe) -> Dataset:
     if recipe.data.collection is not None:
         return _texts_of_ids(recipe, dataset)
     if not recipe.model.visual and recipe.loss.name != "distillation":
-        dataset = one_text_a_column(recipe.data, dataset)
+        dataset = spread_lists(recipe.data, dataset)
     if recipe.data.n_ways is not None:
-        with progress_shown():
+        with show_progress_bars():
             options = {"n_ways": recipe.data.n_ways}
-            dataset = dataset.map(first_of_lists, fn_kwargs=options, batched=True, desc="Reading lists")
+            dataset = dataset.map(truncate_lists, fn_kwargs=options, batched=True, desc="Reading lists")
     return kind_of(recipe.model).fitted(recipe, dataset)
 
 
@@ -74,7 +74,7 @@ def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:
             raise RecipeError(
                 f"data.columns must be the query, its positive and any negatives, got {', '.join(rows.column_names)}."
             )
-        rows = one_text_a_column(data, rows)
+        rows = spread_lists(data, rows)
         names = names_of_rows(len(rows.column_names))
     queries, documents = (
         file and _load_texts(data, name, file)
@@ -113,7 +113,7 @@ def used_columns(data: DataSection, section: str, there: list[str]) -> list[str]
     """The columns to use of those that the data have."""
     # If all columns are ids, check_columns refuses them.
     named = [name for name in there if not name.startswith("__index_level_")]  # pandas writes it into Parquet
-    columns = data.columns or [name for name in named if data.collection is not None or not is_id(name)] or there
+    columns = data.columns or [name for name in named if data.collection is not None or not is_id_column(name)] or there
     for column in columns:
         if column not in there:
             raise RecipeError(f"{section}.columns: no column {column!r}, the data has the columns {', '.join(there)}.")
@@ -149,7 +149,7 @@ def stream_rows(recipe: Recipe) -> IterableDataset:
     used = rows.select_columns(used_columns(recipe.data, "data", list(first)))
     (first,) = _taken(used, 1)
     check_first(recipe, first)
-    read = _Read(recipe, first)
+    read = _StreamedRows(recipe, first)
     features = read.checked({name: [value] for name, value in first.items()}, [0]).features
     rows = used.map(
         read,
@@ -178,7 +178,7 @@ def _taken(rows: IterableDataset, count: int) -> list[dict[str, Any]]:
         raise table_failure("data", error) from error
 
 
-class _Read:
+class _StreamedRows:
     """Checks a batch of rows, with lists of texts made to columns."""
 
     def __init__(self, recipe: Recipe, first: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ class _Read:
         """The rows of a batch, of which the first has this number in the data."""
         batch = batch if self.spread is None else self.spread(batch, numbers)
         if self.recipe.data.n_ways is not None:
-            batch = first_of_lists(batch, self.recipe.data.n_ways)
+            batch = truncate_lists(batch, self.recipe.data.n_ways)
         try:
             return kind_of(self.recipe.model).fitted(self.recipe, Dataset.from_dict(batch))
         except pa.ArrowException as error:

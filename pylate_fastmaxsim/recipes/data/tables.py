@@ -83,7 +83,7 @@ def load_files(
 
 def _load(key: str, place: str, path: str, subset: str | None = None, **options: Any) -> Dataset | IterableDataset:
     try:
-        with progress_shown():
+        with show_progress_bars():
             table = load_dataset(path, subset, **options)
     except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
         if isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
@@ -120,7 +120,7 @@ def table_failure(key: str, error: Exception) -> RecipeError:
 
 
 @contextmanager
-def progress_shown() -> Iterator[None]:
+def show_progress_bars() -> Iterator[None]:
     """Show the progress bars of ``datasets`` on a terminal, for steps that take minutes with a large corpus."""
     hidden = are_progress_bars_disabled()
     if not hidden or not sys.stderr.isatty():
@@ -158,13 +158,13 @@ def load_subset(key: str, name: str, subset: str, columns: tuple[str, ...], spli
 
 
 def has_plain_files(name: str) -> bool:
-    """Whether a data set is a folder without a README.md that lists subsets, as data sets on the Hub have."""
+    """Tell whether a data set is a folder without a README.md that lists subsets, as data sets on the Hub have."""
     folder = Path(name)
     return folder.is_dir() and not _names_subsets(folder / "README.md")
 
 
 def _names_subsets(card: Path) -> bool:
-    """Whether the header of a README.md has ``configs``; one that is not YAML is left for ``datasets`` to refuse."""
+    """Tell whether the header of a README.md has ``configs``; one that is not YAML is left for ``datasets`` to refuse."""
     try:
         block = REGEX_YAML_BLOCK.search(card.read_text(encoding="utf-8")) if card.exists() else None
         values = yaml.safe_load(block[2]) if block else None
@@ -192,7 +192,7 @@ def require_texts(where: str, table: Dataset, column: str, gaps: bool = False) -
 
 
 def is_text(table: Dataset, column: str) -> bool:
-    """Whether a column has the type of text."""
+    """Tell whether a column has the type of text."""
     return getattr(table.features[column], "dtype", None) in ("string", "large_string")
 
 

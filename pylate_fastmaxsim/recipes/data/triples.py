@@ -10,7 +10,7 @@ from datasets import Dataset, Features, Sequence, Value
 from datasets.exceptions import DatasetGenerationError
 
 from pylate_fastmaxsim.recipes.data.delimited import open_text
-from pylate_fastmaxsim.recipes.data.tables import progress_shown
+from pylate_fastmaxsim.recipes.data.tables import show_progress_bars
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import parse_json
 
@@ -23,7 +23,7 @@ SCORED = {
 
 
 def has_lists(file: str) -> bool:
-    """Whether the first line of a JSON file is a list that holds an id, and not an array of rows."""
+    """Tell whether the first line of a JSON file is a list that holds an id, and not an array of rows."""
     try:
         with open_text(file) as lines:
             row = parse_json(next(lines, ""))
@@ -41,7 +41,7 @@ def read_triples(key: str, files: list[str]) -> Dataset:
     status = [(each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in map(os.stat, files)]
     arguments = {"key": key, "files": files, "scored": scored, "status": [status]}
     try:
-        with progress_shown():
+        with show_progress_bars():
             return Dataset.from_generator(_rows, Features(SCORED if scored else TRIPLES), gen_kwargs=arguments)
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, RecipeError):

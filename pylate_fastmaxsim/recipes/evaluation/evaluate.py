@@ -9,7 +9,8 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from pylate_fastmaxsim.ops.pooled import Pooling, pooled_scores
+from pylate_fastmaxsim.ops.pooled import pooled_scores
+from pylate_fastmaxsim.pooling import Pooling
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.collection import RecipeData
 from pylate_fastmaxsim.recipes.evaluation import held_out
@@ -23,7 +24,7 @@ from pylate_fastmaxsim.recipes.evaluation.ranking import (
     evaluate_collection,
     metrics_of,
     ranking,
-    shown,
+    with_progress_bar,
 )
 from pylate_fastmaxsim.recipes.models.load import HostModel
 from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, retriever_of
@@ -59,12 +60,12 @@ def evaluate(recipe: Recipe, model: HostModel, data: RecipeData) -> dict[str, fl
         logger.warning(
             "The evaluation has no metrics: embeddings of the model are NaN or infinite, as after a training that diverged."
         )
-        return dict.fromkeys(names_of_metrics(recipe, data))
+        return dict.fromkeys(metric_names(recipe, data))
 
 
-def names_of_metrics(recipe: Recipe, data: RecipeData) -> list[str]:
+def metric_names(recipe: Recipe, data: RecipeData) -> list[str]:
     """The names of what :func:`evaluate` returns."""
-    names = list(METRICS) if data.held_out is None else held_out.names_of_metrics(recipe, data.held_out)
+    names = list(METRICS) if data.held_out is None else held_out.metric_names(recipe, data.held_out)
     return [*names, *SPARSITY] if recipe.model.kind == "splade" else names
 
 
@@ -73,12 +74,14 @@ def evaluate_held_out(recipe: Recipe, model: Retriever, rows: Dataset) -> dict[s
     batch_size, pooling = recipe.evaluation.batch_size, final_pooling(recipe.loss.pooling)
     collection = held_out.collection_of(recipe, rows)
     queries = model.encode(list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
-    encoded = shown(encode_corpus(model, collection.corpus, batch_size), len(collection.corpus), "Encoding documents")
+    encoded = with_progress_bar(
+        encode_corpus(model, collection.corpus, batch_size), len(collection.corpus), "Encoding documents"
+    )
     documents, sparsity = list(encoded), Sparsity()
     found = ranking(collection, *model.search(queries, sparsity.counted(queries, documents), DEPTH, pooling), DEPTH)
     metrics = metrics_of(found, collection, ["ndcg@10"])
-    if len(held_out.names_of_metrics(recipe, rows)) > 1:
-        places = held_out.places_of_rows(recipe, rows, collection)
+    if len(held_out.metric_names(recipe, rows)) > 1:
+        places = held_out.positions_of_rows(recipe, rows, collection)
         metrics |= held_out.metrics_of_rows(recipe, rows, _scores_of_rows(queries, documents, *places, pooling))
     return metrics | sparsity.metrics()
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def names_of_metrics(recipe: Recipe, held_out: Dataset) -> list[str]:
+def metric_names(recipe: Recipe, held_out: Dataset) -> list[str]:
     """nDCG@10, and of texts ``kl_divergence`` for rows with teacher scores or ``accuracy`` for rows with negatives."""
     if recipe.model.visual or len(held_out.column_names) == 2:
         return ["ndcg@10"]
@@ -82,8 +82,8 @@ def texts_of(recipe: Recipe, row: dict[str, Any]) -> tuple[str, list[str]]:
     return query, columns[0] if recipe.loss.name == "distillation" else columns
 
 
-def places_of_rows(recipe: Recipe, rows: Dataset, collection: Collection) -> tuple[Tensor, Tensor]:
-    """Where the query ``[N]`` and the documents ``[N, n]`` of each row are among those of :func:`collection_of`."""
+def positions_of_rows(recipe: Recipe, rows: Dataset, collection: Collection) -> tuple[Tensor, Tensor]:
+    """The positions of the query ``[N]`` and the documents ``[N, n]`` of each row among those of :func:`collection_of`."""
     queries, documents = (
         {text: place for place, text in enumerate(texts)}
         for texts in (collection.queries.values(), collection.corpus["text"])

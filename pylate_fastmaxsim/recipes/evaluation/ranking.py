@@ -12,9 +12,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pylate_fastmaxsim.compressed import CompressedBatch
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import compressor, needs_codec, sampled, train_codec
-from pylate_fastmaxsim.recipes.data.collection import PAGES, Collection, document_texts, is_of_pages, is_query, titles
+from pylate_fastmaxsim.recipes.data.collection import (
+    PAGES,
+    Collection,
+    document_texts,
+    is_of_pages,
+    is_the_query,
+    titles,
+)
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, Encoded, Retriever
 from pylate_fastmaxsim.sparse import SparseBatch
 
@@ -58,10 +65,14 @@ def retrieve(
     key, format = f"evaluation.corpus_format {corpus_format}", corpus_format
     if needs_codec(format):
         sample = encode_sample(model, collection.corpus, batch_size)
-        format = train_codec(key, format, shown(sample, len(sampled(len(collection.corpus))), "Encoding a sample"))
+        format = train_codec(
+            key, format, with_progress_bar(sample, len(sampled(len(collection.corpus))), "Encoding a sample")
+        )
     queries = model.encode(list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
     documents = map(compressor(key, format), encode_corpus(model, collection.corpus, batch_size))
-    documents = (sparsity or Sparsity()).counted(queries, shown(documents, len(collection.corpus), "Searching"))
+    documents = (sparsity or Sparsity()).counted(
+        queries, with_progress_bar(documents, len(collection.corpus), "Searching")
+    )
     return ranking(collection, *model.search(queries, documents, DEPTH + 1, pooling), DEPTH)
 
 
@@ -78,10 +89,10 @@ def encode_sample(model: Retriever, corpus: Dataset, batch_size: int) -> Iterato
     return encode_corpus(model, corpus.select(sampled(len(corpus))), batch_size)
 
 
-def shown(
+def with_progress_bar(
     batches: Iterator[Encoded | CompressedBatch], documents: int, title: str
 ) -> Iterator[Encoded | CompressedBatch]:
-    """The same batches, with a progress bar."""
+    """Show a progress bar while batches go by."""
     with tqdm(total=documents, desc=title, unit=" documents", unit_scale=True) as progress:
         for batch in batches:
             yield batch
@@ -109,7 +120,7 @@ def ranking(collection: Collection, scores: Tensor, positions: Tensor, depth: in
 
 def _is_query(collection: Collection, query: str, position: int) -> bool:
     rows = collection.corpus[[position]]
-    return is_query(collection, query, titles(rows)[0], rows["text"][0])
+    return is_the_query(collection, query, titles(rows)[0], rows["text"][0])
 
 
 def metrics_of(found: Ranking, collection: Collection, names: Sequence[str] = METRICS) -> dict[str, float]:
@@ -124,7 +135,7 @@ def metrics_of(found: Ranking, collection: Collection, names: Sequence[str] = ME
 def metrics_by_query(
     found: Ranking, collection: Collection, names: Sequence[str] = METRICS
 ) -> dict[str, dict[str, float]]:
-    """The same of each judged query: by the name of the metric, then by the id of the query, in the order of ids."""
+    """Metrics of each judged query: by the name of the metric, then by the id of the query, in the order of ids."""
     # ranx compiles for seconds when it is imported.
     from ranx import evaluate
 
@@ -166,7 +177,7 @@ class Sparsity:
         self._shares: list[Tensor] = []
 
     def counted(self, queries: object, documents: Iterable) -> Iterable:
-        """The same batches of documents, counted beside the queries as they go by."""
+        """Count batches of documents beside the queries as they go by."""
         if not isinstance(queries, SparseBatch):
             return documents
         return self._counting(queries, documents)

@@ -9,7 +9,7 @@ import numpy as np
 from datasets import Dataset, Value, concatenate_datasets
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
-from pylate_fastmaxsim.recipes.data.lists import one_text_a_column
+from pylate_fastmaxsim.recipes.data.lists import spread_lists
 from pylate_fastmaxsim.recipes.data.rows import load_columns
 from pylate_fastmaxsim.recipes.data.text import names_queries, require_positive_first, require_text
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -59,7 +59,7 @@ def _load_texts(data: DataSection, section: str, wanted: str) -> list[Dataset]:
     if section == "mining.pairs":
         if data.columns is None:
             require_positive_first(section, names[1:], names[0])
-        table = one_text_a_column(data, table, section)
+        table = spread_lists(data, table, section)
         names = table.column_names
     require_text(table, names, section)
     if data.max_rows is not None:

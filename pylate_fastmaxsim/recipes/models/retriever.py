@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.integrations.sparse_encoder.names import Router
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.models.pages import PageModel
 from pylate_fastmaxsim.recipes.models.static import StaticDocuments, StaticQueries, encode_static, search_static

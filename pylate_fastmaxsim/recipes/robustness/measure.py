@@ -10,17 +10,18 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.comparison.runs import environment
 from pylate_fastmaxsim.diagnostics.injection import COUNTS, NOISE, injected_tokens, injection_sweep
 from pylate_fastmaxsim.diagnostics.robustness import DEPTH, TIMES, length_sweep, retrieval_metrics
 from pylate_fastmaxsim.integrations.options import POOLINGS, pooling_from_text
-from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, Pooling, Softmax, TopK, pooled_scores
+from pylate_fastmaxsim.ops.pooled import pooled_scores
+from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever
 from pylate_fastmaxsim.recipes.models.static import StaticDocuments
 from pylate_fastmaxsim.recipes.robustness.lengthen import Append, Lengthened, encode
 from pylate_fastmaxsim.recipes.robustness.task import Task
 from pylate_fastmaxsim.recipes.search.run import best_device
+from pylate_fastmaxsim.reporting.environment import environment
 from pylate_fastmaxsim.tokens import TokenBatch
 
 DEFAULT_POOLINGS = (Max(), TopK(4), Softmax(0.1), LogSumExp(0.1))
@@ -29,7 +30,7 @@ PAIRS = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured, by the names of the command's options; without ``poolings`` the default ones."""
+    """The options of the command, by their names; without ``poolings`` the default ones."""
 
     poolings: Sequence[Pooling] | None = None
     times: Sequence[int] = TIMES

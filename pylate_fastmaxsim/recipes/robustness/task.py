@@ -1,4 +1,4 @@
-"""What robustness is measured on: texts of queries and documents, who is relevant for whom, and texts to append."""
+"""The data of a measurement: texts of queries and documents, who is relevant for whom, and texts to append."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data.collection import Collection, RecipeData, document_texts, is_query, titles
+from pylate_fastmaxsim.recipes.data.collection import Collection, RecipeData, document_texts, is_the_query, titles
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation import held_out
 
@@ -29,7 +29,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Limits:
-    """How many queries and documents are taken, and the seed of the choice. Gold documents are always taken."""
+    """The most queries and documents, and the seed of their choice. Gold documents are always taken."""
 
     max_queries: int = 300
     max_documents: int = 2000
@@ -87,7 +87,7 @@ def collection_task(name: str, collection: Collection, limits: Limits, fillers: 
         for document, grade in gold[query].items():
             grades[row, column[document]] = grade
         itself = column.get(place.get(query))
-        if itself is not None and is_query(collection, query, titles(rows)[itself], rows["text"][itself]):
+        if itself is not None and is_the_query(collection, query, titles(rows)[itself], rows["text"][itself]):
             grades[row, itself] = torch.nan
     own: dict[int, int] = {}
     if fillers is None:

@@ -29,7 +29,7 @@ class Clock:
 
     @contextmanager
     def during(self, task: str) -> Iterator[None]:
-        """What runs in this context is part of a task."""
+        """Context whose seconds are those of a task."""
         outer = self._task
         self._switch(task)
         try:
@@ -38,7 +38,7 @@ class Clock:
             self._switch(outer)
 
     def iterate(self, task: str, items: Iterable[Item]) -> Iterator[Item]:
-        """The same items; to get each of them is part of a task."""
+        """Iterate over items; the seconds to get each of them are those of a task."""
         iterator = iter(items)
         while True:
             with self.during(task):

@@ -125,7 +125,7 @@ def _prepare_runs(options: Options, targets: Sequence[Target]) -> None:
 
 
 def _index_name(target: Target, task: Search) -> str:
-    """Of the folder of an index: another for other weights and settings, another collection or another format."""
+    """The name of the folder of an index: another for other weights and settings, another collection or another format."""
     made_of = task.description
     parts = f"{made_of.model_digest} {made_of.corpus_digest} {made_of.stored}"
     own = short_name(target.path) if target.recipe is None else target.recipe.name

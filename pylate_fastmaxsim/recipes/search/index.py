@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim.codec import ResidualCodec
 from pylate_fastmaxsim.files.record import read_record, write_record
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import needs_codec, train_codec
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files import hold_lock
@@ -40,7 +40,7 @@ EncodeSample = Callable[[], Iterator[Encoded]]
 
 @dataclass(frozen=True)
 class Description:
-    """What an index is made of. Digests are the same for the same weights and settings, and for the same texts in order."""
+    """The origin of an index. Digests are the same for the same weights and settings, and for the same texts in order."""
 
     kind: str  # of the model
     model: str  # its name, for messages
@@ -51,7 +51,7 @@ class Description:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether documents are sparse vectors."""
+        """Tell whether documents are sparse vectors."""
         return self.kind != Retriever.kind
 
 
@@ -64,7 +64,7 @@ class Index:
 
     def search(self, queries: Encoded, k: int, searched: Callable[[int], None]) -> tuple[Tensor, Tensor]:
         """Scores and positions ``[Nq, K]``; ``searched`` is told how many documents have been scored since."""
-        with _one_sentence():
+        with _name_index_in_errors():
             if isinstance(self.held, Corpus):
                 return search(queries, self.held, k, pooling=self.pooling, progress=searched)
             is_static = isinstance(queries, StaticQueries)
@@ -87,7 +87,7 @@ def open_or_build(
     same model and corpus.
     """
     building = f"--index: {folder} is being built by another command; wait until it ends, or choose another folder."
-    with _one_sentence():
+    with _name_index_in_errors():
         if (folder / DESCRIPTION_FILE).exists():
             _require_same(folder, description)
             if (held := _finished(folder, description, device)) is not None:
@@ -102,7 +102,7 @@ def open_or_build(
 
 
 @contextmanager
-def _one_sentence() -> Iterator[None]:
+def _name_index_in_errors() -> Iterator[None]:
     """Context in which a damaged file, also one that is read late, or a number that does not fit the format is a RecipeError."""
     try:
         yield

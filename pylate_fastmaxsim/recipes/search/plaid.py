@@ -32,7 +32,7 @@ class PlaidIndex:
     folder: Path
     corpus: PlaidCorpus
 
-    def ordered(self, collection: Collection) -> Collection:
+    def reorder(self, collection: Collection) -> Collection:
         """The collection with the documents of the index, in its order.
 
         Without ids, the index must hold all documents in the order of the collection.
@@ -65,7 +65,7 @@ class PlaidIndex:
         except ValueError as error:
             raise RecipeError(f"--plaid: {first_line(error)}") from error
 
-    def own_search(
+    def pruned_search(
         self, queries: TokenBatch, k: int, searching: Callable[[], AbstractContextManager]
     ) -> tuple[Tensor, Tensor]:
         """Scores and positions ``[Nq, K]`` of what PLAID finds, best first; a position of -1 where it finds no more.
@@ -102,7 +102,7 @@ def open_plaid(folder: Path) -> PlaidIndex:
 
 
 def overlap(positions: Tensor, own: Tensor) -> dict[str, float]:
-    """Of the first documents of the exhaustive rankings ``[Nq, K]`` the share that is among as many first of PLAID's."""
+    """The share of the first documents of the exhaustive rankings ``[Nq, K]`` that PLAID has among as many first ones."""
     shares = {}
     for depth in DEPTHS:
         if depth <= positions.shape[1]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import SAMPLE_DOCUMENTS
 from pylate_fastmaxsim.recipes.config.schema import CompressedFormat
 from pylate_fastmaxsim.recipes.data.collection import IDS_AT_ONCE, Collection, corpus_digest, document_texts
@@ -128,7 +128,7 @@ class Search:
         self.name, self.model, self.options, self.progress = name, model, options, progress
         self.clock, self.encoded = Clock(best_device()), 0
         self.plaid = None if options.plaid is None else open_plaid(options.plaid)
-        self.collection = collection if self.plaid is None else self.plaid.ordered(collection)
+        self.collection = collection if self.plaid is None else self.plaid.reorder(collection)
         self.queries: Encoded | None = None
         self.positions: Tensor | None = None
 
@@ -181,12 +181,12 @@ class Search:
             return index.search(queries, depth, searched)
 
     def compare_with_pruning(self, metrics: Callable[[Ranking], dict[str, float] | None]) -> dict[str, Any]:
-        """What the own search of an index of PLAID finds of the exhaustive ranking, and its metrics; or why it cannot."""
+        """The share of the exhaustive ranking that PLAID's own search finds, and its metrics; or the reason against it."""
         folder = {"folder": str(self.plaid.folder)}
         try:
             with self.clock.during(INDEX):
                 searching = partial(self.clock.during, PRUNED)
-                scores, own = self.plaid.own_search(self.queries, self.positions.shape[1], searching)
+                scores, own = self.plaid.pruned_search(self.queries, self.positions.shape[1], searching)
         except RecipeError as error:
             return {**folder, "not_searched": str(error)}
         found = ranking(self.collection, scores, own, self.options.k)
@@ -214,17 +214,17 @@ class Search:
         if begin == len(corpus):
             return
         batches = encode_corpus(self.model, corpus, self.options.batch_size, begin)
-        for batch in self._shown(ENCODE_DOCUMENTS, batches, len(corpus), begin):
+        for batch in self._with_progress(ENCODE_DOCUMENTS, batches, len(corpus), begin):
             yield batch
             self.encoded += len(batch)
 
     def _sample(self) -> Iterator[Encoded]:
         corpus = self.collection.corpus
         batches = encode_sample(self.model, corpus, self.options.batch_size)
-        return self._shown(ENCODE_SAMPLE, batches, min(len(corpus), SAMPLE_DOCUMENTS))
+        return self._with_progress(ENCODE_SAMPLE, batches, min(len(corpus), SAMPLE_DOCUMENTS))
 
-    def _shown(self, task: str, batches: Iterable[Encoded], total: int, done: int = 0) -> Iterator[Encoded]:
-        """The same batches; each is done when it has been written or searched."""
+    def _with_progress(self, task: str, batches: Iterable[Encoded], total: int, done: int = 0) -> Iterator[Encoded]:
+        """Time batches and tell the progress; each is done when it has been written or searched."""
         encoded = self.progress(task, total, done)
         for batch in self.clock.iterate(task, batches):
             yield batch
@@ -232,7 +232,7 @@ class Search:
 
     @cached_property
     def description(self) -> Description:
-        """What an index of this search is made of."""
+        """The origin of an index of this search."""
         return Description(
             kind=self.model.kind,
             model=self.name,

@@ -1,4 +1,4 @@
-"""Whether the metrics of two models differ by more than chance: paired tests over queries."""
+"""Paired tests over queries: do the metrics of two models differ by more than chance?"""
 
 from __future__ import annotations
 
