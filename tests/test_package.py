@@ -96,7 +96,7 @@ ROOMS = {
     "recipes": (
         ("errors",),
         ("config", "files"),
-        ("plugin", "kind", "compression", "pooling", "scores"),
+        ("plugin", "kind", "compression", "pooling"),
         ("data",),
         ("models",),
         ("evaluation", "trainers"),

@@ -160,7 +160,7 @@ def one_sentence_for_too_little_memory(recipe: Recipe):
         yield
     except Exception as error:
         from pylate_fastmaxsim._memory import is_out_of_memory
-        from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint
+        from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
 
         if not is_out_of_memory(error):
             raise
@@ -209,7 +209,7 @@ def train(
     with one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
         from pylate_fastmaxsim.recipes.tables import training_table
-        from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint
+        from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
         from pylate_fastmaxsim.recipes.training.train import train as run
 
         def kept() -> str:

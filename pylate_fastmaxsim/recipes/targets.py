@@ -16,11 +16,9 @@ from pylate_fastmaxsim.recipes.data.collection import Collection, load_collectio
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.kind import load_retriever, saved_class
-from pylate_fastmaxsim.recipes.models.load import HostModel, load_trained
+from pylate_fastmaxsim.recipes.models.load import HostModel, load_retriever, load_trained, saved_class
 from pylate_fastmaxsim.recipes.pooling import final_pooling
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.recipes.training.run_directory import MODEL_DIRECTORY
 
 if TYPE_CHECKING:

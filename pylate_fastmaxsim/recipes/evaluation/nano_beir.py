@@ -38,7 +38,7 @@ def load_nano_beir(recipe: Recipe) -> NanoBEIREvaluator:
     """The evaluator for the sets of ``evaluation.nano_beir``, which are loaded."""
     try:
         with show_progress_bars():
-            return kind_of(recipe.model).nano_beir_evaluator(recipe)
+            return kind_of(recipe.model).nano_beir_evaluator(recipe.evaluation.nano_beir, **OPTIONS)
     except Exception as error:  # as in load_table
         raise table_failure(KEY, error) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -16,8 +17,7 @@ from pylate_fastmaxsim.integrations.options import POOLINGS, pooling_from_text
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever
-from pylate_fastmaxsim.recipes.models.static import StaticDocuments
+from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, StaticDocuments
 from pylate_fastmaxsim.recipes.robustness.lengthen import Append, Lengthened, encode
 from pylate_fastmaxsim.recipes.robustness.task import Task
 from pylate_fastmaxsim.recipes.search.run import best_device
@@ -44,7 +44,7 @@ def settings_of(poolings: Sequence[str], times: str, tokens: str, append: str, n
     """The settings of a command line."""
     try:
         chosen = tuple(dict.fromkeys(map(pooling_from_text, poolings))) or None
-    except ValueError as error:
+    except ArgumentTypeError as error:
         raise RecipeError(f"--{error}") from None
     if append not in get_args(Append):
         raise RecipeError(f"--append must be {', '.join(get_args(Append))}, got {append!r}.")

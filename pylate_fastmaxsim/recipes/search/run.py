@@ -19,9 +19,15 @@ from pylate_fastmaxsim.recipes.data.collection import IDS_AT_ONCE, Collection, c
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.ranking import Ranking, encode_corpus, encode_sample, metrics_of, ranking
 from pylate_fastmaxsim.recipes.files import prepare_file
-from pylate_fastmaxsim.recipes.models.kind import load_retriever
-from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, StaticRetriever, retriever_of
-from pylate_fastmaxsim.recipes.models.static import StaticQueries
+from pylate_fastmaxsim.recipes.models.load import load_retriever
+from pylate_fastmaxsim.recipes.models.retriever import (
+    Encoded,
+    NotFiniteError,
+    Retriever,
+    StaticQueries,
+    StaticRetriever,
+    retriever_of,
+)
 from pylate_fastmaxsim.recipes.search.clock import Clock
 from pylate_fastmaxsim.recipes.search.index import Description, Index, open_or_build
 from pylate_fastmaxsim.recipes.search.plaid import open_plaid, overlap

@@ -25,7 +25,7 @@ from pylate_fastmaxsim.diagnostics.injection import EVERYWHERE, RANDOM, TARGETED
 from pylate_fastmaxsim.recipes.data.collection import Collection, load_collection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.ranking import evaluate_collection
-from pylate_fastmaxsim.recipes.models.kind import load_retriever
+from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.robustness.lengthen import Lengthened
 from pylate_fastmaxsim.recipes.robustness.measure import Settings, measure
