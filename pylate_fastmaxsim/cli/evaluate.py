@@ -44,9 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Evaluate, and print the metrics, the tests and where indexes and run files are."""
-    from pylate_fastmaxsim.recipes.files.json import write_json
-    from pylate_fastmaxsim.recipes.files.write import files_of_collection, prepare_file
-    from pylate_fastmaxsim.recipes.retrieval_evaluation.evaluate import Options, evaluate
+    from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
+    from pylate_fastmaxsim.recipes.search.evaluate import Options, evaluate
     from pylate_fastmaxsim.recipes.tables import metrics_table, pairs_table
     from pylate_fastmaxsim.recipes.targets import find_collection, find_targets
 

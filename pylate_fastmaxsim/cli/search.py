@@ -75,11 +75,10 @@ def kept_documents(index: Path | None) -> str:
 
 def run(options: argparse.Namespace) -> None:
     """Search, and print metrics and times."""
-    from pylate_fastmaxsim.recipes.files.json import write_json
-    from pylate_fastmaxsim.recipes.files.write import files_of_collection, prepare_file
-    from pylate_fastmaxsim.recipes.search.inputs import load_inputs
+    from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
     from pylate_fastmaxsim.recipes.search.run import Options, search
     from pylate_fastmaxsim.recipes.tables import search_table
+    from pylate_fastmaxsim.recipes.targets import load_inputs
 
     sources = options.corpus, options.queries, options.qrels
     inputs = (path(options.model), *sources, options.index, options.plaid, *files_of_collection(options.beir))

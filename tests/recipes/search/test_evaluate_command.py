@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import WordLevel
 
 from pylate_fastmaxsim import StaticLateInteraction
-from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
-from pylate_fastmaxsim.recipes.evaluation import beir, ranking
+from pylate_fastmaxsim.recipes.data import collection as beir
+from pylate_fastmaxsim.recipes.evaluation import ranking
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate as evaluate_recipe
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_retriever
@@ -74,7 +74,7 @@ def test_several_models_on_one_collection(saved, data, tmp_path, monkeypatch):
     # Two are called colbert.
     labels = [saved["colbert"], "model", saved["other"]]
     assert [model["label"] for model in written["models"]] == labels
-    collection = beir.load_collection(TextEvaluationSection(beir=str(data)))
+    collection = beir.load_collection(str(data))
     rows = rows_of(tmp_path / "q.jsonl")
     assert [(row["query"], row["model"]) for row in rows] == [(f"q{n}", label) for label in labels for n in range(6)]
     own = {label: [row for row in rows if row["model"] == label] for label in labels}
