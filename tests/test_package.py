@@ -147,7 +147,14 @@ def test_imports_run_one_way(package):
 
 def test_only_what_stands_above_the_operators_knows_host_libraries():
     for file in PACKAGE.rglob("*.py"):
-        if file.relative_to(PACKAGE).parts[0] not in ("integrations", "losses", "recipes", "precompile", "cli", "run.py"):
+        if file.relative_to(PACKAGE).parts[0] not in (
+            "integrations",
+            "losses",
+            "recipes",
+            "precompile",
+            "cli",
+            "run.py",
+        ):
             assert not HOSTS & {module.partition(".")[0] for module in imported(file)}, file
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.encoding.attention import packed_mask, packed_mask_with_keys
+from pylate_fastmaxsim.integrations.encoding.attention import packed_mask
 from pylate_fastmaxsim.integrations.encoding.batch import attended_tokens
 from pylate_fastmaxsim.integrations.models.encoders import positions
 
@@ -53,10 +53,10 @@ def joint_call(core: nn.Module, documents: dict[str, Tensor], queries: dict[str,
     else:
         # The masked rows of a query are the keys of an empty text behind it.
         keys = torch.stack([rows - length + ends.diff(), rows], dim=1).reshape(-1)
-        call["attention_mask"] = packed_mask_with_keys(
+        call["attention_mask"] = packed_mask(
             torch.cat([of_documents[0, 0, -1], rows.repeat_interleave(2)]),
+            max_length,
             torch.cat([of_documents[0, 0, -1], keys]),
             core.query_length,
-            max_length,
         )
     return call
