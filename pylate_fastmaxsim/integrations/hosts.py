@@ -79,7 +79,7 @@ HOSTS = (
                 "sentence_transformers.scores",
                 "sentence_transformers.xtr",
                 "sentence_transformers.encoder",
-                "sentence_transformers.joint",
+                "sentence_transformers.losses",
             ),
             *("sentence_transformers.gradcache", "encoding.masks"),
         ),
@@ -93,7 +93,12 @@ HOSTS = (
         "5",
         "7",
         (
-            *("sparse_encoder.encoder", "sparse_encoder.joint", "sparse_encoder.gradcache", "sparse_encoder.collator"),
+            *(
+                "sparse_encoder.encoder",
+                "sparse_encoder.training",
+                "sparse_encoder.gradcache",
+                "sparse_encoder.collator",
+            ),
             *("sparse_encoder.search", "sparse_encoder.evaluation", "encoding.masks"),
         ),
         (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.integrations.encoding.columns import FLATTENED
+from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import FLATTENED
 
 
 def texts_in(column: dict[str, Tensor]) -> int:

@@ -10,8 +10,8 @@ from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorM
 from sentence_transformers.util import cat_padded_token_embeddings
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.encoding.loss_columns import noted
-from pylate_fastmaxsim.integrations.sentence_transformers.joint import Batch
+from pylate_fastmaxsim.integrations.sentence_transformers.loss_columns import noted
+from pylate_fastmaxsim.integrations.sentence_transformers.losses import Batch
 from pylate_fastmaxsim.losses import contrastive_distillation, matryoshka
 from pylate_fastmaxsim.losses.columns import by_query, texts_in
 from pylate_fastmaxsim.losses.contrastive_distillation import Encoded
