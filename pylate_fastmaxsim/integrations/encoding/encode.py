@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,16 +11,22 @@ from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding import attention, graphs, masks, modes, token_counts
-from pylate_fastmaxsim.integrations.encoding.batch import Documents, counting, positioned, rows_of, token_embeddings
-from pylate_fastmaxsim.integrations.encoding.joint import joint_call
-from pylate_fastmaxsim.integrations.encoding.modes import reason_in_features
-from pylate_fastmaxsim.integrations.encoding.plans import EncodingPlan, grouped_plan, packed_plan, padded_plan
+from pylate_fastmaxsim.integrations.encoding.batch import Documents
+from pylate_fastmaxsim.integrations.encoding.plans import (
+    EncodingPlan,
+    grouped_plan,
+    joint_call,
+    mini_batches,
+    packed_plan,
+    padded_plan,
+    rows_of,
+    token_embeddings,
+)
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
 from pylate_fastmaxsim.integrations.models.wrappers import (
     StandIn,
     calls_of_all_ranks,
     group_in_step,
-    is_compiled,
     least_of_all_ranks,
     unwrap,
 )
@@ -46,12 +52,10 @@ def encode_batch(
 
     Parameters
     ----------
-    model
-        A ``pylate.models.ColBERT``, possibly wrapped.
+    model, skiplist
+        As in :func:`plan_documents`.
     features
-        The tokenized columns: the queries, and then the documents as in :func:`plan_documents`.
-    skiplist
-        Ids of document tokens that are not scored.
+        The tokenized columns: the queries, and then the documents.
     embed
         Makes one call of the model.
 
@@ -71,8 +75,7 @@ def encode_batch(
                 column.update((key, value) for key, value in call.items() if key not in column)
         return embeddings
     call = joint_call(unwrap(model), plan.calls[0], queries)
-    if is_compiled(model):
-        compilation_layers.mark_varying(call)
+    compilation_layers.mark_varying(model, [call])
     rows = embed(model, call).flatten(0, -2)
     documents, rows = rows.tensor_split([plan.calls[0]["input_ids"].shape[1]])
     return rows.view(*queries["input_ids"].shape, -1), plan.batch([documents])
@@ -129,7 +132,6 @@ def plan_documents(
         All ranks must encode alike, and this batch cannot be encoded as the first was; or a rank has fewer documents
         than another one makes calls; or an earlier batch had wrong token counts.
     """
-    skipped = partial(_skipped, skiplist=tuple(skiplist))
     # A stand-in answers for the columns as stock gives them to a model.
     options = None if isinstance(model, StandIn) else current_options()
     mode = "padded"
@@ -146,12 +148,9 @@ def plan_documents(
     if mode == "padded":
         if mini_batch_tokens is not None:
             mini_batch_size = _texts_within(mini_batch_tokens, document_features, group)
-        return padded_plan(document_features, skipped, mini_batch_size)
-    if group and (reason := reason_in_features(unwrap(model), document_features)) is not None:
-        raise ValueError(
-            f"The documents of this batch need padding, and those of earlier batches did not: {reason}. All processes "
-            "must encode alike. Give every batch the same features, or train with enable(padding_free=False)."
-        )
+        return padded_plan(document_features, skiplist, mini_batch_size)
+    if group:
+        modes.require_features_without_padding(model, document_features)
     budget = mini_batch_tokens if mini_batch_size is None else mini_batch_size * documents.max_length
     agree = int
     if group:
@@ -159,12 +158,10 @@ def plan_documents(
         of_all_ranks = least_of_all_ranks if budget is None else partial(calls_of_all_ranks, texts=len(documents))
         agree = partial(of_all_ranks, device=documents.input_ids.device, group=group)
     if mode == "grouped":
-        plan = grouped_plan(documents, skipped, budget, agree)
+        plan = grouped_plan(documents, skiplist, budget, agree)
     else:
-        plan = packed_plan(*positioned(unwrap(model), documents), skipped, budget, agree)
-    if is_compiled(model):
-        for call in plan.calls:
-            compilation_layers.mark_varying(call)
+        plan = packed_plan(unwrap(model), documents, skiplist, budget, agree)
+    compilation_layers.mark_varying(model, plan.calls)
     return plan
 
 
@@ -188,28 +185,21 @@ def query_calls(
     if mini_batch_size is None:
         mini_batch_size = _texts_within(mini_batch_tokens, [features], group)
     if plan.as_stock or not modes.can_be_divided(model, features):
-        return [rows_of(features, begin, begin + mini_batch_size) for begin in range(0, count, mini_batch_size)]
+        return mini_batches(features, mini_batch_size)
     tokens = max(call["input_ids"].numel() for call in plan.calls)
     calls = -(-count // max(mini_batch_size, tokens // length))
     if group:
-        calls = calls_of_all_ranks(calls, count, features["input_ids"].device, group)
+        calls = calls_of_all_ranks(calls, features["input_ids"].device, group, texts=count)
     queries = [rows_of(features, count * call // calls, count * (call + 1) // calls) for call in range(calls)]
-    if is_compiled(model):
-        for call in queries:
-            compilation_layers.mark_varying(call)
+    compilation_layers.mark_varying(model, queries)
     return queries
 
 
 def _texts_within(tokens: int, columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None) -> int:
-    """How many padded texts hold at most so many tokens, at least 1; among the ranks of a group the smallest number."""
+    """Padded texts that hold at most so many tokens, at least 1; among the ranks of a group the smallest number."""
     ids = max((column["input_ids"] for column in columns), key=lambda ids: ids.shape[1])
     texts = max(1, tokens // max(1, ids.shape[1]))
     return least_of_all_ranks(texts, ids.device, group) if group else texts
-
-
-def counting_tokens(features: dict[str, Tensor], skiplist: list[int]) -> Tensor:
-    """Which tokens of padded documents are scored, ``[N, L]``, bool: attended to and not in the skiplist."""
-    return counting(features, partial(_skipped, skiplist=tuple(skiplist)))
 
 
 def release() -> None:
@@ -220,18 +210,3 @@ def release() -> None:
     token_counts.reset()
     masks.forget()
     modes.forget()
-
-
-@lru_cache(maxsize=16)
-def _skip_table(ids: tuple[int, ...], device: torch.device) -> Tensor:
-    """Whether each token id is in ``ids``, up to one beyond the largest of them."""
-    # Kept on the device: copying it there in every step would wait for the device.
-    table = torch.zeros(max((-1, *ids)) + 2, dtype=torch.bool, device="cpu")
-    table[list(ids)] = True
-    return table.to(device)
-
-
-def _skipped(input_ids: Tensor, skiplist: tuple[int, ...]) -> Tensor:
-    # torch.isin waits for the device for some sizes; comparing with each id takes memory for each.
-    table = _skip_table(skiplist, input_ids.device)
-    return table[input_ids.clamp(max=len(table) - 1).long()]

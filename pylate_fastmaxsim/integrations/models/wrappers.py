@@ -133,13 +133,8 @@ def _waits(layer: nn.Module, backwards: bool) -> bool:
     return defined_in(type(layer).forward, ("deepspeed",))
 
 
-def calls_of_all_ranks(calls: int, texts: int, device: torch.device, group: dist.ProcessGroup) -> int:
-    """The largest number of mini-batches that a rank needs. Waits for the device.
-
-    Parameters
-    ----------
-    calls, texts
-        The mini-batches that this rank would make, and its number of texts.
+def calls_of_all_ranks(calls: int, device: torch.device, group: dist.ProcessGroup, texts: int) -> int:
+    """The largest number of mini-batches that a rank would make, of its number of texts. Waits for the device.
 
     Raises
     ------

@@ -17,7 +17,7 @@ from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pylate_fastmaxsim.integrations.encoding.equivalence import alike, untouched, what_fails
+from pylate_fastmaxsim.integrations.encoding.equivalence import bitwise_equal, failure_of, restoring
 from pylate_fastmaxsim.integrations.patching.provenance import defined_in
 
 # States of padding in the check, relative to those of tokens: so large that a maximum over tokens shows as well.
@@ -56,10 +56,10 @@ def reader_of_padding(
                 f"{type(module).__name__} reads the states of padding"
                 for module, output in expected.items()
                 if output.keys() != made[module].keys()
-                or not all(alike(made[module][key], output[key]) for key in output)
+                or not all(bitwise_equal(made[module][key], output[key]) for key in output)
             )
 
-    failed = what_fails(
+    failed = failure_of(
         trial, features["input_ids"].device, "the model cannot be run with other states of padding ({})"
     )
     return next(iter(found), failed)
@@ -93,7 +93,7 @@ def _run(
 
     device = features["input_ids"].device
     with ExitStack() as stack:
-        stack.enter_context(untouched(model))
+        stack.enter_context(restoring(model))
         stack.enter_context(_inside_of_accelerate(model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))

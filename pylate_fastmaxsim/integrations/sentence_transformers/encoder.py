@@ -136,7 +136,7 @@ def _without_padding(
             host="Sentence Transformers",
             whole=model,
             task=of_model.get("task"),
-            why_not_behind=partial(_why_not_behind, model, transformer, metadata, of_model),
+            reason_behind=partial(_why_not_behind, model, transformer, metadata, of_model),
         )
     )
     if mode == "padded":

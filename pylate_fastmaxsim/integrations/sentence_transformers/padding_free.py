@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding import graphs
 from pylate_fastmaxsim.integrations.encoding.attention import accept_packed_masks
-from pylate_fastmaxsim.integrations.encoding.batch import Documents, positioned
-from pylate_fastmaxsim.integrations.encoding.masks import uninspected
+from pylate_fastmaxsim.integrations.encoding.batch import Documents
+from pylate_fastmaxsim.integrations.encoding.masks import masks_unread
 from pylate_fastmaxsim.integrations.encoding.modes import UNDERSTOOD
-from pylate_fastmaxsim.integrations.encoding.plans import EncodingPlan, grouped_plan, nothing_skipped, packed_plan
+from pylate_fastmaxsim.integrations.encoding.plans import EncodingPlan, grouped_plan, packed_plan
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers, encoder_of
 from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed
@@ -70,18 +70,18 @@ def packed_states(transformer: nn.Module, documents: Documents, call: Call) -> T
     """Hidden states of the attended tokens, ``[T, d]``, from one call."""
     # Options that changed since GradCache's first pass have restored the attention function.
     accept_packed_masks(encoder_of(transformer))
-    return _states(packed_plan(*positioned(transformer, documents), nothing_skipped), call)
+    return _states(packed_plan(transformer, documents), call)
 
 
 def grouped_states(documents: Documents, call: Call) -> Tensor:
     """The same, from one call per group of texts of similar length."""
-    plan = grouped_plan(documents, nothing_skipped, token_budget=None)
+    plan = grouped_plan(documents)
     text, place = documents.token_index // documents.max_length, documents.token_index % documents.max_length
     return _states(plan, call)[plan.starts[text] + place]
 
 
 def _states(plan: EncodingPlan, call: Call) -> Tensor:
-    with uninspected():
+    with masks_unread():
         return plan.batch([call(features) for features in plan.calls]).values
 
 
