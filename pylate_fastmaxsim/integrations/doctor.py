@@ -7,27 +7,15 @@ import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import util
 
 import torch
 
 from pylate_fastmaxsim.integrations.enable import available_patches, not_accelerated
 from pylate_fastmaxsim.integrations.options import forbidden
 from pylate_fastmaxsim.integrations.patching.fallback import asked_backend
+from pylate_fastmaxsim.reporting import environment
 
-_PACKAGES = (
-    "pylate-fastmaxsim",
-    "torch",
-    "triton",
-    "pylate",
-    "colpali-engine",
-    "sentence-transformers",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "late-interaction-kernels",
-    "flash-maxsim",
-)
 _SWITCHES = (
     "PYLATE_FASTMAXSIM",
     "PYLATE_SCORES_BACKEND",
@@ -78,7 +66,7 @@ def report() -> Report:
         patches = []
         fallbacks.insert(0, f"Nothing is patched: {error}")
     return Report(
-        versions={"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        versions={"python": platform.python_version()} | environment.versions(),
         devices=_devices(),
         switches={name: os.environ.get(name) for name in _SWITCHES},
         patches=patches,
@@ -121,13 +109,6 @@ def render(found: Report | None = None) -> str:
 def _table(values: dict[str, str | None], missing: str) -> list[str]:
     width = max(map(len, values))
     return [f"{name:<{width}}  {missing if value is None else value}" for name, value in values.items()]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _devices() -> list[str]:

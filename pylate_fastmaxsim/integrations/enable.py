@@ -24,7 +24,7 @@ from pylate_fastmaxsim.integrations.options import (
 from pylate_fastmaxsim.integrations.patching.known_sources import code_of, host_function, not_known, unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet
 from pylate_fastmaxsim.integrations.patching.provenance import defined_in
-from pylate_fastmaxsim.ops.pooled import Max, Pooling, check_pooling
+from pylate_fastmaxsim.pooling import Max, Pooling, check_pooling
 
 _logger = logging.getLogger("pylate_fastmaxsim")
 _lock = threading.RLock()

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, Pooling, Softmax, TopK
+from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK
 
 # "always": also where a model has code of somebody's own.
 PaddingFree = bool | Literal["always"]

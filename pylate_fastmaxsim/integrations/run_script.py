@@ -17,7 +17,7 @@ from typing import Any
 from pylate_fastmaxsim.integrations.enable import enable
 from pylate_fastmaxsim.integrations.hosts import HOST_PACKAGES, brings_host
 from pylate_fastmaxsim.integrations.options import pooling_from_text
-from pylate_fastmaxsim.ops.pooled import Pooling
+from pylate_fastmaxsim.pooling import Pooling
 
 _logger = logging.getLogger("pylate_fastmaxsim")
 

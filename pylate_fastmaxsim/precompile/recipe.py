@@ -10,11 +10,11 @@ from itertools import product
 
 import torch
 from datasets import Dataset
-from rich.table import Table
 from transformers import TrainerCallback
 
 from pylate_fastmaxsim._winners import queries_at_once
-from pylate_fastmaxsim.ops.pooled import Pooling, TopK, state_bytes
+from pylate_fastmaxsim.ops.pooled import state_bytes
+from pylate_fastmaxsim.pooling import Pooling, TopK
 from pylate_fastmaxsim.precompile.processes import Compiled, cached_kernels, compile_calls
 from pylate_fastmaxsim.precompile.shapes import BatchShape, Call, calls_of
 from pylate_fastmaxsim.recipes.config.schema import PoolingSection, Recipe
@@ -27,6 +27,7 @@ from pylate_fastmaxsim.recipes.training.arguments import require_trainable, trai
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.trainer import build_trainer
+from pylate_fastmaxsim.reporting.table import Table
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,9 @@ class Warmed:
 
     def table(self, name: str) -> Table:
         """The time of the first step on each size of batch, and of the same step again."""
-        table = Table(title=f"{name}: compiled", title_justify="left")
-        for column in ("rows in the batch", "first step", "again"):
-            table.add_column(column, justify="right")
-        for step in self.steps:
-            table.add_row(str(step.rows), f"{step.first:.2f} s", f"{step.again:.2f} s")
-        return table
+        rows = [("rows in the batch", "first step", "again")]
+        rows += [(str(step.rows), f"{step.first:.2f} s", f"{step.again:.2f} s") for step in self.steps]
+        return Table(f"{name}: compiled", rows, left=0)
 
     def counts(self) -> str:
         """How many kernels are new, and how many of them were compiled before the first step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from pylate_fastmaxsim.integrations.options import POOLINGS
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.config.schema import PoolingSection
 
 

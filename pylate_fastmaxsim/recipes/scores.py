@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations.options import current_options
-from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, Pooling, Softmax, TopK
 from pylate_fastmaxsim.ops.score_metric import PooledScores
+from pylate_fastmaxsim.pooling import Pooling
 
 
 class PlainPooledScores:
@@ -52,25 +52,9 @@ class PlainPooledScores:
             else:
                 similarities, live = torch.einsum("ash,bth->abst", queries_embeddings, documents), live[None, :, None]
                 counts = queries_mask[:, None]
-            groups.append((pooled(similarities, live, self.pooling) * counts).sum(dim=-1))
+            groups.append((self.pooling.of(similarities, live) * counts).sum(dim=-1))
         scores = torch.stack(groups, dim=-1)
         return scores if self.own_documents else scores.flatten(1)
-
-
-def pooled(similarities: Tensor, live: Tensor, pooling: Pooling) -> Tensor:
-    """Similarities ``[..., t]`` pooled over the live ones of ``t``; ``live`` is a mask that broadcasts to them."""
-    match pooling:
-        case Max():
-            return similarities.masked_fill(~live, -torch.inf).amax(dim=-1)
-        case TopK(k=k):
-            best = similarities.masked_fill(~live, -torch.inf).topk(min(k, similarities.shape[-1])).values
-            found = best > -torch.inf
-            return best.masked_fill(~found, 0).sum(dim=-1) / found.sum(dim=-1)
-        case Softmax(temperature=temperature):
-            weights = (similarities / temperature).masked_fill(~live, -torch.inf).softmax(dim=-1)
-            return (weights * similarities).sum(dim=-1)
-        case LogSumExp(temperature=temperature):
-            return temperature * (similarities / temperature).masked_fill(~live, -torch.inf).logsumexp(dim=-1)
 
 
 ScoreMetric = PooledScores | PlainPooledScores

@@ -43,9 +43,10 @@ from pylate_fastmaxsim.integrations.pylate.xtr import passing_tokens
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
 from pylate_fastmaxsim.ops.distributed.layout import DtypesDiffer
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.ops.pooled import Max, check_pooling, state_bytes
+from pylate_fastmaxsim.ops.pooled import state_bytes
 from pylate_fastmaxsim.ops.score_metric import PooledScores
 from pylate_fastmaxsim.ops.xtr import xtr_scores
+from pylate_fastmaxsim.pooling import Max, check_pooling
 from pylate_fastmaxsim.tokens import TokenBatch
 
 Features = list[dict[str, Tensor]]

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from pylate_fastmaxsim._memory import PeakMemory, is_out_of_memory
 from pylate_fastmaxsim.comparison.gate import Gate
-from pylate_fastmaxsim.comparison.runs import FINISHED, NO_BATCH, OUT_OF_MEMORY, KeptWarnings, environment
+from pylate_fastmaxsim.comparison.runs import FINISHED, NO_BATCH, OUT_OF_MEMORY, KeptWarnings
 from pylate_fastmaxsim.recipes.comparison.counters import Counted
 from pylate_fastmaxsim.recipes.comparison.phases import MEASURED_STEPS, WARM_UP_STEPS, Phases, median_phases
 from pylate_fastmaxsim.recipes.config.schema import Recipe
@@ -31,6 +31,7 @@ from pylate_fastmaxsim.recipes.plugin import switched
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.trainer import build_trainer, require_steps
+from pylate_fastmaxsim.reporting.environment import environment
 
 
 def measure(

@@ -20,7 +20,7 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from pylate_fastmaxsim.ops.pooled import LogSumExp, Max
+from pylate_fastmaxsim.pooling import LogSumExp, Max
 from pylate_fastmaxsim.recipes.config.kinds import WITH_NEGATIVES, LoraSection, PagesLoss, PagesSection
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.text import require_text

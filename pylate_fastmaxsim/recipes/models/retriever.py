@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import sentence_transformers
 import torch
 from sentence_transformers import SparseEncoder
-from torch import Tensor
+from torch import Tensor, nn
 
 from pylate_fastmaxsim.compressed import CompressedBatch
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.integrations.sparse_encoder.names import Router
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.models.pages import PageModel
 from pylate_fastmaxsim.recipes.models.static import StaticDocuments, StaticQueries, encode_static, search_static
@@ -102,6 +104,40 @@ class Retriever:
         """
         return search(queries, documents, k, pooling=pooling)
 
+    @property
+    def document_length(self) -> int | None:
+        """The most tokens of a document that the model reads, those of the host included; None for no limit."""
+        return getattr(*self._document_length_attribute())
+
+    @contextmanager
+    def reading_documents_to(self, length: int) -> Iterator[None]:
+        """Context in which ``document_length`` is another."""
+        before, attribute = self.document_length, self._document_length_attribute()
+        setattr(*attribute, length)
+        try:
+            yield
+        finally:
+            setattr(*attribute, before)
+
+    def _document_length_attribute(self) -> tuple[Any, str]:
+        return self.model, "document_length"
+
+    @property
+    def document_transformer(self) -> nn.Module:
+        """The host's module with the tokenizer and the encoder of documents."""
+        first = self.model[0]
+        return first.sub_modules["document"][0] if isinstance(first, Router) else first
+
+    def document_prompt_tokens(self) -> int:
+        """Tokens that stand before the text of each document."""
+        return int(self.model.document_prefix_id is not None)
+
+    def query_token_ids(self, text: str) -> Tensor:
+        """Ids of the tokens of a query of which ``encode`` makes embeddings."""
+        tokenized = self.model.tokenize([text], is_query=True)
+        ids, mask = tokenized["input_ids"][0], tokenized["attention_mask"][0]
+        return ids if self.model.do_query_expansion else ids[mask.bool()]
+
     def digest(self) -> str:
         """The same for the same weights and settings, by which documents are encoded."""
         names = (*self.settings, "prompts", "default_prompt_name", "max_seq_length")
@@ -120,6 +156,18 @@ class MultiVectorRetriever(Retriever):
     def _made(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
         # They add the prompts of the model and choose its route, where it has two.
         return (self.model.encode_query if is_query else self.model.encode_document)(list(texts), **options)
+
+    def _document_length_attribute(self) -> tuple[Any, str]:
+        transformer = self.document_transformer
+        has_own = getattr(transformer, "document_length", None) is not None
+        return transformer, "document_length" if has_own else "max_seq_length"
+
+    def document_prompt_tokens(self) -> int:
+        return _prompt_tokens(self.model, self.document_transformer)
+
+    def query_token_ids(self, text: str) -> Tensor:
+        encoded = self.model.encode_query(text, output_value=None)
+        return encoded["input_ids"][encoded["attention_mask"].bool()]
 
 
 class PagesRetriever(Retriever):
@@ -152,6 +200,12 @@ class SparseRetriever(Retriever):
         except ValueError as error:
             raise RecipeError(f"The vectors of the sparse model cannot be searched: {first_line(error)}") from error
 
+    def _document_length_attribute(self) -> tuple[Any, str]:
+        return self.document_transformer, "max_seq_length"
+
+    def document_prompt_tokens(self) -> int:
+        return _prompt_tokens(self.model, self.document_transformer)
+
     def search(
         self, queries: Encoded, documents: Iterable[Encoded], k: int, pooling: Pooling = Max()
     ) -> tuple[Tensor, Tensor]:
@@ -168,6 +222,7 @@ class StaticRetriever(SparseRetriever):
     """A StaticLateInteraction."""
 
     kind = "static late interaction"
+    document_length = None
     search_stream = staticmethod(search_static)
 
     def _made(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> StaticQueries | StaticDocuments:
@@ -195,6 +250,13 @@ def retriever_of(model: Any, finite: bool = False) -> Retriever:
         getattr(sentence_transformers, "MultiVectorEncoder", Retriever): MultiVectorRetriever,
     }
     return next((made for kind, made in classes.items() if isinstance(model, kind)), Retriever)(model, finite)
+
+
+def _prompt_tokens(model: nn.Module, transformer: nn.Module) -> int:
+    """Tokens of the prompt that Sentence Transformers puts before a document."""
+    names = ("document", "passage", "corpus", model.default_prompt_name)
+    prompt = next((model.prompts[name] for name in names if model.prompts.get(name)), "")
+    return len(transformer.tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
 
 def _rules(tokenizer: object) -> object:

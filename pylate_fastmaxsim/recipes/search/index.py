@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim.codec import ResidualCodec
 from pylate_fastmaxsim.files.record import read_record, write_record
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import needs_codec, train_codec
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files.lock import hold_lock

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import SAMPLE_DOCUMENTS
 from pylate_fastmaxsim.recipes.config.schema import CompressedFormat
 from pylate_fastmaxsim.recipes.errors import RecipeError

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from pylate_fastmaxsim.diagnostics.gradient_concentration import gradient_concentration
-from pylate_fastmaxsim.ops.pooled import Max, Pooling, pooled_scores
+from pylate_fastmaxsim.ops.pooled import pooled_scores
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.tokens import TokenBatch
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from transformers import Trainer
 
-from pylate_fastmaxsim.ops.pooled import Max
+from pylate_fastmaxsim.pooling import Max
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.scores import ScoreMetric

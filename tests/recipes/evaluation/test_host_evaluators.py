@@ -23,10 +23,8 @@ from rich.console import Console
 from tiny_recipe import hub_dataset, text, tiny, write
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.comparison.html import write_html
-from pylate_fastmaxsim.comparison.report import comparison_table
+from pylate_fastmaxsim.comparison.report import comparison_table, write_comparison_page
 from pylate_fastmaxsim.comparison.runs import contrast, summarize
-from pylate_fastmaxsim.recipes.comparison.report import training_table
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate, evaluate_held_out
@@ -35,6 +33,7 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.plugin import switched
 from pylate_fastmaxsim.recipes.pooling import final_pooling
+from pylate_fastmaxsim.recipes.tables import training_table
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.train import train
@@ -188,7 +187,7 @@ def test_a_comparison_in_which_one_run_diverged_shows_what_there_is(tmp_path):
     comparison = {"recipe": {"name": "x"}, "runs": {"stock": stock, "fast": fast}, "summary": summary | wall}
     out = io.StringIO()
     Console(file=out, width=200).print(comparison_table(comparison))
-    write_html(comparison, tmp_path / "compare.html")
+    write_comparison_page(comparison, tmp_path / "compare.html")
     page = (tmp_path / "compare.html").read_text()
     assert "0.2500" in page and "0.2500" in out.getvalue()
     assert "both runs: said twice" in page and "stock run: no metrics" in page

@@ -27,7 +27,7 @@ from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate as evaluate_r
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.kind import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import Retriever, retriever_of
-from pylate_fastmaxsim.recipes.retrieval_evaluation.targets import find_targets
+from pylate_fastmaxsim.recipes.targets import find_targets
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.config.schema import Recipe, TextEvaluationSection
 from pylate_fastmaxsim.recipes.config.shipped import is_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -58,7 +58,7 @@ class Target:
     def load(self, device: torch.device, trust_remote_code: bool) -> HostModel:
         """The model. RecipeError if it cannot be loaded."""
         if self.visual:  # whose adapters do not say of what
-            return load_trained(prepare(self.recipe).model, Path(self.path), device)
+            return load_trained(self.recipe.model, Path(self.path), device)
         trusted = trust_remote_code or (self.recipe is not None and self.recipe.model.trust_remote_code)
         return load_retriever(self.path, device, trusted)
 
