@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pylate_fastmaxsim.integrations.models.encoders import is_packed_mask
 from pylate_fastmaxsim.integrations.models.user_code import GLOBAL_HOOKS, has_hooks
@@ -242,21 +242,17 @@ def _cast(linear: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]
 
 
 class _AnglesOfForward:
-    """In the place of a call of rotary embeddings: the same inputs, which every forward makes anew, have one result."""
+    """Call of rotary embeddings that computes the angles of each type of layers once for the states of a forward."""
 
     def __init__(self, embedding: nn.Module) -> None:
         self._embedding = embedding
-        self._inputs: tuple[ref, ref] | None = None
-        self._angles: dict[str | None, tuple[Tensor, Tensor]] = {}
+        # By states, which every forward makes anew. Angles are not kept longer than they are.
+        self._angles = WeakTensorKeyDictionary()
 
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling() or has_hooks(self._embedding):
             return self._embedding._call_impl(x, position_ids, layer_type)
-        given = x, position_ids
-        if self._inputs is None or any(kept() is not each for kept, each in zip(self._inputs, given, strict=True)):
-            # Angles are not kept longer than the states that they are for.
-            angles = self._angles = {}
-            self._inputs = ref(x, lambda _: angles.clear()), ref(position_ids)
-        if layer_type not in self._angles:
-            self._angles[layer_type] = self._embedding._call_impl(x, position_ids, layer_type)
-        return self._angles[layer_type]
+        found = self._angles.setdefault(x, {})
+        if layer_type not in found:
+            found[layer_type] = self._embedding._call_impl(x, position_ids, layer_type)
+        return found[layer_type]

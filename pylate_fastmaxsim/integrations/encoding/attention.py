@@ -29,40 +29,23 @@ class PackingUnsupported(RuntimeError):
 def packed_mask(
     cu_seqlens: Tensor, max_length: int, key_cu_seqlens: Tensor | None = None, longest_apart: int = 1
 ) -> Tensor:
-    """An ``attention_mask`` that keeps attention inside each text of a row of many.
+    """An ``attention_mask`` that keeps attention inside each text of a row of many, int32, a view of ``cu_seqlens``.
 
     transformers hands a four-dimensional mask to every layer unchanged, also through gradient checkpointing,
-    DistributedDataParallel and ``torch.compile``. So ``cu_seqlens`` travels as its last row, and the longest length,
-    which the host must know, as its third size.
+    DistributedDataParallel and ``torch.compile``. So ``cu_seqlens`` ``[N + 1]`` travels as its last row, and an upper
+    bound on the length of a text, which the host must know, as its third size: ``[1, 1, max_length, N + 1]``.
 
-    Parameters
-    ----------
-    cu_seqlens
-        First row of each text and the end of the last one, ``[N + 1]``, int32.
-    max_length
-        An upper bound on the rows of a text.
-    key_cu_seqlens
-        That of the rows that are attended to, where some attend without being attended to, as in PyLate's query
-        expansion. Rows between those of two texts belong to a text without attending rows.
-    longest_apart
-        An upper bound on the rows of a text that has rows which are not attended to.
-
-    Returns
-    -------
-    Tensor
-        ``[1, 1, max_length, N + 1]``, or ``[2, longest_apart, max_length, N + 1]`` with keys, int32, a view.
+    In PyLate's query expansion some rows attend without being attended to. Those that are have ``key_cu_seqlens``; rows
+    between those of two texts belong to a text without attending rows. ``longest_apart`` bounds the rows of a text that
+    has others: ``[2, longest_apart, max_length, N + 1]``.
 
     Examples
     --------
-    >>> mask = packed_mask(torch.tensor([0, 2, 5], dtype=torch.int32), max_length=3)
-    >>> mask.shape, is_packed_mask(mask)
-    (torch.Size([1, 1, 3, 3]), True)
-
     A text of two rows, and one of three of which the first is attended to:
 
     >>> rows, keys = torch.tensor([0, 2, 5, 5], dtype=torch.int32), torch.tensor([0, 2, 3, 5], dtype=torch.int32)
-    >>> packed_mask(rows, 3, keys, longest_apart=3).shape
-    torch.Size([2, 3, 3, 4])
+    >>> packed_mask(rows, 3).shape, packed_mask(rows, 3, keys, longest_apart=3).shape
+    (torch.Size([1, 1, 3, 4]), torch.Size([2, 3, 3, 4]))
     """
     borders = cu_seqlens.view(1, -1) if key_cu_seqlens is None else torch.stack([cu_seqlens, key_cu_seqlens])
     mask = borders[:, None, None].expand(-1, longest_apart, max_length, -1)
@@ -85,24 +68,9 @@ def variable_length_attention(
 ) -> Tensor:
     """Softmax attention inside each text, by the kernels of this package where they are faster, else FlashAttention.
 
-    Parameters
-    ----------
-    query, key, value
-        ``[T, heads, head_dim]``, float16 or bfloat16, on a CUDA device. Keys and values may have fewer heads, by a whole
-        factor.
-    cu_seqlens, max_length, key_cu_seqlens
-        As in :func:`packed_mask`.
-    scale
-        Factor on the inner products; ``None`` means ``head_dim ** -0.5``.
-    window
-        How many tokens to the left and to the right a token sees; -1 is no limit. ``(-1, 0)`` is causal.
-    dropout
-        Probability that an attention weight is dropped.
-
-    Raises
-    ------
-    PackingUnsupported
-        The device or the dtype has no such attention.
+    ``query``, ``key`` and ``value`` are ``[T, heads, head_dim]``; keys and values may have fewer heads, by a whole
+    factor. ``scale``: None means ``head_dim ** -0.5``. ``window``: how many tokens to the left and to the right a token
+    sees; -1 is no limit, ``(-1, 0)`` is causal. Raises PackingUnsupported for a device or a dtype without it.
     """
     if not query.is_cuda:
         raise PackingUnsupported(
@@ -139,10 +107,7 @@ def variable_length_attention(
 def accept_packed_masks(encoder: nn.Module) -> None:
     """Make the attention function of a model of transformers take packed masks. Other masks go to the original.
 
-    Raises
-    ------
-    PackingUnsupported
-        No such function can be replaced: transformers is too old, or the attention is written into the model.
+    Raises PackingUnsupported if none can be replaced: transformers is too old, or attention is written into the model.
     """
     global _released
     _released = False

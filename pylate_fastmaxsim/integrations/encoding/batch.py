@@ -15,27 +15,17 @@ from pylate_fastmaxsim.integrations.encoding.token_counts import known_total
 
 @dataclass(frozen=True)
 class Documents:
-    """Padded documents of all columns of a batch, one below the other.
+    """Padded documents of all columns of a batch, one below the other."""
 
-    Parameters
-    ----------
-    input_ids, attention_mask
-        ``[N, L]``.
-    token_type_ids
-        ``[N, L]``, or None where the tokenizer makes none.
-    token_index
-        Positions ``row * L + column`` of the attended tokens, ``[T]``, int64, ascending.
-    cu_seqlens
-        First attended token of each document in ``token_index`` and their number, ``[N + 1]``, int32.
-    gaps
-        Whether a document has a masked token before an attended one. Packing would make its two sides neighbours.
-    """
-
+    # [N, L]; token types where the tokenizer makes them.
     input_ids: Tensor
     attention_mask: Tensor
     token_type_ids: Tensor | None
+    # Positions row * L + column of the attended tokens, [T], int64, ascending.
     token_index: Tensor
+    # First attended token of each document in token_index and their number, [N + 1], int32.
     cu_seqlens: Tensor
+    # Whether a document has a masked token before an attended one. Packing would make its two sides neighbours.
     gaps: bool = False
 
     def __len__(self) -> int:
@@ -56,10 +46,7 @@ class Documents:
     def from_columns(cls, columns: Sequence[dict[str, Tensor]]) -> Documents:
         """Put the tokenized columns of a batch below each other. Waits for the GPU if a column has no token counts.
 
-        Raises
-        ------
-        ValueError
-            On a GPU: the token counts of an earlier batch did not match its masks.
+        On a GPU it raises ValueError if token counts of an earlier batch did not match its masks.
         """
         attention_mask = _stack(columns, "attention_mask")
         token_index, cu_seqlens, counted = attended_tokens(columns, attention_mask)
@@ -75,15 +62,10 @@ class Documents:
 
 
 def attended_index(attention_mask: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
-    """Find the attended tokens of a padded batch, and where each row begins among them.
+    """Find the attended tokens of a mask ``[N, L]``, 0/1, and where each row begins among them.
 
-    Parameters
-    ----------
-    attention_mask
-        ``[N, L]``, 0/1.
-    total
-        How many are attended to, T, if known; otherwise this waits for the device. With a wrong number the positions
-        are wrong, but inside the batch.
+    Waits for the device if the ``total``, T, is not known. With a wrong one the positions are wrong, but inside the
+    batch.
 
     Returns
     -------
@@ -92,10 +74,7 @@ def attended_index(attention_mask: Tensor, total: int | None = None) -> tuple[Te
 
     Examples
     --------
-    >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    >>> attended_index(mask)
-    (tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32))
-    >>> attended_index(mask, total=3)
+    >>> attended_index(torch.tensor([[1, 1, 0], [1, 0, 0]]), total=3)
     (tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32))
     """
     attended = attention_mask != 0

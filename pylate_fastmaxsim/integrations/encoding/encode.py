@@ -20,7 +20,6 @@ from pylate_fastmaxsim.integrations.encoding.plans import (
     packed_plan,
     padded_plan,
     rows_of,
-    token_embeddings,
 )
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
 from pylate_fastmaxsim.integrations.models.wrappers import (
@@ -37,11 +36,6 @@ from pylate_fastmaxsim.tokens import TokenBatch
 Embed = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 
-def encode(model: nn.Module, plan: EncodingPlan, embed: Embed = token_embeddings) -> TokenBatch:
-    """Token embeddings of the documents of a plan. ``embed`` makes each of its calls."""
-    return plan.batch([embed(model, call) for call in plan.calls])
-
-
 def encode_batch(
     model: nn.Module, features: Sequence[dict[str, Tensor]], skiplist: list[int], embed: Embed
 ) -> tuple[Tensor, TokenBatch]:
@@ -50,25 +44,14 @@ def encode_batch(
     With small batches a GPU waits for the host, which launches every layer once per call. Queries have a call of their
     own if the first batch has more than 65,536 document tokens, or if they get other embeddings beside documents.
 
-    Parameters
-    ----------
-    model, skiplist
-        As in :func:`plan_documents`.
-    features
-        The tokenized columns: the queries, and then the documents.
-    embed
-        Makes one call of the model.
-
-    Returns
-    -------
-    tuple of Tensor and TokenBatch
-        Token embeddings of the queries, ``[Nq, Lq, d]``, and of the documents, column after column.
+    ``features`` are the tokenized columns: the queries, and then the documents. ``embed`` makes one call of the model.
+    Returns token embeddings of the queries, ``[Nq, Lq, d]``, and of the documents, column after column.
     """
     queries, columns = features[0], features[1:]
     plan = plan_documents(model, columns, skiplist)
     if not modes.joins(model, queries, columns, plan):
         calls = [without_total(queries), *plan.calls]
-        embeddings = embed(model, calls[0]), encode(model, plan, embed)
+        embeddings = embed(model, calls[0]), plan.batch([embed(model, call) for call in plan.calls])
         if plan.as_stock:
             # Outputs that modules add to the features, such as regularisation terms, for a loss built on this one.
             for column, call in zip(features, calls, strict=True):
@@ -106,25 +89,9 @@ def plan_documents(
     ``padded``
         As stock PyLate; also while the flag is off.
 
-    Parameters
-    ----------
-    model
-        A ``pylate.models.ColBERT``, possibly inside DistributedDataParallel or ``torch.compile``.
-    document_features
-        The tokenized document columns: ``input_ids`` and ``attention_mask``, ``[N, L]``.
-    skiplist
-        Ids of tokens that are not scored.
-    mini_batch_size
-        At most so many padded documents' tokens in a call. All ranks of a distributed run make equally many calls.
-        Dividing waits for the GPU.
-    mini_batch_tokens
-        In its place: at most so many tokens in a call, where padded with their padding. A longer document has a call of
-        its own.
-
-    Returns
-    -------
-    EncodingPlan
-        For :func:`encode`. Documents come column after column. Token embeddings are the model's, not normalized.
+    GradCache divides into calls of at most ``mini_batch_size`` padded documents' tokens, or of ``mini_batch_tokens``
+    tokens, where padded with their padding; a longer document has a call of its own. All ranks of a distributed run make
+    equally many calls. Dividing waits for the GPU.
 
     Raises
     ------

@@ -39,7 +39,7 @@ _installed: WeakSet[nn.Module] = WeakSet()
 
 
 class Size(NamedTuple):
-    """What a graph is made for: rows of the encoder's input, texts with those that fill up, and a bound on their length."""
+    """Sizes that a graph is made for: rows of the encoder's input, texts with those that fill up, and a bound on their length."""
 
     tokens: int
     texts: int
@@ -120,14 +120,10 @@ def can_record(device: torch.device) -> bool:
 
 
 class Memory(NamedTuple):
-    """What graphs share: memory is reused only by graphs that were recorded on the same stream."""
+    """Memory that graphs share: it is reused only by graphs that were recorded on the same stream."""
 
     pool: tuple[int, int]
     stream: torch.cuda.Stream
-
-    @classmethod
-    def of(cls, device: torch.device) -> Memory:
-        return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
 
 
 def record(
@@ -237,7 +233,9 @@ class EncoderGraphs:
             return None
         encoder = self._encoder
         if not self._aliases:
-            self._memory = Memory.of(batch.borders.device) if batch.borders.is_cuda else None
+            device = batch.borders.device
+            if device.type == "cuda":
+                self._memory = Memory(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
             self._aliases = {weight: _alias_of(weight) for weight in encoder.parameters() if weight.requires_grad}
             self._gradients = [torch.empty_like(weight) for weight in self._aliases]
         if not self._aliases:

@@ -53,12 +53,7 @@ def agree_on_mask_changes(loss: nn.Module, here: bool, device: torch.device, gro
 
     ``here``: whether it did on this rank, in this batch.
 
-    Raises
-    ------
-    MasksChanged
-        It did on one of the ranks.
-    ValueError
-        It does now, and did not in the first batch.
+    Raises MasksChanged if it did on one of them, and ValueError if it does now, and did not in the first batch.
     """
     if changes_masks(loss) is None:
         anywhere = torch.tensor(int(here), device=device)

@@ -96,19 +96,9 @@ def mode_for(
 ) -> str:
     """Decide how a model encodes documents: "packed", "grouped" or "padded".
 
-    Parameters
-    ----------
-    model, columns
-        The model, possibly wrapped, and the tokenized texts that it is given.
-    group
-        The ranks that decide together; ``None`` if each decides by itself.
-    backwards
-        Whether each call has a backward of its own, as in GradCache.
-    host
-        The library whose way the log names.
-    whole, task, reason_behind
-        What the model is the encoder of, a task that it may route by, and why its modules behind the encoder need the
-        states of padding.
+    The ranks of a ``group`` decide together. ``backwards``: whether each call has a backward of its own, as in GradCache.
+    ``whole``: what the model is the encoder of, with a ``task`` that it may route by, and ``reason_behind``, which says
+    why its modules behind the encoder need the states of padding.
     """
     whole_model = whole or model
     # A single process decides anew when hooks come or go. Several would all have to see the change.
@@ -259,7 +249,7 @@ def _on_all_ranks(here: bool, device: torch.device, group: dist.ProcessGroup) ->
 
 
 def _state_of(core: nn.Module) -> tuple[Hashable, ...]:
-    """What users change in a model between batches.
+    """State that users change in a model between batches.
 
     Its modules and, behind the encoder, all in them and which are in training; the encoder, PEFT around it, the dtype
     of its parameters, its attention, and NEFTune's noise.

@@ -30,27 +30,16 @@ TOKENS_PER_CALL = 2**13
 
 @dataclass(frozen=True)
 class EncodingPlan:
-    """The encoder calls that together encode the documents of a batch.
-
-    Parameters
-    ----------
-    calls
-        Features to call the model with, one dictionary per call.
-    keep
-        For each call, which of its token embeddings are scored, flattened, bool.
-    starts, lengths
-        Where each document lies in the token embeddings of all calls together, ``[N]``, int64.
-    max_length
-        An upper bound on ``lengths``.
-    as_stock
-        Whether these are the calls that stock PyLate makes.
-    """
+    """The encoder calls that together encode the documents of a batch."""
 
     calls: list[dict[str, Tensor]]
+    # For each call, which of its token embeddings are scored, flattened, bool.
     keep: list[Tensor]
+    # Where each document lies in the token embeddings of all calls together, [N], int64, and a bound on the lengths.
     starts: Tensor
     lengths: Tensor
     max_length: int
+    # Whether these are the calls that stock PyLate makes.
     as_stock: bool = False
 
     def batch(self, values: Sequence[Tensor]) -> TokenBatch:
@@ -74,20 +63,10 @@ def packed_plan(
 ) -> EncodingPlan:
     """Encode the attended tokens of all documents in one row, or in mini-batches of ``token_budget`` tokens.
 
-    Parameters
-    ----------
-    core
-        The model, which says how it counts positions and whether it takes token types: what an encoder would make up
-        from the shape of its input would be wrong for packed documents.
-    documents
-        What to encode.
-    skiplist
-        Ids of tokens that are not scored.
-    token_budget
-        Tokens per mini-batch. Dividing waits for the device once.
-    agree
-        From the number of calls that this process would make to the number that all make: with a budget at least as
-        many, without one at most.
+    The model says how it counts positions and whether it takes token types: what an encoder would make up from the shape
+    of its input would be wrong for packed documents. Tokens of the skiplist are not scored. Dividing waits for the device
+    once. ``agree`` goes from the number of calls that this process would make to the number that all make: with a budget
+    at least as many, without one at most.
     """
     types = documents.token_type_ids
     if types is None and takes_token_types(core):
@@ -130,19 +109,7 @@ def joint_call(core: nn.Module, documents: dict[str, Tensor], queries: dict[str,
     All tokens of a query are encoded, and only those in its mask are attended to, as in the padded batch: query
     expansion scores masked tokens. These must come last. Waits for the device if the queries have no token counts.
 
-    Parameters
-    ----------
-    core
-        A ``pylate.models.ColBERT``; its ``query_length`` bounds Lq.
-    documents
-        The call of :func:`packed_plan`, of T tokens.
-    queries
-        Nq tokenized queries: ``input_ids`` and ``attention_mask``, ``[Nq, Lq]``.
-
-    Returns
-    -------
-    dict of Tensor
-        Features of one row, T tokens of documents and then Nq * Lq of queries.
+    The documents are the call of :func:`packed_plan`; the model's ``query_length`` bounds the length of queries.
     """
     ids = queries["input_ids"]
     count, length = ids.shape
@@ -386,11 +353,6 @@ def fill_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 def split_until(parts: list[list[int]], count: int) -> list[list[int]]:
     """Halve the part with the most documents until there are ``count`` parts.
-
-    Raises
-    ------
-    ValueError
-        There are fewer documents than ``count``.
 
     Examples
     --------

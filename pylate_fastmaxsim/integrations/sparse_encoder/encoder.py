@@ -22,8 +22,7 @@ from pylate_fastmaxsim.integrations.encoding.modes import APART, GAP, UNDERSTOOD
 from pylate_fastmaxsim.integrations.encoding.token_counts import take_total
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
-from pylate_fastmaxsim.integrations.models.encoders import encoder_of, inputs_of
-from pylate_fastmaxsim.integrations.models.hidden_states import HiddenStates, hidden_states_of
+from pylate_fastmaxsim.integrations.models.encoders import HiddenStates, encoder_of, hidden_states_of, inputs_of
 from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, has_hooks, has_user_hooks
 from pylate_fastmaxsim.integrations.models.wrappers import is_compiled
 from pylate_fastmaxsim.integrations.options import current_options

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.encoding.attention import PackingUnsupported
 from pylate_fastmaxsim.integrations.encoding.equivalence import evaluating, failure_of, restoring
-from pylate_fastmaxsim.integrations.models.encoders import encoder_of, with_adapters
-from pylate_fastmaxsim.integrations.models.hidden_states import HiddenStates
+from pylate_fastmaxsim.integrations.models.encoders import HiddenStates, encoder_of, with_adapters
 from pylate_fastmaxsim.integrations.models.user_code import has_hooks, user_code, without_user_hooks
 from pylate_fastmaxsim.integrations.patching.provenance import defined_in, full_name
 
