@@ -21,7 +21,7 @@ from pylate_fastmaxsim.recipes.config.schema import PoolingSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.encoder import encoder_of
 from pylate_fastmaxsim.recipes.models.load import HostModel, load_model
-from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
+from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
@@ -71,7 +71,7 @@ def nothing_to_compile(recipe: Recipe) -> str | None:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError("warmup needs one process, whose cache all of them share; start it without a launcher.")
-    if (reason := plugin_off(recipe.fast)) is not None:
+    if (reason := reason_against_plugin(recipe.fast)) is not None:
         return f"{reason}, so there is nothing to compile."
     if not torch.cuda.is_available() or recipe.training.use_cpu:
         return f"{recipe.name} trains on a CPU here, where there is nothing to compile."
@@ -108,7 +108,7 @@ def warm_up(recipe: Recipe, processes: int | None = None) -> Warmed:
     if recipe.data.streaming:
         rows = Dataset.from_list(list(rows.take(recipe.training.per_device_train_batch_size)))
     steps, before = [], cached_kernels()
-    with tempfile.TemporaryDirectory() as scratch, switched(recipe.fast):
+    with tempfile.TemporaryDirectory() as scratch, plugin_of(recipe.fast):
         arguments = training_arguments(
             recipe,
             output_dir=scratch,

@@ -27,7 +27,7 @@ from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import HostModel, load_model
-from pylate_fastmaxsim.recipes.plugin import switched
+from pylate_fastmaxsim.recipes.plugin import plugin_of
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.trainer import build_trainer, require_steps
@@ -78,7 +78,7 @@ def measure(
         "warnings": warnings.messages,
         "environment": environment(arguments.device),
     }
-    with switched(recipe.fast):
+    with plugin_of(recipe.fast):
         try:
             memory, state = _train(recipe, model, data.train, arguments, steps_file, gate)
         except (RuntimeError, MemoryError) as error:

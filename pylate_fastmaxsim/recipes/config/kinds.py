@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from typing import Any, Literal, get_type_hints
 
+from pylate_fastmaxsim.integrations.options import OPTIONS, PYLATE, SENTENCE_TRANSFORMERS
 from pylate_fastmaxsim.recipes.config.parse import build
 from pylate_fastmaxsim.recipes.config.schema import (
     EvaluationSection,
@@ -288,19 +289,15 @@ class SpladeTraining(TextTraining):
     query_learning_rate: float | None = key(None, minimum=0)
 
 
-@dataclass(frozen=True)
-class TextFast(FastSection):
-    """Options of ``pylate_fastmaxsim.enable`` for text encoders."""
+def _fast_section(name: str, host: str) -> type[FastSection]:
+    """The section ``fast`` of the kinds that a host trains; the option ``pooling`` is ``loss.pooling``."""
+    switches = [option for option in OPTIONS if isinstance(option.default, bool) and host in option.metadata["hosts"]]
+    keys = [(option.name, bool, field(default=option.default)) for option in switches]
+    return make_dataclass(name, keys, bases=(FastSection,), namespace={"__module__": __name__}, frozen=True)
 
-    padding_free: bool = True
-    compile: bool = False
 
-
-@dataclass(frozen=True)
-class ColBERTFast(TextFast):
-    """``stock_masking`` is of PyLate's losses."""
-
-    stock_masking: bool = False
+PyLateFast = _fast_section("PyLateFast", PYLATE)
+SentenceTransformersFast = _fast_section("SentenceTransformersFast", SENTENCE_TRANSFORMERS)
 
 
 @dataclass(frozen=True)
@@ -310,7 +307,7 @@ class ColBERTRecipe(Recipe):
     model: ColBERTSection
     loss: ColBERTLoss = field(default_factory=ColBERTLoss)
     training: LateTraining = field(default_factory=LateTraining)
-    fast: ColBERTFast = field(default_factory=ColBERTFast)
+    fast: PyLateFast = field(default_factory=PyLateFast)
     evaluation: LateEvaluationSection = field(default_factory=LateEvaluationSection)
     mining: MiningSection | None = None
 
@@ -322,7 +319,7 @@ class MultiVectorRecipe(Recipe):
     model: MultiVectorSection
     loss: MultiVectorLoss = field(default_factory=MultiVectorLoss)
     training: LateTraining = field(default_factory=LateTraining)
-    fast: TextFast = field(default_factory=TextFast)
+    fast: SentenceTransformersFast = field(default_factory=SentenceTransformersFast)
     evaluation: LateEvaluationSection = field(default_factory=LateEvaluationSection)
     mining: MiningSection | None = None
 
@@ -334,7 +331,7 @@ class SpladeRecipe(Recipe):
     model: SpladeSection
     loss: SpladeLoss = field(default_factory=SpladeLoss)
     training: SpladeTraining = field(default_factory=SpladeTraining)
-    fast: TextFast = field(default_factory=TextFast)
+    fast: SentenceTransformersFast = field(default_factory=SentenceTransformersFast)
     evaluation: TextEvaluationSection = field(default_factory=TextEvaluationSection)
 
 

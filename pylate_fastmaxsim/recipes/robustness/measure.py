@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -56,7 +57,7 @@ def settings_of(poolings: Sequence[str], times: str, tokens: str, append: str, n
     """
     try:
         chosen = tuple(dict.fromkeys(map(pooling_from_text, poolings))) or None
-    except ValueError as error:
+    except ArgumentTypeError as error:
         raise RecipeError(f"--{error}") from None
     if append not in get_args(Append):
         raise RecipeError(f"--append must be {', '.join(get_args(Append))}, got {append!r}.")

@@ -23,7 +23,7 @@ from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.models.load import HostModel, load_model, load_trained
-from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
+from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin
 from pylate_fastmaxsim.recipes.trainers.callbacks import IntervalsOfRecipe, ShuffleByEpoch, StopOnInterrupt
 from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint, trained_state
 from pylate_fastmaxsim.recipes.trainers.epochs import FinishByEpochs, RefuseUnevenEpochs
@@ -81,7 +81,7 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     KeyboardInterrupt
         The user interrupted the run. A checkpoint holds everything up to the last step, or ``model/`` the result.
     """
-    why_off = plugin_off(recipe.fast)
+    why_off = reason_against_plugin(recipe.fast)
     arguments = training_arguments(recipe)
     require_trainable(arguments)
     require_reduced_once(recipe, arguments)
@@ -110,7 +110,7 @@ def _train(
         # As in force: the environment may switch the plugin off.
         in_force = replace(recipe, fast=replace(recipe.fast, enabled=why_off is None))
         checkpoint, trained_with = open_run_directory(in_force, resume, arguments.should_save, arguments.world_size)
-    with switched(recipe.fast):
+    with plugin_of(recipe.fast):
         state = trained_state(checkpoint)
         if state is None:
             trainer = build_trainer(recipe, model, data.train, arguments)

@@ -14,7 +14,7 @@ from pylate_fastmaxsim.recipes.comparison.measure import trainer_with
 from pylate_fastmaxsim.recipes.comparison.phases import WARM_UP_STEPS, Phases, Stopwatch, median_phases
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
-from pylate_fastmaxsim.recipes.plugin import switched
+from pylate_fastmaxsim.recipes.plugin import plugin_of
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
@@ -60,7 +60,7 @@ def test_a_slow_part_shows_under_its_name(loss, fast, tmp_path, clock):
     arguments = training_arguments(prepared, save_strategy="no", disable_tqdm=True)
     rows = load_data(prepared).train
     taken = {}
-    with switched(prepared.fast):
+    with plugin_of(prepared.fast):
         for part in ("none", *PHASES):
             model = load_model(prepared.model, "cpu", seed=0)
             trainer = build_trainer(prepared, model, rows, arguments, trainer_with(Phases, prepared))
