@@ -146,12 +146,12 @@ def reason_against_joining(core: nn.Module, documents: Documents, queries: dict[
         samples["attention_mask"][1, 1:][-1:] = 0
         (of_documents,) = packed_plan(core, documents).calls
         call = joint_call(core, of_documents, samples)
-        with restoring(core), evaluating(core):
+        with restoring(core), evaluating(core), _recorded_dtypes(core) as dtypes:
             apart = [of_documents, samples]
             expected = torch.cat([token_embeddings(core, features).flatten(0, 1) for features in apart])
             joint = token_embeddings(core, call).flatten(0, 1)
         _refuse_if(_updates_buffers(core, [call]), core, "updates its buffers in each call")
-        _compare(core, joint, expected, "beside documents than apart from them")
+        _compare(core, joint, expected, dtypes, "beside documents than apart from them")
 
     return failure_of(trial, documents.input_ids.device)
 
@@ -169,12 +169,12 @@ def reason_against_dividing(core: nn.Module, queries: dict[str, Tensor]) -> str 
         if not core.attend_to_expansion_tokens and twice["attention_mask"].shape[1] > 1:
             # With padding, which later queries will have.
             twice["attention_mask"][:, -1] = 0
-        with restoring(core), evaluating(core):
+        with restoring(core), evaluating(core), _recorded_dtypes(core) as dtypes:
             beside, alone = (token_embeddings(core, rows_of(twice, 0, count))[0] for count in (2, 1))
         if not core.do_query_expansion:
             attended = twice["attention_mask"][0] != 0
             beside, alone = beside[attended], alone[attended]
-        _compare(core, alone, beside, "for a query alone than beside others")
+        _compare(core, alone, beside, dtypes, "for a query alone than beside others")
 
     return failure_of(trial, queries["input_ids"].device)
 
@@ -204,7 +204,7 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
     """
     padded = documents.column
     before = masks_of(padded)
-    with restoring(core) as core_before, evaluating(core):
+    with restoring(core) as core_before, evaluating(core), _recorded_dtypes(core) as dtypes:
         expected = core(padded)["token_embeddings"].flatten(0, 1)[documents.token_index]
         values = [[token_embeddings(core, call) for call in plan.calls] for plan in plans]
         changes_masks = changed(padded, before)
@@ -226,7 +226,7 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
         offsets = torch.arange(batch.max_length, device=batch.device)
         rows = (batch.starts[:, None] + offsets)[offsets < batch.lengths[:, None]]
         ours = batch.values[rows[batch.keep[rows]]]
-        _compare(core, ours, expected[: len(ours)], "without padding than with it")
+        _compare(core, ours, expected[: len(ours)], dtypes, "without padding than with it")
 
 
 def _leaks(core: nn.Module, documents: Documents, call: dict[str, Tensor], values: Tensor) -> bool:
@@ -279,15 +279,31 @@ def _refuse_if(found: bool, core: nn.Module, what: str) -> None:
         raise PackingUnsupported(f"{type(encoder_of(core)).__name__}{behind} {what}")
 
 
-def _compare(core: nn.Module, ours: Tensor, expected: Tensor, how: str) -> None:
+def _compare(core: nn.Module, ours: Tensor, expected: Tensor, dtypes: set[torch.dtype], how: str) -> None:
     error = (F.normalize(ours.double(), dim=-1) - F.normalize(expected.double(), dim=-1)).norm(dim=-1).max().item()
-    # A model that computes in 16 bits may return float32.
-    dtypes = {expected.dtype, *(weight.dtype for weight in core.parameters() if weight.dtype in _TOLERANCE)}
     if torch.is_autocast_enabled(ours.device.type):
-        dtypes.add(torch.get_autocast_dtype(ours.device.type))
+        # An encoder that computes in 16 bits may return float32, from its last norm.
+        dtypes = {*dtypes, torch.get_autocast_dtype(ours.device.type)}
     tolerance = max(_TOLERANCE[dtype] if float32_precision(dtype) == "highest" else _TOLERANCE_TF32 for dtype in dtypes)
     distance = f"distance {error:.1e} between unit vectors, rounding explains {tolerance:.0e}"
     _refuse_if(not error <= tolerance, core, f"gives other token embeddings {how} ({distance})")
+
+
+@contextmanager
+def _recorded_dtypes(core: nn.Module) -> Iterator[set[torch.dtype]]:
+    """Dtypes that modules return; the model, or accelerate around its forward, may cast its output back to float32."""
+    dtypes: set[torch.dtype] = set()
+
+    def record(_module: nn.Module, _args: tuple, output: dict[str, Tensor]) -> None:
+        if isinstance(output, dict) and "token_embeddings" in output:
+            dtypes.add(output["token_embeddings"].dtype)
+
+    hooks = [module.register_forward_hook(record) for module in (core, *core.children())]
+    try:
+        yield dtypes
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
