@@ -344,6 +344,7 @@ def _reason_against_queries(core: nn.Module, queries: dict[str, Tensor]) -> str 
 
 
 def understood(features: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The features that are encoded without padding."""
     return {key: features[key] for key in UNDERSTOOD.intersection(features)}
 
 

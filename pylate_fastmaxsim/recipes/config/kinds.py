@@ -100,7 +100,7 @@ class ColBERTSection(LateModelSection):
     """
 
     kind: Literal["colbert"] = "colbert"
-    token_table: str | None = key(None, path=True)
+    token_table: str | None = key(None, on_hub="a model")
 
     def loaded_from(self, folder: str) -> ModelSection:
         return replace(self, name_or_path=folder, build=None, token_table=None)
@@ -170,7 +170,7 @@ class ColBERTLoss(LossSection):
     """A loss of PyLate. ``pooling`` is that of its scores and of the evaluation; null or ``max`` is the maximum."""
 
     name: TextLoss = "contrastive"
-    temperature: float | None = key(None, minimum=0, only=CONTRASTIVE)
+    temperature: float | None = key(None, above=0, only=CONTRASTIVE)
     size_average: bool | None = None
     mini_batch_size: int | None = key(None, minimum=1, only=CACHED)
     score_mini_batch_size: int | None = key(None, minimum=1, only=CONTRASTIVE)
@@ -189,7 +189,7 @@ class MultiVectorLoss(LossSection):
     """
 
     name: TextLoss = "contrastive"
-    temperature: float | None = key(None, minimum=0)
+    temperature: float | None = key(None, above=0)
     mini_batch_size: int | None = key(None, minimum=1)
     mini_batch_num_tokens: int | None = key(None, minimum=1, only=CACHED)
     score_mini_batch_size: int | None = key(None, minimum=1, only=CONTRASTIVE)
@@ -215,7 +215,7 @@ class RegularizersSection:
     document_threshold: int | None = key(None, minimum=0)
     query_threshold: int | None = key(None, minimum=0)
     schedule: Literal["linear", "quadratic"] = "quadratic"
-    warmup_ratio: float = key(1 / 3, minimum=0, maximum=1)
+    warmup_ratio: float = key(1 / 3, above=0, maximum=1)
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class SpladeLoss(LossSection):
     """
 
     name: TextLoss = "contrastive"
-    temperature: float | None = key(None, minimum=0)
+    temperature: float | None = key(None, above=0)
     mini_batch_size: int | None = key(None, minimum=1, only=CACHED + DISTILLATION)
     gather_across_devices: bool | None = key(None, only=CONTRASTIVE)
     objective: Objective | None = key(None, only=DISTILLATION)
@@ -246,10 +246,10 @@ class PagesLoss(LossSection):
     name: Literal[
         "colbert", "colbert_pairwise_ce", "colbert_sigmoid", "colbert_negative_ce", "colbert_pairwise_negative_ce"
     ] = "colbert"
-    temperature: float | None = key(None, minimum=0)
+    temperature: float | None = key(None, above=0)
     normalize_scores: bool | None = None
     use_smooth_max: bool | None = None
-    tau: float | None = key(None, minimum=0)
+    tau: float | None = key(None, above=0)
     pos_aware_negative_filtering: bool | None = None
     filter_threshold: float | None = None
     filter_factor: float | None = None

@@ -34,8 +34,7 @@ from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.plugin import plugin_of
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.recipes.tables import training_table
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.recipes.training.train import train
 
 ROWS = 40
