@@ -17,7 +17,7 @@ from torch.nn.functional import gelu, layer_norm
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pylate_fastmaxsim.integrations.models.encoders import is_packed_mask
-from pylate_fastmaxsim.integrations.models.user_code import GLOBAL_HOOKS, has_hooks
+from pylate_fastmaxsim.integrations.models.user_code import has_global_hooks, has_hooks
 from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.ops.attention import rotary_is_faster, rotary_self_attention
@@ -160,7 +160,7 @@ def _is_written_here(layer: nn.Module, hidden_states: Tensor) -> bool:
     return (
         all(_is_exactly(module, cls) for module, cls in modules)
         and mlp.act.act is gelu
-        and not any(getattr(nn.modules.module, name) for name in GLOBAL_HOOKS)
+        and not has_global_hooks()
         and layer.mlp_norm.weight.dtype == hidden_states.dtype
     )
 

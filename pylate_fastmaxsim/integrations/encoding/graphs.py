@@ -15,7 +15,6 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from pylate_fastmaxsim.integrations.compilation.checkpointing import can_be_traced, checkpointed_layers
 from pylate_fastmaxsim.integrations.compilation.layers import has_compiled_layers
@@ -23,8 +22,8 @@ from pylate_fastmaxsim.integrations.encoding import gradcache
 from pylate_fastmaxsim.integrations.encoding.attention import is_packed_mask, packed_mask
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of
-from pylate_fastmaxsim.integrations.models.user_code import GLOBAL_HOOKS, has_hooks
-from pylate_fastmaxsim.integrations.models.wrappers import unwrap
+from pylate_fastmaxsim.integrations.models.user_code import has_global_hooks, has_hooks
+from pylate_fastmaxsim.integrations.models.wrappers import sharded_by_fsdp, unwrap
 from pylate_fastmaxsim.integrations.patching.known_sources import defined_in
 
 # With more tokens the GPU is busy while the host launches.
@@ -98,9 +97,7 @@ def install(model: nn.Module) -> None:
     # Below the head of a masked language model.
     encoder = getattr(encoder, "base_model", encoder)
     # Only with processes: to look at all modules takes a millisecond.
-    is_sharded = torch.distributed.is_initialized() and any(
-        isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in core.modules()
-    )
+    is_sharded = torch.distributed.is_initialized() and sharded_by_fsdp(core)
     if encoder._compiled_call_impl is None and not is_sharded:
         encoder._compiled_call_impl = EncoderGraphs(encoder)
         _installed.add(encoder)
@@ -402,7 +399,7 @@ class _Batch(NamedTuple):
 
 def _state_of(encoder: nn.Module) -> tuple | None:
     """State that graphs of an encoder depend on beside a batch; None if something is called that graphs would leave out."""
-    if any(getattr(nn.modules.module, name) for name in GLOBAL_HOOKS):
+    if has_global_hooks():
         return None
     state = []
     for module in encoder.modules():
