@@ -131,13 +131,7 @@ def mark_varying(model: nn.Module, calls: Iterable[dict[str, Tensor]]) -> None:
 
 
 def encoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of an encoder: its ``ModuleList`` with the most parameters, flattened.
-
-    Examples
-    --------
-    >>> encoder_layers(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])}))
-    [Linear(in_features=1, out_features=1, bias=True), Linear(in_features=1, out_features=1, bias=True)]
-    """
+    """The layers of an encoder: its ``ModuleList`` with the most parameters, flattened."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return _flat(max(lists, key=lambda layers: sum(weight.numel() for weight in layers.parameters()), default=[]))
 

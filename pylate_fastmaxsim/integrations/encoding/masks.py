@@ -97,16 +97,6 @@ def changed(features: Mapping[str, Tensor], before: Masks) -> bool:
 
     Contents are not compared: that would wait for the device, and ranks could differ. Another tensor with the same
     memory, as DeepSpeed's hooks leave it, is no change.
-
-    Examples
-    --------
-    >>> column = {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
-    >>> before = masks_of(column)
-    >>> changed(column, before)
-    False
-    >>> column["attention_mask"][0, 1] = 0
-    >>> changed(column, before)
-    True
     """
 
     def differs(now: Tensor | None, tensor: Tensor, writes: int) -> bool:
