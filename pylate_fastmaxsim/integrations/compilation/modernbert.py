@@ -116,7 +116,7 @@ def _joined(together: Callable, layers: nn.ModuleList, number: int, layer: nn.Mo
 
 def _with_next_norm(layer, following, hidden_states, normed, mask, positions, kwargs) -> tuple[Tensor, Tensor | None]:
     """The states after a layer, and those that the norm of ``following`` makes of them, if nothing differs there."""
-    if not (_is_exactly(layer, host.ModernBertEncoderLayer) and _is_written_here(layer, hidden_states)):
+    if not (_is_exactly(layer, host.ModernBertEncoderLayer) and _is_stock_layer(layer, hidden_states)):
         states = layer._call_impl(hidden_states, attention_mask=mask, position_embeddings=positions, **kwargs)
         return states, None
     norm = following.attn_norm if type(following) is host.ModernBertEncoderLayer else None
@@ -128,7 +128,7 @@ def _with_next_norm(layer, following, hidden_states, normed, mask, positions, kw
 def _with_fewer_passes(stock: Callable) -> Callable:
     @wraps(stock)
     def forward(self, hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
-        if torch.compiler.is_compiling() and _is_written_here(self, hidden_states):
+        if torch.compiler.is_compiling() and _is_stock_layer(self, hidden_states):
             return _layer(self, hidden_states, attention_mask, position_embeddings, kwargs)[0]
         return stock(
             self, hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs
@@ -137,7 +137,7 @@ def _with_fewer_passes(stock: Callable) -> Callable:
     return forward
 
 
-def _is_written_here(layer: nn.Module, hidden_states: Tensor) -> bool:
+def _is_stock_layer(layer: nn.Module, hidden_states: Tensor) -> bool:
     """Check that a layer and those of its modules that are not called as they are have nothing added.
 
     Decided while a layer is traced, and looked at again by guards.

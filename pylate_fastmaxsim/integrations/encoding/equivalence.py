@@ -48,18 +48,18 @@ _FAR = 2**20
 _OF_PYTORCH = frozenset(vars(nn.Module()))
 
 
-def width_held(width: int) -> int:
+def checked_width(width: int) -> int:
     """The width of batches up to which a decision holds that was made for ``width``: the next power of two.
 
     Examples
     --------
-    >>> [width_held(width) for width in (1, 256, 257, 300)]
+    >>> [checked_width(width) for width in (1, 256, 257, 300)]
     [1, 256, 512, 512]
     """
     return 1 << (width - 1).bit_length()
 
 
-def short_to_long(core: nn.Module, documents: Documents) -> Documents:
+def sample_documents(core: nn.Module, documents: Documents) -> Documents:
     """Documents of four lengths made of the tokens of a batch, from three tokens to the widest batch decided for.
 
     A window of attention shows in long documents only, a use of padding only beside padding, and scaled rotary
@@ -88,7 +88,7 @@ def short_to_long(core: nn.Module, documents: Documents) -> Documents:
 
 def _widest(core: nn.Module, width: int) -> int:
     """The widest batch that the decision holds for, or fewer tokens if the encoder has no more learned positions."""
-    widest, config = width_held(width), encoder_of(core).config
+    widest, config = checked_width(width), encoder_of(core).config
     if any(getattr(config, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta")):
         return widest
     return max(width, min(widest, getattr(config, "max_position_embeddings", None) or widest))

@@ -99,7 +99,7 @@ def group_in_step(model: nn.Module, backwards: bool = False) -> dist.ProcessGrou
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     *around, core = layers_of_wrapping(model)
-    waiting = (layer for layer in around if _waits(layer, backwards))
+    waiting = (layer for layer in around if _waits_for_ranks(layer, backwards))
     group = next((getattr(layer, "process_group", dist.group.WORLD) for layer in waiting), None)
     # Perhaps only the encoder is sharded, and with copies in other groups.
     if sharded_by_fsdp(core):
@@ -118,7 +118,7 @@ def no_grad_sync(model: nn.Module) -> AbstractContextManager:
     return nullcontext()
 
 
-def _waits(layer: nn.Module, backwards: bool) -> bool:
+def _waits_for_ranks(layer: nn.Module, backwards: bool) -> bool:
     if isinstance(layer, DistributedDataParallel):
         # One backward of many calls exchanges gradients once. Buffers are broadcast in every call that will exchange
         # gradients; the Sentence Transformers trainer switches that off.
