@@ -35,15 +35,6 @@ _TOLERANCE_TF32 = 1e-2
 # longer than their positions.
 _FEW_POSITIONS = 1024
 
-# Tokens of the shortest document, which has padding.
-_SHORT = 3
-
-# A budget of tokens that puts every document into a call of its own.
-_ALONE = 1
-
-# A place in a row beyond that of any batch.
-_FAR = 2**20
-
 # Attributes that PyTorch itself keeps in a module.
 _OF_PYTORCH = frozenset(vars(nn.Module()))
 
@@ -74,7 +65,8 @@ def sample_documents(core: nn.Module, documents: Documents) -> Documents:
     if table is not None and width > table.num_embeddings - table.padding_idx - 1:
         # PyLate's padding token takes a position of RoBERTa's, and none is left.
         longest, padding = table.num_embeddings - table.padding_idx - 1, table.padding_idx
-    lengths = [min(_SHORT, width - 1), longest // 2, longest * 3 // 4, longest]
+    # The shortest has padding.
+    lengths = [min(3, width - 1), longest // 2, longest * 3 // 4, longest]
     lengths = torch.tensor(lengths, device=tokens.device).clamp(min=1)
     mask = torch.arange(width, device=tokens.device) < lengths[:, None]
     rows = {
@@ -107,8 +99,8 @@ def reason_against_packing(core: nn.Module, samples: Documents) -> str | None:
         documents = samples
         if times > 1 and positions <= _FEW_POSITIONS:
             documents = Documents.from_columns([samples.column] * times)
-        # Each alone as well: some encoders scale rotary positions by the longest text of a call.
-        _verify(core, documents, [packed_plan(core, documents), packed_plan(core, samples, token_budget=_ALONE)])
+        # With a budget of one token each is alone: some encoders scale rotary positions by the longest text of a call.
+        _verify(core, documents, [packed_plan(core, documents), packed_plan(core, samples, token_budget=1)])
 
     otherwise = f"{type(encoder_of(core)).__name__} cannot take packed documents ({{}})"
     return failure_of(trial, samples.input_ids.device, otherwise)
@@ -116,7 +108,7 @@ def reason_against_packing(core: nn.Module, samples: Documents) -> str | None:
 
 def reason_against_groups(core: nn.Module, samples: Documents) -> str | None:
     """Reason not to encode such documents in groups of similar length."""
-    alone = [grouped_plan(samples, token_budget=_ALONE)]
+    alone = [grouped_plan(samples, token_budget=1)]
 
     def trial() -> None:
         device = samples.input_ids.device.type
@@ -249,7 +241,8 @@ def _counts_places(core: nn.Module, call: dict[str, Tensor], values: Tensor) -> 
     """
     if "cache_position" not in inputs_of(core):
         return False
-    places = torch.arange(_FAR, _FAR + values.shape[1], device=values.device)
+    # Beyond the places of any batch.
+    places = torch.arange(values.shape[1], device=values.device) + 2**20
     return not bitwise_equal(token_embeddings(core, {**call, "cache_position": places}), values)
 
 

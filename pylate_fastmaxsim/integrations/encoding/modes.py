@@ -64,11 +64,8 @@ joined: Decisions[bool] = WeakKeyDictionary()
 divisible: Decisions[bool] = WeakKeyDictionary()
 
 _PADDED = "Documents are encoded with padding, as stock {} does: %s."
-
 _GROUPED = "Documents are not packed but encoded in groups of similar length: %s."
-
 APART = "Queries are not encoded with the documents but in a call of their own: %s."
-
 _DIVIDED_AS_STOCK = "Queries are divided into calls as stock PyLate does: %s."
 
 # Features that are encoded without padding. An encoder that takes more is given padded texts.
