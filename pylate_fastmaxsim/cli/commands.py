@@ -277,8 +277,8 @@ def compare(
     with one_sentence_instead_of_a_traceback():
         # As output_dir of the recipe, so that ~ in --output=~/dir is expanded.
         loaded = load_recipe(recipe, set_ or (), output)
-        from pylate_fastmaxsim.comparison.report import show_comparison, write_comparison_page, write_comparison_png
-        from pylate_fastmaxsim.recipes.comparison.compare import RESULT_FILE, RunFailed, parse_sweep
+        from pylate_fastmaxsim.comparison.report import RESULT_FILE, SUFFIXES, show_comparison, write_pictures
+        from pylate_fastmaxsim.recipes.comparison.compare import RunFailed, parse_sweep
         from pylate_fastmaxsim.recipes.comparison.compare import compare as run
 
         batch_sizes = parse_sweep(sweep) if sweep is not None else []
@@ -291,13 +291,12 @@ def compare(
                     comparison = run(loaded, on_progress, batch_sizes)
                 # Before anything that may fail, because measuring took long.
                 show_comparison(comparison, plain.print, _print_warning)
-                write_comparison_png(comparison, result.with_suffix(".png"))
-                write_comparison_page(comparison, result.with_suffix(".html"))
+                write_pictures(comparison, result)
         except RunFailed as error:
             end_with(f"fastmaxsim: {error}")
         except KeyboardInterrupt:
             end_interrupted("a comparison is not resumed, the same command starts it again")
-    typer.echo("\n".join(str(result.with_suffix(suffix)) for suffix in (".json", ".png", ".html")))
+    typer.echo("\n".join(str(result.with_suffix(suffix)) for suffix in SUFFIXES))
 
 
 def _print_warning(warning: str) -> None:
