@@ -29,9 +29,7 @@ from pylate_fastmaxsim.comparison.verdict import (
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.inputs import require_outputs
-from pylate_fastmaxsim.recipes.files.lock import hold_lock
-from pylate_fastmaxsim.recipes.files.write import make_directory
+from pylate_fastmaxsim.recipes.files import hold_lock, make_directory, require_outputs
 
 LOCK_FILE = "compare.lock"
 LOGS = "compare"

@@ -29,11 +29,10 @@ from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import HostModel, load_model
-from pylate_fastmaxsim.recipes.plugin import switched
-from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
-from pylate_fastmaxsim.recipes.training.trainer import build_trainer, require_steps
+from pylate_fastmaxsim.recipes.plugin import plugin_of
+from pylate_fastmaxsim.recipes.training.arguments import training_arguments
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
+from pylate_fastmaxsim.recipes.training.train import require_steps
 from pylate_fastmaxsim.reporting.environment import environment
 
 SWEEP_STEPS = 9
@@ -85,7 +84,6 @@ def measure(
     logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
     run = _recipe_of_run(recipe, batch_size)
     arguments = training_arguments(run, **QUIET)
-    require_trainable(arguments)
     begun = time.perf_counter()
     prepared = prepare(recipe)
     result = {"prepare_seconds": time.perf_counter() - begun}
@@ -99,7 +97,7 @@ def measure(
         )
     model = load_model(recipe.model, arguments.device, recipe.training.seed)
     result |= {"warnings": warnings.messages, "environment": environment(arguments.device)}
-    with switched(recipe.fast):
+    with plugin_of(recipe.fast):
         try:
             state = _train(recipe, model, data.train, arguments, gate)
         except (RuntimeError, MemoryError) as error:
@@ -108,7 +106,7 @@ def measure(
             return result | {"status": OUT_OF_MEMORY}
         if batch_size is not None and not state.global_step:
             return result | {"status": NO_BATCH}
-        require_steps(recipe, state)
+        require_steps(recipe.training, state)
         if steps_only or batch_size is not None:
             return result
         result |= evaluate(recipe, model, data)
@@ -137,8 +135,8 @@ def _recipe_of_run(recipe: Recipe, batch_size: int | None) -> Recipe:
 def _train(
     recipe: Recipe, model: HostModel, rows: Dataset, arguments: SentenceTransformerTrainingArguments, gate: Gate
 ) -> TrainerState:
-    trainer = build_trainer(recipe, model, rows, arguments)
     kind = kind_of(recipe.model)
+    trainer = kind.build_trainer(recipe.loss, model, rows, arguments)
     measure_steps(trainer, gate, partial(kind.count, trainer), kind.counted_module(model))
     trainer.train()
     return trainer.state
@@ -146,7 +144,8 @@ def _train(
 
 def _phases(recipe: Recipe, model: HostModel, rows: Dataset) -> dict[str, float]:
     """Seconds of each phase of a step, in a few more steps of the trained model."""
-    trainer = build_trainer(recipe, model, rows, training_arguments(recipe, **QUIET, max_steps=STEPS))
+    arguments = training_arguments(recipe, **QUIET, max_steps=STEPS)
+    trainer = kind_of(recipe.model).build_trainer(recipe.loss, model, rows, arguments)
     timer = PhaseTimer(trainer)
     trainer.train()
     return timer.median_seconds()
