@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.harness.paths import ROOT
-from pylate_fastmaxsim.cli.progress import progress_of_runs
+from pylate_fastmaxsim.cli.terminal import progress_of_runs
 from pylate_fastmaxsim.comparison.report import RESULT_FILE, show_comparison, write_pictures
 from pylate_fastmaxsim.recipes.comparison.compare import compare
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
