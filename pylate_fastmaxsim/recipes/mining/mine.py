@@ -42,31 +42,18 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
 
     Each row holds the positive of a pair and its hardest negatives, best first, with the teacher's scores. Candidates
     are all positives and the documents of ``mining.corpus``. What is computed is kept in ``data.name`` +
-    ``.unfinished`` until the data set is complete, so an interrupted run goes on from there. Settings may change in
-    between: other margins or another teacher keep the search, for example.
+    ``.unfinished`` until the data set is complete, so that with ``resume`` an interrupted run goes on from there, also
+    with other margins or another teacher. Otherwise mining starts over, and replaces its own files in ``data.name`` when
+    the new ones are complete.
 
     Under a distributed launcher every process calls this and computes a share, in a folder that all must see. Only the
     main process writes the data set. The result does not depend on the number of processes, which may change when a run
     goes on. A process that waits longer than the timeout of ``torch.distributed`` (30 minutes) fails, so no part should
     take that long.
 
-    Parameters
-    ----------
-    recipe
-        With a ``mining`` section, and ``data.source: distillation``.
-    resume
-        Go on. Otherwise start over, and replace mining's own files in ``data.name`` when the new ones are complete.
-
     Returns
     -------
     Numbers of queries, documents, rows written and rows left out for lack of negatives; also in ``mining.json``.
-
-    Raises
-    ------
-    RecipeError
-        The recipe does not mine, or its pairs or models cannot be loaded. Or the data set is complete and of other
-        settings, not all processes see its folder, or another command is mining it. Or a model gives scores that are
-        not finite, or memory has run out.
     """
     section = recipe.mining
     if section is None or recipe.data.source != "distillation":
