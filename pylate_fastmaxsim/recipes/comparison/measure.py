@@ -112,7 +112,7 @@ def measure(
         result |= evaluate(recipe, model, data)
         result["phases"] = _phases(recipe, model, data.train)
         # Also if the metrics of the trained model are None because it diverged.
-        if untrained and any(each is not None for each in (data.held_out, data.collection, data.nano_beir)):
+        if untrained and data.is_evaluated:
             begun = time.perf_counter()
             del model
             model = load_model(recipe.model, arguments.device, recipe.training.seed)
