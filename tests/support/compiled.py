@@ -44,6 +44,9 @@ NAMES = {
         num_parts slot_blocks slots_per_part capacity k q_head k_head v_head grad_head num_keys reach
         blocks_per_document max_length num_texts""",
 }
+# Arguments of `forward_kernel` that documents of vectors, and poolings that keep winners, do without.
+OF_COMPRESSED = ("q_scales", "scales", "codes", "centroids", "byte_words")
+OF_SMOOTH = ("log_sums", "pooled", "scale")
 TYPES = {name: kind for kind, names in NAMES.items() for name in names.split()}
 SIZES = NAMES["i32"].split()
 
