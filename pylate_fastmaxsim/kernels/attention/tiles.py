@@ -100,6 +100,17 @@ def logits(q, k, rows, columns, key_length, reach, SCALE: tl.constexpr, HAS_WIND
 
 
 @triton.jit
+def seen(first, length, reach, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+    """Begin and end of the tiles that the BLOCK rows from `first` on see, or that see them."""
+    low = 0
+    high = length
+    if HAS_WINDOW:
+        low = tl.maximum(first - reach, 0) // BLOCK * BLOCK
+        high = tl.minimum(first + BLOCK + reach, length)
+    return low, high
+
+
+@triton.jit
 def kept(seed, head, row, column, BLOCK: tl.constexpr, DROPOUT: tl.constexpr):
     """Whether dropout keeps each weight of a tile of BLOCK rows by as many keys, by their positions alone.
 
