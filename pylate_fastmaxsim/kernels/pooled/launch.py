@@ -45,8 +45,8 @@ from pylate_fastmaxsim.kernels.runtime.arch import (
     launch_options,
     next_power_of_2,
 )
+from pylate_fastmaxsim.kernels.runtime.cached_launch import RELEASE
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
-from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE
 from pylate_fastmaxsim.kernels.winner_backward import launch as winner_backward
 
 # The most winners of a row. Sorting and merging are in Triton from 3.4 on.

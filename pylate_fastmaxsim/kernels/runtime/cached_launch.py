@@ -6,9 +6,9 @@ import triton
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE
-
-# The release of Triton whose calling convention `Launcher` was tested with.
+# The release of Triton, as in (3, 6).
+RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
+# The one whose calling convention `Launcher` was tested with.
 _KNOWN = RELEASE == (3, 6)
 _LARGEST_INT32 = 2**31 - 1
 
