@@ -17,7 +17,7 @@ from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
 from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_over_views_of_leaves
 from pylate_fastmaxsim.integrations.options import Options, current_options
 from pylate_fastmaxsim.losses.columns import texts_in
-from pylate_fastmaxsim.ops.distributed.gather import gather_documents
+from pylate_fastmaxsim.ops.gathered import gather_documents
 from pylate_fastmaxsim.ops.pooled import pooled_scores, state_bytes
 from pylate_fastmaxsim.tokens import TokenBatch
 

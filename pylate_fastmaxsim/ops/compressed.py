@@ -14,15 +14,18 @@ from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
 from pylate_fastmaxsim.compressed import CompressedBatch, Fp8, Int8, Residual, rounded_queries
 from pylate_fastmaxsim.cpu import compressed as blocked
-from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, kernels, path, runs_kernels
+from pylate_fastmaxsim.ops.dispatch import kernels, path, runs_kernels
 from pylate_fastmaxsim.ops.operands import (
     as_batch,
+    cast_by_autocast,
     check_choice,
     check_numbers,
     fake_scores,
     recording,
+    refuse_meta,
     refuse_transforms,
     require_one_device_and_dim,
+    require_vector_dtype,
 )
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -47,13 +50,10 @@ def _prepared(queries: TokenBatch, documents: CompressedBatch, candidates: Tenso
     """The arguments of a call after all checks."""
     refuse_transforms("maxsim")
     q_values, tokens = queries.values, documents.tokens
-    if q_values.is_meta:
-        raise ValueError("maxsim: queries are on the meta device, which holds no numbers to score.")
-    device = q_values.device.type
-    if isinstance(tokens, Residual) and torch.is_autocast_enabled(device) and q_values.dtype in KERNEL_DTYPES:
-        q_values = q_values.to(torch.get_autocast_dtype(device))
-    if q_values.dtype not in KERNEL_DTYPES and q_values.dtype != torch.float64:
-        raise ValueError(f"maxsim: token vectors must be bfloat16, float16, float32 or float64, got {q_values.dtype}.")
+    refuse_meta("maxsim", "queries", q_values)
+    if isinstance(tokens, Residual):
+        (q_values,) = cast_by_autocast(q_values)
+    require_vector_dtype("maxsim", "token vectors", q_values)
     require_one_device_and_dim("maxsim", queries, documents)
     check_choice("maxsim", queries, documents, candidates, None)
     return CompressedOperands(

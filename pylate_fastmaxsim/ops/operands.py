@@ -45,13 +45,11 @@ def prepared(
     queries = as_batch(operator, "queries", queries, queries_mask)
     documents = as_batch(operator, "documents", documents, documents_mask)
     q_values, d_values = queries.values, documents.values
-    if q_values.is_meta:
-        raise ValueError(f"{operator}: queries are on the meta device, which holds no numbers to score.")
-    device = q_values.device.type
-    if torch.is_autocast_enabled(device) and q_values.dtype in KERNEL_DTYPES and d_values.dtype in KERNEL_DTYPES:
-        dtype = torch.get_autocast_dtype(device)
-        q_values, d_values = q_values.to(dtype), d_values.to(dtype)
-    _check_vectors(operator, queries, documents, q_values, d_values)
+    refuse_meta(operator, "queries", q_values)
+    q_values, d_values = cast_by_autocast(q_values, d_values)
+    require_one_dtype(operator, "queries", q_values, "documents", d_values)
+    require_vector_dtype(operator, "token vectors", q_values)
+    require_one_device_and_dim(operator, queries, documents)
     check_choice(operator, queries, documents, candidates, zero_floor)
     operands = ScoringOperands.of(queries, documents, candidates, zero_floor)
     if q_values is not queries.values or d_values is not documents.values:
@@ -104,18 +102,55 @@ def as_batch(operator: str, name: str, tokens: TokenBatch | Tensor, mask: Tensor
     return TokenBatch._of_padded(operator, name, tokens, f"{name}_mask", mask)
 
 
-def _check_vectors(
-    operator: str, queries: TokenBatch, documents: TokenBatch, q_values: Tensor, d_values: Tensor
-) -> None:
-    if q_values.dtype != d_values.dtype:
+def autocast_dtype(*tensors: Tensor) -> torch.dtype | None:
+    """The dtype that autocast casts the operands of a product to, or None where it leaves them alone."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device) and all(tensor.dtype in KERNEL_DTYPES for tensor in tensors):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The operands of a product as autocast casts them."""
+    dtype = autocast_dtype(*tensors)
+    return tensors if dtype is None else tuple([tensor.to(dtype) for tensor in tensors])
+
+
+def refuse_meta(operator: str, name: str, values: Tensor) -> None:
+    """Raise ValueError for values on the meta device."""
+    if values.is_meta:
+        raise ValueError(f"{operator}: {name} are on the meta device, which holds no numbers to compute with.")
+
+
+def require_one_dtype(operator: str, name: str, values: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise ValueError unless both are of one dtype."""
+    if values.dtype != other.dtype:
         raise ValueError(
-            f"{operator}: queries are {q_values.dtype} and documents {d_values.dtype}; both must have one dtype."
+            f"{operator}: {name} are {values.dtype} and {other_name} {other.dtype}; both must have one dtype."
         )
-    if q_values.dtype not in KERNEL_DTYPES and q_values.dtype != torch.float64:
+
+
+def require_vector_dtype(operator: str, name: str, values: Tensor) -> None:
+    """Raise ValueError unless products of the values can be summed: bfloat16, float16, float32 or float64."""
+    if values.dtype not in (*KERNEL_DTYPES, torch.float64):
+        raise ValueError(f"{operator}: {name} must be bfloat16, float16, float32 or float64, got {values.dtype}.")
+
+
+def require_projection(operator: str, weight: Tensor, bias: Tensor | None, shape: str) -> None:
+    """Raise TypeError unless a weight of ``shape`` and its bias are tensors."""
+    require_tensor(operator, "weight", weight, shape)
+    if bias is not None:
+        require_tensor(operator, "bias", bias, f"{shape.partition(',')[0]}]")
+
+
+def require_device_of_hidden(operator: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError unless hidden states, weight and bias are on one device."""
+    if any(tensor is not None and tensor.device != hidden.device for tensor in (weight, bias)):
         raise ValueError(
-            f"{operator}: token vectors must be bfloat16, float16, float32 or float64, got {q_values.dtype}."
+            f"{operator}: hidden states are on {hidden.device} and weight on {weight.device}"
+            + ("" if bias is None else f", bias on {bias.device}")
+            + "; all must be on one."
         )
-    require_one_device_and_dim(operator, queries, documents)
 
 
 def require_one_device_and_dim(operator: str, queries: TokenBatch, documents: TokenBatch | CompressedBatch) -> None:

@@ -35,8 +35,7 @@ from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.pylate.gradcache import CachedBatch
 from pylate_fastmaxsim.integrations.pylate.xtr import passing_tokens
 from pylate_fastmaxsim.integrations.score_metric import PooledScores
-from pylate_fastmaxsim.ops.distributed.gather import gather_documents
-from pylate_fastmaxsim.ops.distributed.layout import DtypesDiffer
+from pylate_fastmaxsim.ops.gathered import DtypesDiffer, gather_documents
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.pooled import Max, check_pooling, state_bytes
 from pylate_fastmaxsim.ops.xtr import xtr_scores
