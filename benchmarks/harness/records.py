@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -14,15 +13,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = [
-    "torch",
-    "triton",
-    "pylate",
-    "sentence-transformers",
-    "transformers",
-    "late-interaction-kernels",
-    "flash-maxsim",
-]
+from pylate_fastmaxsim.reporting.environment import versions
 
 # When this run began. In an environment variable, so that processes started by it share the value.
 RUN = "FASTMAXSIM_BENCHMARK_RUN"
@@ -42,19 +33,13 @@ def environment() -> dict:
     """Machine, versions, date and start of the run, recorded with every cell."""
     import pylate_fastmaxsim
 
-    def version(package: str) -> str | None:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "host": f"{os.cpu_count()} cores of {processor()}",
         "driver_cuda": torch.version.cuda,
         "python": platform.python_version(),
+        **versions(),
         "pylate-fastmaxsim": pylate_fastmaxsim.__version__,
-        **{package: version(package) for package in PACKAGES},
         "date": datetime.date.today().isoformat(),
         "run": os.environ[RUN],
     }

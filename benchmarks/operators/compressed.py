@@ -30,7 +30,7 @@ from benchmarks.harness.workers import Worker, failure
 from benchmarks.operators.compressed_cells import AUTOTUNED_CONFIGS, SHAPES, TINY, Shape, forms
 from benchmarks.operators.compressed_table import COMPETITORS, PACKED, markdown, ratios
 from pylate_fastmaxsim import BatchShape
-from pylate_fastmaxsim.precompile.processes import Compiling
+from pylate_fastmaxsim.precompile.processes import compile_calls
 from pylate_fastmaxsim.precompile.shapes import calls_of
 
 COMMAND = ["-m", "benchmarks.operators.compressed_cells"]
@@ -80,8 +80,7 @@ def fill_caches(shapes: list[Shape]) -> dict:
     ]
     calls = [call for batch in batches for call in calls_of(batch) if call.gradients in (None, "queries")]
     try:
-        with Compiling(calls) as compiling:
-            return asdict(compiling.result())
+        return asdict(compile_calls(calls))
     except RuntimeError as error:
         return {"failure": failure(error)}
 

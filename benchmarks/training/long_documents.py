@@ -17,10 +17,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.harness.paths import ROOT
-from pylate_fastmaxsim.cli.commands import _progress
-from pylate_fastmaxsim.comparison.figures import draw_comparison
-from pylate_fastmaxsim.comparison.html import write_html
-from pylate_fastmaxsim.comparison.report import comparison_table, sweep_table
+from pylate_fastmaxsim.cli.progress import progress_of_runs
+from pylate_fastmaxsim.comparison.report import show_comparison, write_comparison_page, write_comparison_png
 from pylate_fastmaxsim.recipes.comparison.compare import RESULT_FILE, compare
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -81,14 +79,12 @@ def main() -> None:
         *arguments.set,
     ]
     recipe = load_recipe(RECIPE, overrides)
-    with _progress() as on_progress:
+    with progress_of_runs() as on_progress:
         comparison = compare(recipe, on_progress, [int(size) for size in arguments.sweep.split(",") if size])
     result = arguments.output / RESULT_FILE
-    draw_comparison(comparison, result.with_suffix(".png"))
-    write_html(comparison, result.with_suffix(".html"))
-    Console().print(comparison_table(comparison))
-    if "sweep" in comparison:
-        Console().print(sweep_table(comparison["sweep"]))
+    write_comparison_png(comparison, result.with_suffix(".png"))
+    write_comparison_page(comparison, result.with_suffix(".html"))
+    show_comparison(comparison, Console().print, print)
 
 
 if __name__ == "__main__":

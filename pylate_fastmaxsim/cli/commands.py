@@ -160,7 +160,7 @@ def one_sentence_for_too_little_memory(recipe: Recipe):
         yield
     except Exception as error:
         from pylate_fastmaxsim._memory import is_out_of_memory
-        from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint
+        from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
 
         if not is_out_of_memory(error):
             raise
@@ -208,8 +208,8 @@ def train(
     """Train the model of a recipe, with checkpoints, and save it."""
     with one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
-        from pylate_fastmaxsim.recipes.comparison.report import training_table
-        from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint
+        from pylate_fastmaxsim.recipes.tables import training_table
+        from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
         from pylate_fastmaxsim.recipes.training.train import train as run
 
         def kept() -> str:
@@ -241,8 +241,8 @@ def mine(
         loaded = load_recipe(recipe, set_ or ())
         from accelerate import PartialState
 
-        from pylate_fastmaxsim.recipes.comparison.report import mining_table
         from pylate_fastmaxsim.recipes.mining.mine import mine as run
+        from pylate_fastmaxsim.recipes.tables import mining_table
 
         kept = f"what is done is kept, and {_again(resume)} goes on from there"
         quiet_libraries()
@@ -277,8 +277,7 @@ def compare(
     with one_sentence_instead_of_a_traceback():
         # As output_dir of the recipe, so that ~ in --output=~/dir is expanded.
         loaded = load_recipe(recipe, set_ or (), output)
-        from pylate_fastmaxsim.comparison.figures import draw_comparison
-        from pylate_fastmaxsim.comparison.html import write_html
+        from pylate_fastmaxsim.comparison.report import show_comparison, write_comparison_page, write_comparison_png
         from pylate_fastmaxsim.recipes.comparison.compare import RESULT_FILE, RunFailed, parse_sweep
         from pylate_fastmaxsim.recipes.comparison.compare import compare as run
 
@@ -291,9 +290,9 @@ def compare(
                 with progress_of_runs() as on_progress:
                     comparison = run(loaded, on_progress, batch_sizes)
                 # Before anything that may fail, because measuring took long.
-                _show_comparison(comparison)
-                draw_comparison(comparison, result.with_suffix(".png"))
-                write_html(comparison, result.with_suffix(".html"))
+                show_comparison(comparison, plain.print, _print_warning)
+                write_comparison_png(comparison, result.with_suffix(".png"))
+                write_comparison_page(comparison, result.with_suffix(".html"))
         except RunFailed as error:
             end_with(f"fastmaxsim: {error}")
         except KeyboardInterrupt:
@@ -301,16 +300,8 @@ def compare(
     typer.echo("\n".join(str(result.with_suffix(suffix)) for suffix in (".json", ".png", ".html")))
 
 
-def _show_comparison(comparison: dict[str, Any]) -> None:
-    from pylate_fastmaxsim.comparison.html import sweep_sentence
-    from pylate_fastmaxsim.comparison.report import comparison_table, sweep_table, warnings_of
-
-    plain.print(comparison_table(comparison))
-    if points := comparison.get("sweep"):
-        plain.print(sweep_table(points))
-        plain.print(sweep_sentence(points), highlight=False, soft_wrap=True)
-    for warning in warnings_of(comparison):
-        errors.print(warning, style="yellow", markup=False, highlight=False)
+def _print_warning(warning: str) -> None:
+    errors.print(warning, style="yellow", markup=False, highlight=False)
 
 
 @app.command()
@@ -319,8 +310,8 @@ def robustness(
         str,
         typer.Argument(
             metavar="RECIPE_OR_MODEL",
-            help="A recipe (.yaml, or a name of fastmaxsim recipes) whose model is trained, or a ColBERT: its folder or its "
-            "name on the Hub.",
+            help="A recipe (.yaml, or a name of fastmaxsim recipes) whose model is trained, or a model of texts: its folder or "
+            "its name on the Hub.",
             show_default=False,
         ),
     ],
@@ -361,10 +352,8 @@ def robustness(
 ) -> None:
     """Measure a trained model on longer documents and on documents with injected tokens, by several poolings."""
     with one_sentence_instead_of_a_traceback():
-        from pylate_fastmaxsim.recipes.robustness.figures import draw_robustness
-        from pylate_fastmaxsim.recipes.robustness.html import write_html
         from pylate_fastmaxsim.recipes.robustness.measure import settings_of
-        from pylate_fastmaxsim.recipes.robustness.report import tables
+        from pylate_fastmaxsim.recipes.robustness.report import tables, write_robustness_page, write_robustness_png
         from pylate_fastmaxsim.recipes.robustness.run import robustness as run
         from pylate_fastmaxsim.recipes.robustness.task import Limits
 
@@ -375,8 +364,8 @@ def robustness(
             result, pairs, file = run(target, settings, limits, set_ or (), beir, split, output)
             for table in tables(result):
                 plain.print(table)
-            draw_robustness(result, file.with_suffix(".png"))
-            write_html(result, pairs, file.with_suffix(".html"))
+            write_robustness_png(result, file.with_suffix(".png"))
+            write_robustness_page(result, pairs, file.with_suffix(".html"))
     typer.echo("\n".join(str(file.with_suffix(suffix)) for suffix in (".json", ".png", ".html")))
 
 
@@ -446,9 +435,9 @@ def search(
         from pylate_fastmaxsim.recipes.files.json import write_json
         from pylate_fastmaxsim.recipes.files.write import files_of_collection, prepare_file
         from pylate_fastmaxsim.recipes.search.inputs import load_inputs
-        from pylate_fastmaxsim.recipes.search.report import search_table
         from pylate_fastmaxsim.recipes.search.run import Options
         from pylate_fastmaxsim.recipes.search.run import search as run_search
+        from pylate_fastmaxsim.recipes.tables import search_table
 
         # The shell leaves ~ in --run=~/file as it is.
         files = (corpus, queries, qrels, run, index, plaid, json_)
@@ -479,8 +468,7 @@ def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
     """Compile the kernels of a recipe ahead of time, so that training does not wait for them (CUDA GPU)."""
     with one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
-        from pylate_fastmaxsim.recipes.comparison.report import warmup_counts, warmup_table
-        from pylate_fastmaxsim.recipes.training.warmup import nothing_to_compile, warm_up
+        from pylate_fastmaxsim.precompile.recipe import nothing_to_compile, warm_up
 
         if reason := nothing_to_compile(loaded):
             typer.echo(reason)
@@ -488,5 +476,5 @@ def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
         quiet_libraries()
         with Console(stderr=True, emoji=False).status("compiling, then training two steps on each size of batch"):
             warmed = warm_up(loaded)
-    plain.print(warmup_table(loaded.name, warmed.steps))
-    typer.echo(warmup_counts(warmed))
+    plain.print(warmed.table(loaded.name))
+    typer.echo(warmed.counts())

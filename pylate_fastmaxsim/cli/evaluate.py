@@ -83,8 +83,8 @@ def evaluate(
         from pylate_fastmaxsim.recipes.files.write import files_of_collection, prepare_file
         from pylate_fastmaxsim.recipes.retrieval_evaluation.evaluate import Options
         from pylate_fastmaxsim.recipes.retrieval_evaluation.evaluate import evaluate as run_evaluation
-        from pylate_fastmaxsim.recipes.retrieval_evaluation.report import metrics_table, pairs_table
-        from pylate_fastmaxsim.recipes.retrieval_evaluation.targets import find_collection, find_targets
+        from pylate_fastmaxsim.recipes.tables import metrics_table, pairs_table
+        from pylate_fastmaxsim.recipes.targets import find_collection, find_targets
 
         # The shell leaves ~ in --run=~/runs as it is.
         index, run, per_query, json_ = (path and path.expanduser() for path in (index, run, per_query, json_))

@@ -1,32 +1,28 @@
-"""Figures of a comparison: an overview, and one figure each for losses, bars, phases, padding and batch sizes."""
+"""Figures of a comparison: losses, bars of time and memory, phases, tokens and batch sizes."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pylate_fastmaxsim.comparison.report import GIBIBYTE, LABELS, headline
 from pylate_fastmaxsim.comparison.runs import FINISHED, OUT_OF_MEMORY, PHASES
-from pylate_fastmaxsim.files.replace import replace_file
+from pylate_fastmaxsim.reporting.figures import hide_frame
+from pylate_fastmaxsim.reporting.numbers import GIBIBYTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+LABELS = {"stock": "stock", "fast": "pylate-fastmaxsim"}
 COLORS = {"stock": "#9aa0a6", "fast": "#d9480f"}
+LINES = {"stock": {"linewidth": 3.5, "alpha": 0.8}, "fast": {"linewidth": 1.3}}
 PHASE_COLORS = dict(zip(PHASES, ("#74b816", "#1c7ed6", "#d9480f", "#7048e8", "#868e96"), strict=True))
 TOKEN_COLORS = {"documents": "#1c7ed6", "queries": "#99c9ef", "padding": "#dee2e6"}
 
 
-def draw_comparison(comparison: dict[str, Any], file: Path) -> None:
+def draw_overview(runs: dict[str, Any], figure: Figure) -> None:
     """Loss curves on the left; step time, peak memory and, where it is known, padding as bars on the right."""
-    from matplotlib.figure import Figure
-
-    runs = comparison["runs"]
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
     padding = {mode: 100 * run["padding"] for mode, run in runs.items() if "padding" in run}
     bars = 3 if padding else 2
     grid = figure.add_gridspec(1, 1 + bars, width_ratios=[3.2, *[1] * bars])
@@ -34,82 +30,56 @@ def draw_comparison(comparison: dict[str, Any], file: Path) -> None:
     _draw_time_and_memory(figure.add_subplot(grid[1]), figure.add_subplot(grid[2]), runs, "\n")
     if padding:
         _draw_bars(figure.add_subplot(grid[3]), "padding in documents\nencoded (%)", runs, padding)
-    # Dollar signs in a name are not a formula.
-    figure.suptitle(headline(comparison), fontsize=12, x=0.01, ha="left", parse_math=False)
-    replace_file(file, lambda scratch: figure.savefig(scratch, dpi=150))
 
 
-def svg(draw: Callable[[Figure], None], width: float, height: float) -> str:
-    """The SVG of a figure of ``width`` x ``height`` inches that ``draw`` fills."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    draw(figure)
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
-    return text.getvalue()
-
-
-def losses(runs: dict[str, Any]) -> Callable[[Figure], None]:
+def draw_losses(runs: dict[str, Any], figure: Figure) -> None:
     """Both loss curves."""
-    return lambda figure: _draw_losses(figure.add_subplot(), runs)
+    _draw_losses(figure.add_subplot(), runs)
 
 
-def time_and_memory(runs: dict[str, Any]) -> Callable[[Figure], None]:
+def draw_time_and_memory(runs: dict[str, Any], figure: Figure) -> None:
     """Median step and peak memory as bars."""
-
-    def draw(figure: Figure) -> None:
-        _draw_time_and_memory(*figure.subplots(1, 2), runs, ", ")
-
-    return draw
+    _draw_time_and_memory(*figure.subplots(1, 2), runs, ", ")
 
 
-def phases(runs: dict[str, Any]) -> Callable[[Figure], None]:
+def draw_phases(runs: dict[str, Any], figure: Figure) -> None:
     """One bar per run, cut into the phases of a step."""
-    parts = {mode: run["phases"] for mode, run in runs.items() if "phases" in run}
-    return _stacked(parts, PHASE_COLORS, "seconds of a step")
+    _draw_stacked(figure, runs, "phases", PHASE_COLORS, "seconds of a step")
 
 
-def tokens(runs: dict[str, Any]) -> Callable[[Figure], None]:
+def draw_tokens(runs: dict[str, Any], figure: Figure) -> None:
     """One bar per run: what the encoder was given, and how much of it was padding."""
-    parts = {mode: run["tokens_per_step"] for mode, run in runs.items() if "tokens_per_step" in run}
-    return _stacked(parts, TOKEN_COLORS, "tokens that the encoder computed in a step")
+    _draw_stacked(figure, runs, "tokens_per_step", TOKEN_COLORS, "tokens that the encoder computed in a step")
 
 
-def _stacked(parts: dict[str, dict[str, float]], colors: dict[str, str], title: str) -> Callable[[Figure], None]:
-    def draw(figure: Figure) -> None:
-        axes = figure.add_subplot()
-        for place, values in enumerate(parts.values()):
-            begin = 0.0
-            for name, color in colors.items():
-                label = name if place == 0 else None
-                axes.barh(place, values[name], left=begin, color=color, label=label, height=0.6)
-                begin += values[name]
-        axes.set_yticks(range(len(parts)), list(parts))
-        axes.set_ylim(len(parts) - 0.5, -0.5)
-        axes.set_xlabel(title)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-        figure.legend(loc="outside upper left", ncols=len(colors), frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-
-    return draw
-
-
-def sweep(points: dict[str, list[dict[str, Any]]], capacity: int | None = None) -> Callable[[Figure], None]:
+def draw_sweep(points: dict[str, list[dict[str, Any]]], capacity: int | None, figure: Figure) -> None:
     """Step time and peak memory against batch size; a cross is the first size that ran out of memory.
 
     ``capacity`` is how much memory the device has, in bytes.
     """
+    time, memory = figure.subplots(1, 2)
+    _draw_points(time, "median step (s)", points, lambda point: point["step_seconds"])
+    _draw_points(memory, "peak memory (GiB)", points, lambda point: point["memory"]["peak"] / GIBIBYTE)
+    if capacity is not None:
+        memory.axhline(capacity / GIBIBYTE, color="#868e96", linestyle=":", linewidth=1)
+    time.legend(frameon=False, loc="upper left")
 
-    def draw(figure: Figure) -> None:
-        time, memory = figure.subplots(1, 2)
-        _draw_points(time, "median step (s)", points, lambda point: point["step_seconds"])
-        _draw_points(memory, "peak memory (GiB)", points, lambda point: point["memory"]["peak"] / GIBIBYTE)
-        if capacity is not None:
-            memory.axhline(capacity / GIBIBYTE, color="#868e96", linestyle=":", linewidth=1)
-        time.legend(frameon=False, loc="upper left")
 
-    return draw
+def _draw_stacked(figure: Figure, runs: dict[str, Any], key: str, colors: dict[str, str], title: str) -> None:
+    parts = {mode: run[key] for mode, run in runs.items() if key in run}
+    axes = figure.add_subplot()
+    for place, values in enumerate(parts.values()):
+        begin = 0.0
+        for name, color in colors.items():
+            label = name if place == 0 else None
+            axes.barh(place, values[name], left=begin, color=color, label=label, height=0.6)
+            begin += values[name]
+    axes.set_yticks(range(len(parts)), list(parts))
+    axes.set_ylim(len(parts) - 0.5, -0.5)
+    axes.set_xlabel(title)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    figure.legend(loc="outside upper left", ncols=len(colors), frameon=False)
+    hide_frame(axes)
 
 
 def _draw_points(
@@ -134,23 +104,22 @@ def _draw_points(
     axes.set_xlim(-0.4, len(sizes) - 0.6)
     axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
     axes.set(xlabel="batch size", title=title)
-    axes.spines[["top", "right"]].set_visible(False)
+    hide_frame(axes)
 
 
 def _draw_losses(axes: Axes, runs: dict[str, Any]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    styles = {"stock": {"linewidth": 3.5, "alpha": 0.8}, "fast": {"linewidth": 1.3}}
     for mode, run in runs.items():
         score = run.get("ndcg@10")
         label = LABELS[mode] + ("" if score is None else f", nDCG@10 {score:.3f}")
         losses = [math.nan if loss is None else loss for loss in run["losses"]]
-        axes.plot(range(1, len(losses) + 1), losses, color=COLORS[mode], label=label, **styles[mode])
+        axes.plot(range(1, len(losses) + 1), losses, color=COLORS[mode], label=label, **LINES[mode])
     axes.set(xlabel="step", ylabel="training loss")
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    hide_frame(axes)
 
 
 def _draw_time_and_memory(time: Axes, memory: Axes, runs: dict[str, Any], between: str) -> None:
@@ -158,7 +127,7 @@ def _draw_time_and_memory(time: Axes, memory: Axes, runs: dict[str, Any], betwee
     seconds = {mode: run["step_seconds"] for mode, run in runs.items() if "step_seconds" in run}
     _draw_bars(time, "median step (s)", runs, seconds)
     held = {mode: run["memory"] for mode, run in runs.items() if "memory" in run}
-    peak, before = ({mode: x[key] / GIBIBYTE for mode, x in held.items()} for key in ("peak", "before"))
+    peak, before = ({mode: each[key] / GIBIBYTE for mode, each in held.items()} for key in ("peak", "before"))
     _draw_bars(memory, f"peak memory (GiB){between}pale: before training", runs, peak, before)
 
 
@@ -180,4 +149,4 @@ def _draw_bars(
     axes.set_xlim(-0.6, len(runs) - 0.4)
     axes.set_ylim(0, 1.12 * max(values.values(), default=0) or 1)
     axes.set_yticks([])
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    hide_frame(axes, "left")

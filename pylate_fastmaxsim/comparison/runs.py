@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import platform
 import statistics
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
-
-import torch
 
 FINISHED = "finished"
 OUT_OF_MEMORY = "out of memory"
@@ -20,10 +14,6 @@ NOT_RUN = "not run"
 
 WARM_UP_STEPS = 5
 PHASES = ("tokenise", "encode", "score", "backward", "optimise")
-
-# Packages that decide about speed. PyLate scores with late-interaction-kernels or flash-maxsim if they are installed.
-PACKAGES = ("pylate-fastmaxsim", "pylate", "sentence-transformers", "transformers", "accelerate", "torch", "triton")
-PACKAGES += ("late-interaction-kernels", "flash-maxsim", "colpali-engine")
 
 
 def summarize(result: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -82,27 +72,6 @@ def contrast(stock: dict[str, Any], fast: dict[str, Any]) -> dict[str, Any]:
         "loss_difference_nan_from": nan_from,
         # None for a run that diverged.
         "ndcg@10_difference": None if None in qualities else qualities[1] - qualities[0],
-    }
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """The machine and the versions of packages."""
-    threads = torch.get_num_threads()
-    cores = "1 thread" if threads == 1 else f"{threads} threads"
-    packages = {}
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            packages[package] = version(package)
-    gpu = {}
-    if device.type == "cuda":
-        gpu = {"device_memory": torch.cuda.get_device_properties(device).total_memory, "cuda": torch.version.cuda}
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({cores})",
-        **gpu,
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        **packages,
     }
 
 

@@ -9,11 +9,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pylate_fastmaxsim.comparison.ranks import Ranks
-from pylate_fastmaxsim.comparison.report import comparison_table, comparison_text, warnings_of
+from pylate_fastmaxsim.comparison.report import show_comparison, write_comparison_page, write_comparison_png
 from pylate_fastmaxsim.comparison.script_child import FAILURE, FAST, STOCK, script_comparison_parser
 from pylate_fastmaxsim.comparison.turns import Child, ChildFailed, python, take_turns
 from pylate_fastmaxsim.comparison.verdict import compared_runs
@@ -127,18 +128,14 @@ def _report(comparison: dict[str, Any], file: Path) -> None:
     try:
         from rich.console import Console
 
-        Console(markup=False, emoji=False).print(comparison_table(comparison))
+        show = Console(markup=False, emoji=False).print
     except ModuleNotFoundError:
-        print(comparison_text(comparison))
-    for warning in warnings_of(comparison):
-        print(warning, file=sys.stderr)
+        show = print
+    show_comparison(comparison, show, partial(print, file=sys.stderr))
     replace_file(file, (json.dumps(comparison, indent=2) + "\n").encode())
     written = [file]
     try:
-        from pylate_fastmaxsim.comparison.figures import draw_comparison
-        from pylate_fastmaxsim.comparison.html import write_html
-
-        for write, suffix in ((draw_comparison, ".png"), (write_html, ".html")):
+        for write, suffix in ((write_comparison_png, ".png"), (write_comparison_page, ".html")):
             write(comparison, file.with_suffix(suffix))
             written.append(file.with_suffix(suffix))
     except ModuleNotFoundError as error:

@@ -25,7 +25,7 @@ from torch.optim import optimizer as optimizers
 
 from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.comparison.gate import Gate
-from pylate_fastmaxsim.comparison.runs import FINISHED, OUT_OF_MEMORY, KeptWarnings, environment
+from pylate_fastmaxsim.comparison.runs import FINISHED, OUT_OF_MEMORY, KeptWarnings
 from pylate_fastmaxsim.integrations.run_script import (
     AfterImport,
     parse,
@@ -36,6 +36,7 @@ from pylate_fastmaxsim.integrations.run_script import (
     traceback_of,
     warn_if_nothing_was_accelerated,
 )
+from pylate_fastmaxsim.reporting.environment import environment
 
 STOCK, FAST = "stock", "fast"
 STEPS = 30

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.ops.pooled import Pooling, check_pooling, pooled_scores
+from pylate_fastmaxsim.ops.pooled import pooled_scores
+from pylate_fastmaxsim.pooling import Pooling, check_pooling
 from pylate_fastmaxsim.tokens import TokenBatch
 
 TIMES = (1, 2, 4, 8)
@@ -47,6 +48,8 @@ def grades_of(gold: Sequence[Iterable[int]], num_documents: int) -> Tensor:
 def retrieval_metrics(scores: Tensor, grades: Tensor) -> dict[str, Tensor]:
     """``ndcg@10`` and ``recall@1`` of each query, ``[Nq]``, from scores ``[Nq, Nd]`` and grades ``[Nq, Nd]``.
 
+    A document with a score of -inf is not found.
+
     Examples
     --------
     >>> import torch
@@ -57,7 +60,7 @@ def retrieval_metrics(scores: Tensor, grades: Tensor) -> dict[str, Tensor]:
     scores = scores.masked_fill(grades.isnan(), -torch.inf)
     gains = grades.nan_to_num().clamp(min=0)
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :DEPTH]
-    found = gains.gather(1, order)
+    found = gains.masked_fill(scores == -torch.inf, 0).gather(1, order)
     discounts = torch.arange(2, 2 + order.shape[1], device=scores.device).log2()
     best = gains.topk(order.shape[1]).values
     ndcg = (found / discounts).sum(dim=1) / (best / discounts).sum(dim=1)

@@ -13,7 +13,7 @@ from torch.nn.functional import linear, pad
 
 from pylate_fastmaxsim import reference
 from pylate_fastmaxsim.kernels.runtime.arch import architecture
-from pylate_fastmaxsim.ops.dispatch import has_kernels, kernels
+from pylate_fastmaxsim.ops.operands import has_kernels, kernels
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
 
 # With fewer tokens a step is bound by the host, and FlashAttention launches in less host time.

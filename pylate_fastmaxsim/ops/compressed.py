@@ -14,18 +14,20 @@ from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
 from pylate_fastmaxsim.compressed import CompressedBatch, Fp8, Int8, Residual, rounded_queries
 from pylate_fastmaxsim.cpu import compressed as blocked
-from pylate_fastmaxsim.ops.dispatch import kernels, path, runs_kernels
 from pylate_fastmaxsim.ops.operands import (
     as_batch,
     cast_by_autocast,
     check_choice,
     check_numbers,
     fake_scores,
+    kernels,
+    path,
     recording,
     refuse_meta,
     refuse_transforms,
     require_one_device_and_dim,
     require_vector_dtype,
+    runs_kernels,
 )
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
 from pylate_fastmaxsim.tokens import TokenBatch

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear
 
-from pylate_fastmaxsim.ops.dispatch import kernels, runs_kernels
+from pylate_fastmaxsim.ops.operands import kernels, runs_kernels
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
 
 

@@ -9,12 +9,12 @@ from torch import Tensor
 from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim.cpu import projection as blocked
-from pylate_fastmaxsim.ops.dispatch import path
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.operands import (
     as_batch,
     autocast_dtype,
     check_choice,
+    path,
     refuse_meta,
     refuse_transforms,
     require_device_of_hidden,

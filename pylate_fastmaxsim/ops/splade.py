@@ -12,9 +12,9 @@ from pylate_fastmaxsim._operands import SpladeOperands
 from pylate_fastmaxsim._tracing import is_plain
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.cpu import splade as blocked
-from pylate_fastmaxsim.ops.dispatch import path
 from pylate_fastmaxsim.ops.operands import (
     cast_by_autocast,
+    path,
     raise_shared_rows,
     refuse_meta,
     refuse_transforms,

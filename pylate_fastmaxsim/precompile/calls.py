@@ -1,8 +1,14 @@
-"""Run the kernels of a call, on vectors of which only the number and the declared sizes matter."""
+"""Run the kernels of a call, on vectors of which only the number and the declared sizes matter.
+
+As a program it is a process of a warm-up: it compiles the share of the calls that it reads from standard input.
+"""
 
 from __future__ import annotations
 
+import pickle
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +22,15 @@ from pylate_fastmaxsim.ops.splade import splade_pool
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.precompile.shapes import FORMATS, Call
 from pylate_fastmaxsim.tokens import TokenBatch
+
+
+@dataclass(frozen=True)
+class Share:
+    """The calls that a process compiles, and how."""
+
+    calls: tuple[Call, ...]
+    device: int
+    float32_precision: str
 
 
 def run(call: Call, device: torch.device) -> None:
@@ -100,3 +115,20 @@ def _splade_pooled(call: Call, device: torch.device) -> Iterator[Tensor]:
         bias = None if dtype is None else torch.zeros(1, dtype=dtype, **options)
         for activation_function in ("relu", "log1p_relu"):
             yield splade_pool(texts, weight, bias, activation_function=activation_function)
+
+
+def main() -> None:
+    share: Share = pickle.load(sys.stdin.buffer)
+    torch.cuda.set_device(share.device)
+    torch.set_float32_matmul_precision(share.float32_precision)
+    for call in share.calls:
+        try:
+            run(call, torch.device("cuda", share.device))
+            torch.cuda.synchronize()
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise SystemExit(f"{call}: {said}") from error
+
+
+if __name__ == "__main__":
+    main()

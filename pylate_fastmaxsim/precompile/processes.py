@@ -1,4 +1,4 @@
-"""Compile the kernels of calls in several processes at once, into Triton's cache on disk."""
+"""Compile kernels in several processes at once, into Triton's cache on disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -17,10 +17,11 @@ import torch
 
 from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._dtypes import float32_precision
-from pylate_fastmaxsim.ops.dispatch import has_kernels
-from pylate_fastmaxsim.precompile.shapes import Call
+from pylate_fastmaxsim.ops.operands import has_kernels
+from pylate_fastmaxsim.precompile.calls import Share
+from pylate_fastmaxsim.precompile.shapes import BatchShape, Call, calls_of
 
-_WORKER = [sys.executable, "-m", "pylate_fastmaxsim.precompile.worker"]
+_WORKER = [sys.executable, "-m", "pylate_fastmaxsim.precompile.calls"]
 # Each holds a CUDA context of half a GiB.
 _MOST_PROCESSES = 16
 
@@ -34,70 +35,91 @@ class Compiled:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Share:
-    """What a process compiles, and how."""
+def warmup(shapes: BatchShape | Iterable[BatchShape] | str | os.PathLike, *, processes: int | None = None) -> Compiled:
+    """Compile every kernel that batches of these sizes can run, into Triton's cache on disk, in several processes.
 
-    calls: tuple[Call, ...]
-    device: int
-    float32_precision: str
+    A first call that compiles takes seconds; after a warm-up it finds its kernels on disk, in this process and in all
+    later ones on the same GPU and the same versions.
 
+    Parameters
+    ----------
+    shapes
+        Sizes of the batches, one or several. Or the file of a recipe: what ``fastmaxsim warmup`` compiles.
+    processes
+        How many processes compile. None: one for each CPU core, at most 16. Each takes half a GiB of the GPU's memory.
 
-class Compiling:
-    """Processes that compile what some calls run, from the beginning of a ``with`` block on.
+    Returns
+    -------
+    Compiled
+        How many kernels are new in the cache (``kernels``), how many ``processes`` worked, and for how many ``seconds``.
 
     Raises
     ------
     RuntimeError
-        There is no GPU that runs the kernels.
+        There is no GPU that runs the kernels, or one of them cannot be compiled.
+    TypeError
+        ``shapes`` are something else.
+    RecipeError
+        The recipe is wrong, or trains without kernels here.
+
+    Notes
+    -----
+    Kernels are also compiled for where tensors lie: slices of int64 tensors that begin at an odd element, for example,
+    compile once more when they are first met. The kernels of sparse search are not among them; NVRTC compiles those in
+    half a second.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim import BatchShape, warmup
+    >>> shape = BatchShape(queries=128, query_tokens=32, documents=256, document_tokens=300)
+    >>> warmup(shape)  # doctest: +SKIP
+    Compiled(kernels=..., processes=16, seconds=...)
     """
+    if isinstance(shapes, (str, os.PathLike)):
+        from pylate_fastmaxsim.precompile.recipe import compile_recipe
+        from pylate_fastmaxsim.recipes.load import load_recipe
 
-    def __init__(self, calls: Sequence[Call], processes: int | None = None) -> None:
-        most = min(os.cpu_count() or 1, _MOST_PROCESSES)
-        most = most if processes is None else require_count("warmup", "processes", processes)
-        require_gpu()
-        # What runs the same forward is compiled by one process.
-        forwards = [tuple(same) for _, same in groupby(calls, _forward)]
-        count = min(len(forwards), most)
-        device, precision = torch.cuda.current_device(), float32_precision(torch.float32)
-        self._shares = [
-            Share(tuple(chain.from_iterable(forwards[first::count])), device, precision) for first in range(count)
-        ]
-        self._processes: list[subprocess.Popen] = []
+        return compile_recipe(load_recipe(shapes), processes)
+    shapes = list(shapes) if isinstance(shapes, Iterable) else [shapes]
+    for shape in shapes:
+        if not isinstance(shape, BatchShape):
+            raise TypeError(f"warmup: shapes must be BatchShapes or the file of a recipe, got {type(shape).__name__}.")
+    return compile_calls([call for shape in shapes for call in calls_of(shape)], processes)
 
-    def __enter__(self) -> Compiling:
-        self._began, self._before = time.perf_counter(), cached_kernels()
-        # Not multiprocessing, which would run the user's script again.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        self._processes = [subprocess.Popen(_WORKER, env=environment, **pipes) for _ in self._shares]
-        self._threads = ThreadPoolExecutor(max(1, len(self._shares)))
-        self._done = [
-            self._threads.submit(process.communicate, pickle.dumps(share))
-            for process, share in zip(self._processes, self._shares, strict=True)
-        ]
-        return self
 
-    def __exit__(self, *_) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-        self._threads.shutdown()
+def compile_calls(calls: Sequence[Call], processes: int | None = None) -> Compiled:
+    """Compile what some calls run.
 
-    def result(self) -> Compiled:
-        """Wait until everything is compiled.
-
-        Raises
-        ------
-        RuntimeError
-            A call fails.
-        """
-        for process, done in zip(self._processes, self._done, strict=True):
-            _, errors = done.result()
-            if process.returncode:
-                lines = errors.decode(errors="replace").strip().splitlines() or [f"status {process.returncode}"]
-                raise RuntimeError(f"warmup: a process that compiles kernels failed: {lines[-1]}")
-        return Compiled(cached_kernels() - self._before, len(self._processes), time.perf_counter() - self._began)
+    Raises
+    ------
+    RuntimeError
+        There is no GPU that runs the kernels, or a call fails.
+    """
+    most = min(os.cpu_count() or 1, _MOST_PROCESSES)
+    most = most if processes is None else require_count("warmup", "processes", processes)
+    require_gpu()
+    began, before = time.perf_counter(), cached_kernels()
+    # What runs the same forward is compiled by one process.
+    forwards = [tuple(same) for _, same in groupby(calls, _forward)]
+    count = min(len(forwards), most)
+    device, precision = torch.cuda.current_device(), float32_precision(torch.float32)
+    shares = [Share(tuple(chain.from_iterable(forwards[first::count])), device, precision) for first in range(count)]
+    # Not multiprocessing, which would run the user's script again.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with ThreadPoolExecutor(max(1, count)) as threads:
+        workers = [subprocess.Popen(_WORKER, env=environment, **pipes) for _ in shares]
+        try:
+            for worker, (_, errors) in zip(
+                workers, threads.map(subprocess.Popen.communicate, workers, map(pickle.dumps, shares)), strict=True
+            ):
+                if worker.returncode:
+                    lines = errors.decode(errors="replace").strip().splitlines() or [f"status {worker.returncode}"]
+                    raise RuntimeError(f"warmup: a process that compiles kernels failed: {lines[-1]}")
+        finally:
+            for worker in workers:
+                worker.kill()
+    return Compiled(cached_kernels() - before, count, time.perf_counter() - began)
 
 
 def _forward(call: Call) -> Hashable:

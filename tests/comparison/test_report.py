@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from functools import partial
 
 import pytest
 from comparisons import Page, steps
@@ -13,22 +14,23 @@ from tiny_recipe import tiny, write
 from typer.testing import CliRunner
 
 from pylate_fastmaxsim.cli.commands import app
-from pylate_fastmaxsim.comparison import figures
-from pylate_fastmaxsim.comparison.figures import draw_comparison
-from pylate_fastmaxsim.comparison.html import sweep_sentence, write_html
+from pylate_fastmaxsim.comparison import report
+from pylate_fastmaxsim.comparison.figures import draw_sweep
 from pylate_fastmaxsim.comparison.report import (
-    comparison_rows,
     comparison_table,
-    comparison_text,
     headline,
     sweep_rows,
+    sweep_sentence,
     sweep_table,
+    write_comparison_page,
+    write_comparison_png,
 )
 from pylate_fastmaxsim.comparison.runs import contrast, summarize
 from pylate_fastmaxsim.comparison.turns import Run, Turns
 from pylate_fastmaxsim.comparison.verdict import compared_runs
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
+from pylate_fastmaxsim.reporting.figures import svg
 
 MEBIBYTE = 2**20
 MODES = ("stock", "fast")
@@ -53,8 +55,8 @@ def test_a_comparison_with_a_run_out_of_memory_is_drawn(tmp_path):
     ):
         runs = {"stock": stock, "fast": fast}
         comparison = {"recipe": {"name": "x"}, "runs": runs, "summary": contrast(stock, fast) | WALL}
-        draw_comparison(comparison, tmp_path / "compare.png")
-        write_html(comparison | {"recipe": {"name": "<script>x"}}, tmp_path / "compare.html")
+        write_comparison_png(comparison, tmp_path / "compare.png")
+        write_comparison_page(comparison | {"recipe": {"name": "<script>x"}}, tmp_path / "compare.html")
         page = Page((tmp_path / "compare.html").read_text())
         assert "<script>x" in page.text and "80.0 GiB" in page.text
         table = shown(comparison)
@@ -85,9 +87,9 @@ def test_what_was_measured_is_shown_before_it_is_drawn_whatever_its_name(tmp_pat
     run = summarize({**result}, steps([1.0] * 4, encoded=50))
     runs = {"stock": run, "fast": run}
     comparison = {"recipe": {"name": "$\\nosuch$ run"}, "runs": runs, "summary": contrast(run, run) | WALL}
-    draw_comparison(comparison, tmp_path / "compare.png")
+    write_comparison_png(comparison, tmp_path / "compare.png")
     monkeypatch.setattr(comparing, "compare", lambda *arguments: comparison)
-    monkeypatch.setattr(figures, "draw_comparison", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(report, "write_comparison_png", lambda *arguments: 1 / 0)
     done = CliRunner().invoke(app, ["compare", str(write(tmp_path, tiny(tmp_path)))])
     assert isinstance(done.exception, ZeroDivisionError) and "median step" in done.stdout
 
@@ -106,8 +108,8 @@ def test_a_loss_that_is_not_a_number_is_seen(modes, lost, tmp_path):
     comparison = json.loads((tmp_path / "compare.json").read_text(), parse_constant=pytest.fail)
     assert comparison["runs"][modes[0]]["losses"] == [1.5, None, 0.1, None]
     assert comparison["summary"]["largest_loss_difference"] is None
-    draw_comparison(comparison, tmp_path / "compare.png")
-    write_html(comparison, tmp_path / "compare.html")
+    write_comparison_png(comparison, tmp_path / "compare.png")
+    write_comparison_page(comparison, tmp_path / "compare.html")
     page = " ".join(Page((tmp_path / "compare.html").read_text()).text.split())
     for text in (page, " ".join(shown(comparison).split())):
         assert "Largest difference of the loss curves over 4 steps: NaN, first at step 2." in text
@@ -127,7 +129,7 @@ def test_a_sweep_says_how_far_each_path_went():
         "Fast takes every batch tried, up to 64. No batch of 4,096 can be made of the rows."
     )
     Console(file=io.StringIO()).print(sweep_table(empty))
-    assert "out of memory" not in figures.svg(figures.sweep(empty), 8, 4)
+    assert "out of memory" not in svg(partial(draw_sweep, empty, None), 8, 4)
     points = {
         "stock": list(map(point, sizes, ("finished", "out of memory", "not run"))),
         "fast": list(map(point, sizes, ("finished",) * 3)),
@@ -142,7 +144,7 @@ def test_a_sweep_says_how_far_each_path_went():
     assert rows[2] == ("256", "out of memory", "-", "0.250 s", "1,024 MiB")
     assert rows[3] == ("1,024", "not run", "-", "0.250 s", "1,024 MiB")
     assert all(text in table for row in rows for text in row) and table.count("0.250 s") == 4
-    drawn = figures.svg(figures.sweep(points, capacity=2**31), 8, 4)
+    drawn = svg(partial(draw_sweep, points, 2**31), 8, 4)
     assert drawn.count("<!-- out of memory -->") == 2
 
 
@@ -151,14 +153,14 @@ def test_a_script_has_fewer_rows_than_a_recipe(tmp_path):
     measured = [{"loss": 0.5, "seconds": seconds} for seconds in (9.0, 1.0, 1.0)]
     runs = {mode: summarize({"status": "finished", "memory": memory}, measured) for mode in MODES}
     comparison = {"recipe": {"name": "train.py"}, "runs": runs, "summary": contrast(**runs)}
-    titles = [row[0] for row in comparison_rows(comparison)]
+    titles = [row[0] for row in comparison_table(comparison).rows]
     assert titles == ["", "median step", "peak memory", "  before training", "last loss"]
     # As is printed where there is no rich.
-    text = comparison_text(comparison).split("\n")
+    text = str(comparison_table(comparison)).split("\n")
     assert len(text) == 2 + len(titles) and len({len(line) for line in text[2:4]}) == 1
     assert text[2].split() == ["median", "step", "1.000", "s", "1.000", "s", "1.00x", "as", "fast"]
-    draw_comparison(comparison, tmp_path / "compare.png")
-    write_html(comparison, tmp_path / "compare.html")
+    write_comparison_png(comparison, tmp_path / "compare.png")
+    write_comparison_page(comparison, tmp_path / "compare.html")
     page = Page((tmp_path / "compare.html").read_text())
     assert "wall clock" not in page.text and page.titles == ["Step time and memory", "Loss", "Versions", "Command"]
 
@@ -173,7 +175,7 @@ def test_of_a_busy_machine_there_is_no_verdict(tmp_path):
     assert headline(comparison) == (
         "x on unknown device: no verdict on the speed, the machine was busy, 100% of the peak memory"
     )
-    write_html(comparison, tmp_path / "compare.html")
+    write_comparison_page(comparison, tmp_path / "compare.html")
     for text in (" ".join(shown(comparison).split()), Page((tmp_path / "compare.html").read_text()).text):
         assert (
             "The machine was busy with something else: half of the 3 pairs of blocks have ratios from 2.50 to 3.50."
@@ -191,7 +193,7 @@ def test_the_ratio_is_that_of_blocks():
         return Run(steps=[{"loss": 0.5}] * 6, blocks=blocks, memory={"before": 1, "peak": MEBIBYTE}, device="cuda")
 
     comparison = {"recipe": {"name": "x"}, **compared_runs(Turns({"stock": run(4.0), "fast": run(1.0)}, False))}
-    head, step, cpu, *_ = comparison_rows(comparison)
+    head, step, cpu, *_ = comparison_table(comparison).rows
     assert head == ("", "stock", "fast", "fast / stock")
     assert step == ("median step", "4.000 s", "1.000 s", "4.00x as fast") and cpu[-1] == "4x"
     assert headline(comparison).endswith(": 4.00x as fast per step, 100% of the peak memory")

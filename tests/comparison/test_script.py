@@ -326,8 +326,6 @@ def test_ranks_exchange_values_and_hear_who_is_out_of_memory(ranks):
 def test_without_rich_and_matplotlib_the_table_is_text(monkeypatch, tmp_path, capsys):
     for name in ("rich.console", "rich.table", "matplotlib", "matplotlib.figure", "matplotlib.ticker"):
         monkeypatch.setitem(sys.modules, name, None)
-    for name in ("figures", "html"):
-        monkeypatch.delitem(sys.modules, f"pylate_fastmaxsim.comparison.{name}", raising=False)
     blocks = [{"seconds": 0.5, "cpu_seconds": 0.5, "steps": 2, "pair": 0}]
     runs = {
         mode: Run(steps=[{"loss": 1.0}, {"loss": float("nan")}], blocks=blocks, memory={"before": 2**20, "peak": 2**21})

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import encode, maxsim
-from pylate_fastmaxsim.integrations.sentence_transformers.joint import Batch
+from pylate_fastmaxsim.integrations.sentence_transformers.losses import Batch
 
 
 class ByHand(nn.Module):

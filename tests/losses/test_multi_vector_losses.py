@@ -15,8 +15,8 @@ from sentence_transformers.multi_vector_encoder import losses
 from torch import nn
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.sentence_transformers.joint import Batch
-from pylate_fastmaxsim.losses.multi_vector import ContrastiveDistillation, Matryoshka
+from pylate_fastmaxsim.integrations.sentence_transformers.losses import Batch
+from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
 
 OPTIONS = {"contrastive_weight": 0.7, "distillation_weight": 3.0, "temperature": 0.5, "teacher_temperature": 0.25}
 SIZES = [{}, {"mini_batch_size": 3}, {"mini_batch_tokens": 60}]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from pylate_fastmaxsim import SparseIndex, StaticLateInteraction, TokenBatch, reference
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
@@ -36,6 +39,13 @@ def texts(count: int, longest: int, seed: int) -> TokenIds:
     return TokenIds.from_lists([[], [5, 5, 9, 5], *rows])
 
 
+def save_static(folder: Path, encoder: str, threshold: float = 0.4, **options: object) -> None:
+    """A static model of random vectors, most pairs of which are cut."""
+    tokenizer = AutoTokenizer.from_pretrained(encoder).backend_tokenizer
+    vectors = torch.randn(2, tokenizer.get_vocab_size(), 16, generator=torch.Generator().manual_seed(0))
+    StaticLateInteraction(*vectors, tokenizer, threshold=threshold, **options).save(folder)
+
+
 def rows_of(tokens: TokenIds) -> list[Tensor]:
     return [*tokens.ids.long().split(tokens.lengths.tolist())]
 
@@ -55,9 +65,7 @@ def check(device: str, threshold: float | str, neighbours: int | None, positive:
     model = StaticLateInteraction(*tables(device, positive), threshold=threshold, neighbours=neighbours)
     queries, documents = texts(12, 9, seed=1), texts(60, 25, seed=2)
     thresholds = model.thresholds.cpu()
-    maxima = reference.static_maxima(
-        model.query_vectors.double().cpu(), model.document_vectors.double().cpu(), rows_of(documents)
-    )
+    maxima = maxsim(model, TokenIds.from_lists([[token] for token in range(VOCABULARY)]), documents).T
     if threshold != "lowest":
         assert bool((thresholds >= threshold).all())
     if neighbours is not None:

@@ -36,7 +36,8 @@ from pylate_fastmaxsim.integrations.patching.fallback import (
     replaces,
 )
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, pooled_scores
+from pylate_fastmaxsim.ops.pooled import pooled_scores
+from pylate_fastmaxsim.pooling import LogSumExp, Max
 from pylate_fastmaxsim.tokens import TokenBatch
 
 _replaces = partial(replaces, host="colpali-engine")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
-from pylate_fastmaxsim.integrations.compilation import angles, checkpointing, modernbert
+from pylate_fastmaxsim.integrations.compilation import checkpointing, modernbert
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, layers_share_keys, transformer_of
 from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed, is_compiled, layers_of_wrapping, unwrap
@@ -85,7 +85,7 @@ def compile_layers(model: nn.Module) -> None:
     checkpointing.compile_checkpointing(layers)
     _compiled[core] = [*layers, *modernbert.compile_norms(core)] if layers else []
     if layers:
-        angles.install(core)
+        modernbert.install_angles(core)
     if not _settings:
         _set("recompile_limit", max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT))
         # Otherwise a layer with hooks would run what was compiled for one without.
@@ -158,7 +158,7 @@ def release() -> None:
         _uncompile(layers)
     _compiled.clear()
     _patches.undo()
-    angles.release()
+    modernbert.release_angles()
     checkpointing.release()
     for name, (ours, before) in _settings.items():
         if getattr(torch._dynamo.config, name) == ours:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm
 
-from pylate_fastmaxsim.integrations.models.packed_masks import is_packed_mask
+from pylate_fastmaxsim.integrations.models.encoders import is_packed_mask
 from pylate_fastmaxsim.integrations.models.user_code import GLOBAL_HOOKS, has_hooks
 from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
@@ -31,6 +32,9 @@ except ImportError:  # an older transformers, without ModernBERT
 
 # Of states between two layers: for which layer the norm was made, of which version of them, and the norm.
 _NORMED = "fastmaxsim_normed"
+
+
+_installed: WeakSet[nn.Module] = WeakSet()
 
 
 def patches() -> list[Patch]:
@@ -235,3 +239,40 @@ def _sees_enough(mask: Tensor, reach: int) -> bool:
 
 def _cast(linear: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
+
+
+def install_angles(model: nn.Module) -> None:
+    """Have each ModernBERT of a model compute the angles of its two kinds of layers once a forward."""
+    for module in model.modules():
+        if host is not None and type(module) is host.ModernBertRotaryEmbedding and module._compiled_call_impl is None:
+            module._compiled_call_impl = AnglesOfForward(module)
+            _installed.add(module)
+
+
+def release_angles() -> None:
+    """Undo :func:`install_angles`."""
+    for module in _installed:
+        if isinstance(module._compiled_call_impl, AnglesOfForward):
+            module._compiled_call_impl = None
+    _installed.clear()
+
+
+class AnglesOfForward:
+    """In the place of a call of rotary embeddings: the same inputs, which every forward makes anew, have one result."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        self._embedding = embedding
+        self._inputs: tuple[ref, ref] | None = None
+        self._angles: dict[str | None, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling() or has_hooks(self._embedding):
+            return self._embedding._call_impl(x, position_ids, layer_type)
+        given = x, position_ids
+        if self._inputs is None or any(kept() is not each for kept, each in zip(self._inputs, given, strict=True)):
+            # Angles are not kept longer than the states that they are for.
+            angles = self._angles = {}
+            self._inputs = ref(x, lambda _: angles.clear()), ref(position_ids)
+        if layer_type not in self._angles:
+            self._angles[layer_type] = self._embedding._call_impl(x, position_ids, layer_type)
+        return self._angles[layer_type]

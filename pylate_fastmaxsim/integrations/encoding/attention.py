@@ -10,7 +10,7 @@ from functools import wraps
 import torch
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.models.packed_masks import is_packed_mask
+from pylate_fastmaxsim.integrations.models.encoders import is_packed_mask
 from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, defined_in
 from pylate_fastmaxsim.ops.attention import is_faster, text_attention
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.encoding import token_counts
+from pylate_fastmaxsim.integrations.encoding.masks import uninspected
 from pylate_fastmaxsim.integrations.encoding.token_counts import known_total
+from pylate_fastmaxsim.integrations.models.encoders import positions, takes_token_types
 
 
 @dataclass(frozen=True)
@@ -198,3 +200,20 @@ def _stack(columns: Sequence[dict[str, Tensor]], key: str, length: int) -> Tenso
     parts = [column[key] if key in column else torch.zeros_like(column["input_ids"]) for column in columns]
     parts = [F.pad(part, (0, length - part.shape[1])) for part in parts]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def token_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
+    """Token embeddings ``[N, L, d]`` of one call of the model. ``features`` is not changed."""
+    with uninspected():
+        return model(dict(features))["token_embeddings"]
+
+
+def positioned(core: nn.Module, documents: Documents) -> tuple[Documents, Tensor]:
+    """The documents, and positions ``[N, L]`` of their tokens.
+
+    Documents get token types as well, if the encoder has any: what it would make up from the shape of its input would
+    be wrong for packed documents.
+    """
+    if documents.token_type_ids is None and takes_token_types(core):
+        documents = replace(documents, token_type_ids=torch.zeros_like(documents.input_ids))
+    return documents, positions(core, documents.input_ids)

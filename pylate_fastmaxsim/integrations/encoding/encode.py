@@ -10,15 +10,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
-from pylate_fastmaxsim.integrations.encoding import attention, graphs, mask_changes, modes, token_counts
-from pylate_fastmaxsim.integrations.encoding.batch import Documents, counting, rows_of
-from pylate_fastmaxsim.integrations.encoding.calls import positioned, token_embeddings
+from pylate_fastmaxsim.integrations.encoding import attention, graphs, masks, modes, token_counts
+from pylate_fastmaxsim.integrations.encoding.batch import Documents, counting, positioned, rows_of, token_embeddings
 from pylate_fastmaxsim.integrations.encoding.joint import joint_call
-from pylate_fastmaxsim.integrations.encoding.mode_cache import calls_of_all_ranks, least_of_all_ranks
+from pylate_fastmaxsim.integrations.encoding.modes import reason_in_features
 from pylate_fastmaxsim.integrations.encoding.plans import EncodingPlan, grouped_plan, packed_plan, padded_plan
-from pylate_fastmaxsim.integrations.encoding.reasons import reason_in_features
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
-from pylate_fastmaxsim.integrations.models.wrappers import StandIn, group_in_step, is_compiled, unwrap
+from pylate_fastmaxsim.integrations.models.wrappers import (
+    StandIn,
+    calls_of_all_ranks,
+    group_in_step,
+    is_compiled,
+    least_of_all_ranks,
+    unwrap,
+)
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -213,7 +218,7 @@ def release() -> None:
     graphs.release()
     compilation_layers.release()
     token_counts.reset()
-    mask_changes.forget()
+    masks.forget()
     modes.forget()
 
 

@@ -12,13 +12,10 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim.integrations.encoding.attention import PackingUnsupported, accept_packed_masks, is_packed_mask
-from pylate_fastmaxsim.integrations.encoding.batch import Documents, rows_of
-from pylate_fastmaxsim.integrations.encoding.calls import positioned, token_embeddings
+from pylate_fastmaxsim.integrations.encoding.batch import Documents, positioned, rows_of, token_embeddings
 from pylate_fastmaxsim.integrations.encoding.joint import joint_call
-from pylate_fastmaxsim.integrations.encoding.mask_changes import changed, masks_of
-from pylate_fastmaxsim.integrations.encoding.mode_cache import holds_up_to
+from pylate_fastmaxsim.integrations.encoding.masks import changed, masks_of, writes_to
 from pylate_fastmaxsim.integrations.encoding.plans import EncodingPlan, grouped_plan, nothing_skipped, packed_plan
-from pylate_fastmaxsim.integrations.encoding.snapshot import untouched
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
 from pylate_fastmaxsim.integrations.models.encoders import (
     encoder_of,
@@ -26,6 +23,7 @@ from pylate_fastmaxsim.integrations.models.encoders import (
     position_table,
 )
 from pylate_fastmaxsim.integrations.models.user_code import custom_module
+from pylate_fastmaxsim.integrations.patching.provenance import LIBRARIES, defined_in
 
 # Distance between unit token vectors that may differ by rounding only.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.05}
@@ -43,6 +41,10 @@ _ALONE = 1
 
 # A place in a row beyond that of any batch.
 _FAR = 2**20
+
+
+# Attributes that PyTorch itself keeps in a module.
+_OF_PYTORCH = frozenset(vars(nn.Module()))
 
 
 def short_to_long(core: nn.Module, documents: Documents) -> Documents:
@@ -331,3 +333,102 @@ def _name(core: nn.Module) -> str:
     """The encoder, and a module of the user's that may be the cause."""
     encoder, own = type(encoder_of(core)).__name__, custom_module(core)
     return encoder if own is None else f"{encoder} with {type(own).__name__}"
+
+
+class Snapshot:
+    """Buffers and hooks of a model at one time, and attributes and submodules of its modules of transformers."""
+
+    def __init__(self, core: nn.Module) -> None:
+        self.modules = [(module, dict(module._buffers)) for module in core.modules()]
+        self.values = {buffer: (buffer.detach().clone(), writes_to(buffer)) for buffer in core.buffers()}
+        # Rotary embeddings of transformers keep the longest length there, and BigBird puts another attention in the
+        # place of its own when texts are short. FSDP prepares its own modules in their first call, for good.
+        self.of_transformers = [
+            (module, _attributes(module), dict(module._modules))
+            for module in core.modules()
+            if _of_transformers(module)
+        ]
+        # To return outputs of layers, transformers adds hooks in the first call and keeps in an attribute that it has.
+        hooks = [each for part in core.modules() for each in (part._forward_hooks, part._forward_pre_hooks)]
+        self.hooks = [(of_module, set(of_module)) for of_module in hooks]
+
+    def state_changed(self) -> bool:
+        """Whether a buffer was changed."""
+        return any(
+            module._buffers.keys() != buffers.keys()
+            or any(self._holds_else(module._buffers[name], buffer) for name, buffer in buffers.items())
+            for module, buffers in self.modules
+        )
+
+    def modules_replaced(self) -> bool:
+        """Whether a module of transformers has other submodules now."""
+        return any(module._modules != submodules for module, _, submodules in self.of_transformers)
+
+    def _holds_else(self, now: Tensor | None, buffer: Tensor | None) -> bool:
+        if now is None or buffer is None:
+            return now is not buffer
+        before, _ = self.values[buffer]
+        return now.shape != before.shape or not torch.equal(now, before)
+
+    def restore(self) -> None:
+        """Restore all of it."""
+        for module, buffers in self.modules:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for tensor, (value, writes) in self.values.items():
+            # Writing to an unchanged buffer would break a backward that is still to come. Batch norm writes without
+            # raising the version.
+            if writes_to(tensor) != writes or not torch.equal(tensor, value):
+                tensor.copy_(value)
+        for module, attributes, submodules in self.of_transformers:
+            for name in _attributes(module):
+                del vars(module)[name]
+            vars(module).update(attributes)
+            module._modules.clear()
+            module._modules.update(submodules)
+        for hooks, before in self.hooks:
+            for key in hooks.keys() - before:
+                # Training libraries prepare a model in its first call, for good.
+                if not defined_in(hooks[key], LIBRARIES):
+                    del hooks[key]
+
+
+@contextmanager
+def untouched(core: nn.Module) -> Iterator[Snapshot]:
+    """Context that restores a model at its end.
+
+    Examples
+    --------
+    >>> norm = nn.BatchNorm1d(2)
+    >>> with untouched(norm) as before:
+    ...     _ = norm(torch.ones(3, 2))
+    ...     print(before.state_changed())
+    True
+    >>> norm.num_batches_tracked
+    tensor(0)
+    """
+    before = Snapshot(core)
+    try:
+        yield before
+    finally:
+        with torch.no_grad():
+            before.restore()
+
+
+def _attributes(module: nn.Module) -> dict[str, object]:
+    return {name: value for name, value in vars(module).items() if name not in _OF_PYTORCH}
+
+
+def _of_transformers(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] in ("transformers", "transformers_modules")
+
+
+def holds_up_to(width: int) -> int:
+    """Up to which width of batches a decision holds that was made for ``width``: the next power of two.
+
+    Examples
+    --------
+    >>> [holds_up_to(width) for width in (1, 256, 257, 300)]
+    [1, 256, 512, 512]
+    """
+    return 1 << (width - 1).bit_length()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from pylate_fastmaxsim.integrations.encoding.autocast import autocast_in_force
-from pylate_fastmaxsim.integrations.encoding.mask_changes import writes_to
+from pylate_fastmaxsim.integrations.encoding.masks import writes_to
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.wrappers import no_grad_sync
 from pylate_fastmaxsim.integrations.options import current_options

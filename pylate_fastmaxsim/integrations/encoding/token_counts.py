@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from pylate_fastmaxsim.integrations.encoding.mask_changes import writes_to
+from pylate_fastmaxsim.integrations.encoding.masks import writes_to
 
 # Behind the name of a column: the key of its counts in a batch.
 TOKEN_TOTAL = "token_total"

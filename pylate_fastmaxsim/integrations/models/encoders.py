@@ -90,3 +90,8 @@ def _counting_of(core: nn.Module) -> tuple[int | None, bool]:
         takes_types = "token_type_ids" in inspect.signature(encoder.forward).parameters and _has_token_types(encoder)
         _counting[encoder] = (None if table is None else table.padding_idx, takes_types)
     return _counting[encoder]
+
+
+def is_packed_mask(attention_mask: object) -> bool:
+    """Whether a mask is one of :mod:`~pylate_fastmaxsim.integrations.encoding.attention`: a real mask is never int32."""
+    return isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int32 and attention_mask.dim() == 4

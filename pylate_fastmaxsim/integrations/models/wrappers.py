@@ -131,3 +131,36 @@ def _waits(layer: nn.Module, backwards: bool) -> bool:
         broadcasts = layer.require_backward_grad_sync and layer.broadcast_buffers and len(layer.modules_buffers) > 0
         return torch.is_grad_enabled() and (backwards or broadcasts)
     return defined_in(type(layer).forward, ("deepspeed",))
+
+
+def calls_of_all_ranks(calls: int, texts: int, device: torch.device, group: dist.ProcessGroup) -> int:
+    """The largest number of mini-batches that a rank needs. Waits for the device.
+
+    Parameters
+    ----------
+    calls, texts
+        The mini-batches that this rank would make, and its number of texts.
+
+    Raises
+    ------
+    ValueError
+        On all ranks: one of them has fewer texts than mini-batches.
+    """
+    most, fewest = _most_of_all_ranks([calls, -texts], device, group)
+    if most > -fewest:
+        raise ValueError(
+            f"One process divides its batch into {most} mini-batches, and another has only {-fewest} texts to divide. "
+            "All must make equally many: train with dataloader_drop_last=True, or raise mini_batch_size."
+        )
+    return most
+
+
+def least_of_all_ranks(count: int, device: torch.device, group: dist.ProcessGroup) -> int:
+    """The smallest number of a rank. Waits for the device."""
+    return -_most_of_all_ranks([-count], device, group)[0]
+
+
+def _most_of_all_ranks(numbers: list[int], device: torch.device, group: dist.ProcessGroup) -> list[int]:
+    reduced = torch.tensor(numbers, device=device)
+    dist.all_reduce(reduced, dist.ReduceOp.MAX, group)
+    return reduced.tolist()

@@ -13,7 +13,7 @@ from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.known_sources import constant, not_known
 from pylate_fastmaxsim.integrations.patching.redirect import detached
-from pylate_fastmaxsim.ops.pooled import Max
+from pylate_fastmaxsim.pooling import Max
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 

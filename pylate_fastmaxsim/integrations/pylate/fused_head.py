@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel
 from torch.utils import _pytree
 
-from pylate_fastmaxsim.integrations.encoding.mask_changes import MasksChanged, changed, masks_of
-from pylate_fastmaxsim.integrations.encoding.mask_sync import uninspected
+from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged, changed, masks_of, uninspected
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.user_code import (
     GLOBAL_HOOKS,

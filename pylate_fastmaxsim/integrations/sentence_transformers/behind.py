@@ -17,8 +17,7 @@ from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pylate_fastmaxsim.integrations.encoding.equivalence import alike, what_fails
-from pylate_fastmaxsim.integrations.encoding.snapshot import untouched
+from pylate_fastmaxsim.integrations.encoding.equivalence import alike, untouched, what_fails
 from pylate_fastmaxsim.integrations.patching.provenance import defined_in
 
 # States of padding in the check, relative to those of tokens: so large that a maximum over tokens shows as well.

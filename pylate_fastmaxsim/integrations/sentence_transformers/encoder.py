@@ -17,9 +17,18 @@ from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations.encoding import gradcache as encoding_gradcache
-from pylate_fastmaxsim.integrations.encoding import loss_columns
 from pylate_fastmaxsim.integrations.encoding.batch import Documents, padded_again
-from pylate_fastmaxsim.integrations.encoding.columns import (
+from pylate_fastmaxsim.integrations.encoding.modes import APART, GAP, UNDERSTOOD, mode_for
+from pylate_fastmaxsim.integrations.log import log_once
+from pylate_fastmaxsim.integrations.models.context import setting
+from pylate_fastmaxsim.integrations.models.encoders import inputs_of
+from pylate_fastmaxsim.integrations.options import current_options
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.redirect import detached
+from pylate_fastmaxsim.integrations.sentence_transformers import loss_columns
+from pylate_fastmaxsim.integrations.sentence_transformers.behind import reader_of_padding
+from pylate_fastmaxsim.integrations.sentence_transformers.losses import Batch
+from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import (
     COUNTED,
     FLATTENED,
     TEXT_METADATA,
@@ -34,16 +43,6 @@ from pylate_fastmaxsim.integrations.encoding.columns import (
     say_padded,
     understood,
 )
-from pylate_fastmaxsim.integrations.encoding.modes import APART, mode_for
-from pylate_fastmaxsim.integrations.encoding.reasons import GAP, UNDERSTOOD
-from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.integrations.models.context import setting
-from pylate_fastmaxsim.integrations.models.encoders import inputs_of
-from pylate_fastmaxsim.integrations.options import current_options
-from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.redirect import detached
-from pylate_fastmaxsim.integrations.sentence_transformers.behind import reader_of_padding
-from pylate_fastmaxsim.integrations.sentence_transformers.joint import Batch
 
 _stock_transformer = detached(Transformer.forward)
 

@@ -10,7 +10,7 @@ from pylate_fastmaxsim.integrations.encoding.gradcache import cutting, two_passe
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.redirect import detached
-from pylate_fastmaxsim.integrations.sentence_transformers.joint import check_metric
+from pylate_fastmaxsim.integrations.sentence_transformers.losses import check_metric
 
 # 32 passages of MS MARCO have some 2,560 tokens: a step of ModernBERT-base took about as long as in stock. With 9,600
 # tokens it was more than 3 times as fast. Where in between a GPU has enough to do depends on encoder and host.

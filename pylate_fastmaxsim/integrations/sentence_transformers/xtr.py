@@ -12,8 +12,8 @@ from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, check
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.sentence_transformers.scores import groups, replaces
-from pylate_fastmaxsim.ops.pooled import Max
 from pylate_fastmaxsim.ops.xtr import xtr_scores
+from pylate_fastmaxsim.pooling import Max
 
 
 def patches() -> list[Patch]:

@@ -16,9 +16,23 @@ from sentence_transformers import SparseEncoder
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pylate_fastmaxsim.integrations.encoding import gradcache, loss_columns
+from pylate_fastmaxsim.integrations.encoding import gradcache
 from pylate_fastmaxsim.integrations.encoding.batch import Documents
-from pylate_fastmaxsim.integrations.encoding.columns import (
+from pylate_fastmaxsim.integrations.encoding.modes import APART, GAP, UNDERSTOOD, mode_for
+from pylate_fastmaxsim.integrations.encoding.token_counts import take_total
+from pylate_fastmaxsim.integrations.log import log_once
+from pylate_fastmaxsim.integrations.models.context import setting
+from pylate_fastmaxsim.integrations.models.encoders import encoder_of, inputs_of
+from pylate_fastmaxsim.integrations.models.hidden_states import HiddenStates, hidden_states_of
+from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, has_hooks, has_user_hooks
+from pylate_fastmaxsim.integrations.models.wrappers import is_compiled
+from pylate_fastmaxsim.integrations.options import current_options
+from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.provenance import defined_in
+from pylate_fastmaxsim.integrations.patching.redirect import detached
+from pylate_fastmaxsim.integrations.sentence_transformers import loss_columns
+from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import (
     COUNTED,
     FLATTENED,
     TEXT_METADATA,
@@ -34,22 +48,7 @@ from pylate_fastmaxsim.integrations.encoding.columns import (
     say_padded,
     understood,
 )
-from pylate_fastmaxsim.integrations.encoding.modes import APART, mode_for
-from pylate_fastmaxsim.integrations.encoding.reasons import GAP, UNDERSTOOD
-from pylate_fastmaxsim.integrations.encoding.token_counts import take_total
-from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.integrations.models.context import setting
-from pylate_fastmaxsim.integrations.models.encoders import encoder_of, inputs_of
-from pylate_fastmaxsim.integrations.models.hidden_states import HiddenStates, hidden_states_of
-from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, has_hooks, has_user_hooks
-from pylate_fastmaxsim.integrations.models.wrappers import is_compiled
-from pylate_fastmaxsim.integrations.options import current_options
-from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
-from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.provenance import defined_in
-from pylate_fastmaxsim.integrations.patching.redirect import detached
 from pylate_fastmaxsim.integrations.sparse_encoder.heads import head_of, why_not
-from pylate_fastmaxsim.integrations.sparse_encoder.joint import Batch
 from pylate_fastmaxsim.integrations.sparse_encoder.names import (
     DIMENSION,
     LOGITS,
@@ -59,6 +58,7 @@ from pylate_fastmaxsim.integrations.sparse_encoder.names import (
     SpladePooling,
     gives_logits,
 )
+from pylate_fastmaxsim.integrations.sparse_encoder.training import Batch
 from pylate_fastmaxsim.ops.splade import splade_pool
 from pylate_fastmaxsim.tokens import TokenBatch
 

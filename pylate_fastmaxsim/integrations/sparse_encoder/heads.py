@@ -12,8 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.encoding.attention import PackingUnsupported
-from pylate_fastmaxsim.integrations.encoding.equivalence import evaluating, what_fails
-from pylate_fastmaxsim.integrations.encoding.snapshot import untouched
+from pylate_fastmaxsim.integrations.encoding.equivalence import evaluating, untouched, what_fails
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, with_adapters
 from pylate_fastmaxsim.integrations.models.hidden_states import HiddenStates
 from pylate_fastmaxsim.integrations.models.user_code import has_hooks, user_code, without_user_hooks

@@ -9,7 +9,8 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from pylate_fastmaxsim.ops.pooled import Pooling, pooled_scores
+from pylate_fastmaxsim.ops.pooled import pooled_scores
+from pylate_fastmaxsim.pooling import Pooling
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.evaluation import held_out
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import mean_over_sets

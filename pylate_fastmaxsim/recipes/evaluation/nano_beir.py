@@ -44,7 +44,7 @@ def load_nano_beir(recipe: Recipe) -> NanoBEIREvaluator:
     """
     try:
         with progress_shown():
-            return kind_of(recipe.model).nano_beir_evaluator(recipe)
+            return kind_of(recipe.model).nano_beir_evaluator(recipe.evaluation.nano_beir, **OPTIONS)
     except Exception as error:  # as in load_table
         raise table_failure(KEY, error) from error
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pylate_fastmaxsim.compressed import CompressedBatch
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import compressor, needs_codec, sampled, train_codec
 from pylate_fastmaxsim.recipes.evaluation.beir import PAGES, Collection, document_texts, is_of_pages, is_query, titles
 from pylate_fastmaxsim.recipes.evaluation.sparse import Sparsity

@@ -4,29 +4,110 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import sentence_transformers
 import torch
 from sentence_transformers import SparseEncoder
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pylate_fastmaxsim.compressed import CompressedBatch
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.integrations.sparse_encoder.names import Router
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.models.pages import PageModel
-from pylate_fastmaxsim.recipes.models.static import StaticDocuments, StaticQueries, encode_static, search_static
 from pylate_fastmaxsim.retrieval.search import search
+from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
+from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 from pylate_fastmaxsim.sparse import SparseBatch
 from pylate_fastmaxsim.tokens import TokenBatch
+
+if TYPE_CHECKING:
+    from colpali_engine.utils.processing_utils import BaseVisualRetrieverProcessor
+    from peft import PeftModel
+    from PIL.Image import Image
 
 # Batches encoded in one call: the texts of a call are sorted by length, so more of them need less padding.
 BATCHES_AT_ONCE = 64
 # SpladePooling knows its size after the first text only.
 FOUND_OUT = "word_embedding_dimension"
+
+
+@dataclass
+class PageModel:
+    """A model of colpali-engine, with adapters or without, and the processor that makes its inputs."""
+
+    model: PreTrainedModel | PeftModel
+    processor: BaseVisualRetrieverProcessor
+
+    @torch.no_grad()
+    def encode(self, items: Sequence[str] | Sequence[Image], batch_size: int, is_query: bool) -> list[Tensor]:
+        """The token vectors ``[L, d]`` of each query (a text) or page (an image), on the device of the model."""
+        self.model.eval()
+        process = self.processor.process_queries if is_query else self.processor.process_images
+        found: list[Tensor] = []
+        for begin in range(0, len(items), batch_size):
+            batch = process(list(items[begin : begin + batch_size])).to(self.model.device)
+            # Padding is rows of zeros.
+            found += [row[row.any(dim=1)] for row in self.model(**batch)]
+        return found
+
+    def save_pretrained(self, directory: str) -> None:
+        """Save both, so that ``from_pretrained`` of colpali-engine's classes loads them."""
+        self.model.save_pretrained(directory)
+        self.processor.save_pretrained(directory)
+
+
+@dataclass(frozen=True, eq=False)
+class StaticDocuments:
+    """Documents as token ids and as sparse vectors."""
+
+    tokens: TokenIds
+    vectors: SparseBatch
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class StaticQueries:
+    """Queries as sparse vectors, with the model that scores them.
+
+    Parameters
+    ----------
+    model
+        With BM25 weights the ranking is that of sparse scores; otherwise that of MaxSim.
+    vectors
+        Of Nq queries.
+    tokens
+        Token ids of all documents, if they are known before the search.
+    exact
+        Whether MaxSim is certified; otherwise the ranking is that of its upper bounds.
+    """
+
+    model: StaticLateInteraction
+    vectors: SparseBatch
+    tokens: TokenIds | None = None
+    exact: bool = True
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether a search scores candidates again."""
+        return self.exact and self.model.bm25_weights is None
+
+    def search(self, index: SparseIndex, k: int) -> tuple[Tensor, Tensor]:
+        """Scores and positions ``[Nq, k]`` of the best documents of an index; -1 where there is none."""
+        exact = self.needs_tokens
+        return self.model.search(self.vectors, index, k, exact=exact, tokens=self.tokens if exact else None)
+
 
 Encoded = TokenBatch | SparseBatch | StaticQueries | StaticDocuments
 
@@ -102,6 +183,40 @@ class Retriever:
         """
         return search(queries, documents, k, pooling=pooling)
 
+    @property
+    def document_length(self) -> int | None:
+        """The most tokens of a document that the model reads, those of the host included; None for no limit."""
+        return getattr(*self._document_length_attribute())
+
+    @contextmanager
+    def reading_documents_to(self, length: int) -> Iterator[None]:
+        """Context in which ``document_length`` is another."""
+        before, attribute = self.document_length, self._document_length_attribute()
+        setattr(*attribute, length)
+        try:
+            yield
+        finally:
+            setattr(*attribute, before)
+
+    def _document_length_attribute(self) -> tuple[Any, str]:
+        return self.model, "document_length"
+
+    @property
+    def document_transformer(self) -> nn.Module:
+        """The host's module with the tokenizer and the encoder of documents."""
+        first = self.model[0]
+        return first.sub_modules["document"][0] if isinstance(first, Router) else first
+
+    def document_prompt_tokens(self) -> int:
+        """Tokens that stand before the text of each document."""
+        return int(self.model.document_prefix_id is not None)
+
+    def query_token_ids(self, text: str) -> Tensor:
+        """Ids of the tokens of a query of which ``encode`` makes embeddings."""
+        tokenized = self.model.tokenize([text], is_query=True)
+        ids, mask = tokenized["input_ids"][0], tokenized["attention_mask"][0]
+        return ids if self.model.do_query_expansion else ids[mask.bool()]
+
     def digest(self) -> str:
         """The same for the same weights and settings, by which documents are encoded."""
         names = (*self.settings, "prompts", "default_prompt_name", "max_seq_length")
@@ -120,6 +235,18 @@ class MultiVectorRetriever(Retriever):
     def _made(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
         # They add the prompts of the model and choose its route, where it has two.
         return (self.model.encode_query if is_query else self.model.encode_document)(list(texts), **options)
+
+    def _document_length_attribute(self) -> tuple[Any, str]:
+        transformer = self.document_transformer
+        has_own = getattr(transformer, "document_length", None) is not None
+        return transformer, "document_length" if has_own else "max_seq_length"
+
+    def document_prompt_tokens(self) -> int:
+        return _prompt_tokens(self.model, self.document_transformer)
+
+    def query_token_ids(self, text: str) -> Tensor:
+        encoded = self.model.encode_query(text, output_value=None)
+        return encoded["input_ids"][encoded["attention_mask"].bool()]
 
 
 class PagesRetriever(Retriever):
@@ -152,6 +279,12 @@ class SparseRetriever(Retriever):
         except ValueError as error:
             raise RecipeError(f"The vectors of the sparse model cannot be searched: {first_line(error)}") from error
 
+    def _document_length_attribute(self) -> tuple[Any, str]:
+        return self.document_transformer, "max_seq_length"
+
+    def document_prompt_tokens(self) -> int:
+        return _prompt_tokens(self.model, self.document_transformer)
+
     def search(
         self, queries: Encoded, documents: Iterable[Encoded], k: int, pooling: Pooling = Max()
     ) -> tuple[Tensor, Tensor]:
@@ -159,22 +292,43 @@ class SparseRetriever(Retriever):
             raise RecipeError(
                 "loss.pooling must be max for a sparse or static model, which has no similarities of tokens to pool."
             )
-        return self.search_stream(queries, documents, k)
+        return self._search_stream(queries, documents, k)
 
-    search_stream = staticmethod(sparse_search)
+    def _search_stream(self, queries: SparseBatch, documents: Iterable[SparseBatch], k: int) -> tuple[Tensor, Tensor]:
+        return sparse_search(queries, documents, k)
 
 
 class StaticRetriever(SparseRetriever):
     """A StaticLateInteraction."""
 
     kind = "static late interaction"
-    search_stream = staticmethod(search_static)
+    document_length = None
 
     def _made(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> StaticQueries | StaticDocuments:
-        return encode_static(self.model, texts, is_query)
+        try:
+            tokens = self.model.token_ids(texts)
+            if is_query:
+                return StaticQueries(self.model, self.model.queries(tokens))
+            return StaticDocuments(tokens, self.model.documents(tokens))
+        except ValueError as error:  # it lacks counts of tokens, or its tokenizer gives ids beyond its tables
+            raise RecipeError(f"The static model cannot encode: {first_line(error)}") from error
 
     def _batch(self, made: StaticQueries | StaticDocuments) -> StaticQueries | StaticDocuments:
         return made  # whose vectors are finite
+
+    def _search_stream(
+        self, queries: StaticQueries, documents: Iterable[StaticDocuments], k: int
+    ) -> tuple[Tensor, Tensor]:
+        tokens: list[TokenIds] = []  # of all documents, which are scored again
+
+        def vectors() -> Iterator[SparseBatch]:
+            for batch in documents:
+                if queries.needs_tokens:
+                    tokens.append(batch.tokens)
+                yield batch.vectors
+
+        index = SparseIndex.build(vectors())
+        return replace(queries, tokens=TokenIds.concatenate(tokens)).search(index, k)
 
     def digest(self) -> str:
         model = self.model
@@ -195,6 +349,13 @@ def retriever_of(model: Any, finite: bool = False) -> Retriever:
         getattr(sentence_transformers, "MultiVectorEncoder", Retriever): MultiVectorRetriever,
     }
     return next((made for kind, made in classes.items() if isinstance(model, kind)), Retriever)(model, finite)
+
+
+def _prompt_tokens(model: nn.Module, transformer: nn.Module) -> int:
+    """Tokens of the prompt that Sentence Transformers puts before a document."""
+    names = ("document", "passage", "corpus", model.default_prompt_name)
+    prompt = next((model.prompts[name] for name in names if model.prompts.get(name)), "")
+    return len(transformer.tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
 
 def _rules(tokenizer: object) -> object:

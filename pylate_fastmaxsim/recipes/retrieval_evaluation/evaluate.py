@@ -16,11 +16,11 @@ from pylate_fastmaxsim.recipes.files.write import prepare_file
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.retrieval_evaluation.per_query import prepare_per_query, write_per_query
 from pylate_fastmaxsim.recipes.retrieval_evaluation.significance import Scores, compare
-from pylate_fastmaxsim.recipes.retrieval_evaluation.targets import Target, short_name
 from pylate_fastmaxsim.recipes.search.clock import Clock
 from pylate_fastmaxsim.recipes.search.run import METRICS_BY_DEPTH, Progress, Search, best_device, check_format
 from pylate_fastmaxsim.recipes.search.run import Options as SearchOptions
 from pylate_fastmaxsim.recipes.search.run_file import require_ids_of_one_word, write_run
+from pylate_fastmaxsim.recipes.targets import Target, short_name
 
 
 @dataclass(frozen=True)

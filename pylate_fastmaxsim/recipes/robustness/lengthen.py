@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pylate_fastmaxsim.diagnostics.robustness import draw_fillers, lengthened
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.models.encoder import positions
-from pylate_fastmaxsim.recipes.models.retriever import retriever_of
+from pylate_fastmaxsim.recipes.models.encoder import encoder_of, positions
+from pylate_fastmaxsim.recipes.models.retriever import Encoded, Retriever
 from pylate_fastmaxsim.recipes.robustness.task import Task
 from pylate_fastmaxsim.tokens import TokenBatch
 
-if TYPE_CHECKING:
-    from pylate.models import ColBERT
-
 Append = Literal["auto", "text", "tokens"]
+
+
+def encode(retriever: Retriever, texts: list[str], batch_size: int, is_query: bool) -> Encoded:
+    """Encode texts, token embeddings in float32."""
+    batch = retriever.encode(texts, batch_size, is_query=is_query, show_progress=True)
+    return batch.with_values(batch.values.float()) if isinstance(batch, TokenBatch) else batch
 
 
 @dataclass
@@ -29,14 +32,15 @@ class Lengthened:
         ``text``: other documents' words stand behind a document's own, and the model reads both. ``tokens``: their token
         embeddings stand behind those of the document, each as the model gives it by itself.
     limit
-        The most tokens of a text that the model was given in place of its ``document_length``; None for ``tokens``.
+        The most tokens of a text that the model was given in place of its ``document_length``; None for ``tokens``, and
+        for a model without a limit.
     cut
         How many documents of each length were cut there, once they are encoded.
     """
 
-    model: ColBERT
+    retriever: Retriever
     task: Task
-    documents: TokenBatch
+    documents: Encoded
     times: list[int]
     append: Append
     batch_size: int
@@ -45,16 +49,16 @@ class Lengthened:
     cut: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        limit, fast = positions(self.model[0].auto_model), self.model.tokenizer.is_fast
-        longest = max(self.times) * self.model.document_length
-        if self.append == "auto":
-            self.append = "text" if fast and (limit is None or longest <= limit) else "tokens"
-        if self.append == "text":
-            if not fast:
-                raise RecipeError(
-                    "--append text needs a fast tokenizer, which says where the model cuts a text; use --append tokens."
-                )
-            self.limit = longest if limit is None else limit
+        has_tokens = self.retriever.has_token_embeddings
+        if self.append == "tokens" and not has_tokens:
+            raise RecipeError(
+                f"--append tokens needs a model of token embeddings, and this one is {self.retriever.kind}; use --append text."
+            )
+        length = self.retriever.document_length
+        if length is None:
+            self.append = "text"
+        else:
+            self._choose(max(self.times) * length, has_tokens)
         usable = sum(bool(text.split()) for text in self.task.fillers)
         # None may be the document itself.
         if max(self.times) > 1 and usable < 1 + any(own is not None for own in self.task.own):
@@ -63,20 +67,32 @@ class Lengthened:
                 "the lengths out with --times 1."
             )
 
-    def __iter__(self) -> Iterator[tuple[int, TokenBatch]]:
+    def _choose(self, longest: int, has_tokens: bool) -> None:
+        """Set ``append`` and ``limit`` for documents of up to ``longest`` tokens."""
+        transformer = self.retriever.document_transformer
+        limit, fast = positions(encoder_of(transformer)), transformer.tokenizer.is_fast
+        if self.append == "auto":
+            fits = fast and (limit is None or longest <= limit)
+            self.append = "text" if fits or not has_tokens else "tokens"
+        if self.append == "text":
+            if not fast and max(self.times) > 1:
+                other = "--append tokens" if has_tokens else "--times 1"
+                raise RecipeError(
+                    f"--append text needs a fast tokenizer, which says where the model cuts a text; use {other}."
+                )
+            self.limit = longest if limit is None else limit
+
+    def __iter__(self) -> Iterator[tuple[int, Encoded]]:
         if max(self.times) == 1:
             yield 1, self.documents
         elif self.append == "text":
             yield from self._texts()
         else:
-            fillers = retriever_of(self.model, finite=True).encode(
-                self.task.fillers, self.batch_size, is_query=False, show_progress=True
-            )
-            fillers = fillers.with_values(fillers.values.float())
+            fillers = encode(self.retriever, self.task.fillers, self.batch_size, is_query=False)
             yield from lengthened(self.documents, fillers, self.times, self.task.own, self.seed)
 
-    def _texts(self) -> Iterator[tuple[int, TokenBatch]]:
-        own = _read_by(self.model, self.task.documents)
+    def _texts(self) -> Iterator[tuple[int, Encoded]]:
+        own = self._read_texts()
         counts = [len(text.split()) for text in own]
         others = [text.split() for text in self.task.fillers]
         drawn = draw_fillers(counts, [*map(len, others)], max(self.times), self.task.own, self.seed)
@@ -88,29 +104,26 @@ class Lengthened:
             for text, count, some in zip(own, counts, drawn, strict=True):
                 more = [word for filler in some for word in others[filler]]
                 texts.append(" ".join([text, *more[: (times - 1) * count]]))
-            before, self.model.document_length = self.model.document_length, self.limit
-            try:
-                whole = self.model.tokenizer(texts)["input_ids"]
-                self.cut[times] = sum(len(ids) > _most_tokens(self.model) for ids in whole)
-                batch = retriever_of(self.model, finite=True).encode(
-                    texts, max(1, self.batch_size // times), is_query=False, show_progress=True
-                )
-            finally:
-                self.model.document_length = before
-            yield times, batch.with_values(batch.values.float())
+            yield times, self._encode_longer(texts, times)
 
+    def _encode_longer(self, texts: list[str], times: int) -> Encoded:
+        batch_size = max(1, self.batch_size // times)
+        if self.limit is None:
+            return encode(self.retriever, texts, batch_size, is_query=False)
+        whole = self.retriever.document_transformer.tokenizer(texts)["input_ids"]
+        self.cut[times] = sum(len(ids) > self.limit - self.retriever.document_prompt_tokens() for ids in whole)
+        with self.retriever.reading_documents_to(self.limit):
+            return encode(self.retriever, texts, batch_size, is_query=False)
 
-def _read_by(model: ColBERT, texts: list[str]) -> list[str]:
-    """The beginning of each text that the model reads, up to its ``document_length``."""
-    stripped = [text.strip() for text in texts]  # as the model does
-    most = _most_tokens(model)
-    encoded = model.tokenizer(stripped, truncation=True, max_length=most, return_offsets_mapping=True)
-    return [
-        text if len(spans) < most else text[: max(end for _, end in spans)]
-        for text, spans in zip(stripped, encoded["offset_mapping"], strict=True)
-    ]
-
-
-def _most_tokens(model: ColBERT) -> int:
-    """How many tokens of the tokenizer fit beside PyLate's prefix."""
-    return model.document_length - (model.document_prefix_id is not None)
+    def _read_texts(self) -> list[str]:
+        """The beginning of each document that the model reads, up to its ``document_length``."""
+        stripped = [text.strip() for text in self.task.documents]  # as the model does
+        if self.limit is None:
+            return stripped
+        most = self.retriever.document_length - self.retriever.document_prompt_tokens()
+        tokenizer = self.retriever.document_transformer.tokenizer
+        encoded = tokenizer(stripped, truncation=True, max_length=most, return_offsets_mapping=True)
+        return [
+            text if len(spans) < most else text[: max(end for _, end in spans)]
+            for text, spans in zip(stripped, encoded["offset_mapping"], strict=True)
+        ]

@@ -1,28 +1,28 @@
-"""Measure how a trained model holds up: longer documents, injected tokens, and what they do to a few pairs."""
+"""Measure the robustness of a model: longer documents, injected tokens, and what they do to a few pairs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from argparse import ArgumentTypeError
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.comparison.runs import environment
 from pylate_fastmaxsim.diagnostics.injection import COUNTS, NOISE, injected_tokens, injection_sweep
-from pylate_fastmaxsim.diagnostics.robustness import TIMES, length_sweep
+from pylate_fastmaxsim.diagnostics.robustness import DEPTH, TIMES, length_sweep, retrieval_metrics
 from pylate_fastmaxsim.integrations.options import POOLINGS, pooling_from_text
-from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, Pooling, Softmax, TopK, pooled_scores
+from pylate_fastmaxsim.ops.pooled import pooled_scores
+from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.models.retriever import NotFiniteError, retriever_of
-from pylate_fastmaxsim.recipes.robustness.lengthen import Append, Lengthened
+from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, StaticDocuments
+from pylate_fastmaxsim.recipes.robustness.lengthen import Append, Lengthened, encode
 from pylate_fastmaxsim.recipes.robustness.task import Task
+from pylate_fastmaxsim.recipes.search.run import best_device
+from pylate_fastmaxsim.reporting.environment import environment
 from pylate_fastmaxsim.tokens import TokenBatch
-
-if TYPE_CHECKING:
-    from pylate.models import ColBERT
 
 DEFAULT_POOLINGS = (Max(), TopK(4), Softmax(0.1), LogSumExp(0.1))
 PAIRS = 3
@@ -30,9 +30,9 @@ PAIRS = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured; the names are those of the command's options."""
+    """What is measured, by the names of the command's options; without ``poolings`` the default ones."""
 
-    poolings: Sequence[Pooling] = DEFAULT_POOLINGS
+    poolings: Sequence[Pooling] | None = None
     times: Sequence[int] = TIMES
     tokens: Sequence[int] = COUNTS
     append: Append = "auto"
@@ -55,8 +55,8 @@ def settings_of(poolings: Sequence[str], times: str, tokens: str, append: str, n
     (Softmax(temperature=0.1),)
     """
     try:
-        chosen = tuple(dict.fromkeys(map(pooling_from_text, poolings))) or DEFAULT_POOLINGS
-    except ValueError as error:
+        chosen = tuple(dict.fromkeys(map(pooling_from_text, poolings))) or None
+    except ArgumentTypeError as error:
         raise RecipeError(f"--{error}") from None
     if append not in get_args(Append):
         raise RecipeError(f"--append must be {', '.join(get_args(Append))}, got {append!r}.")
@@ -107,63 +107,113 @@ def pooling_text(pooling: Pooling) -> str:
     return "=".join([name, *map(str, vars(pooling).values())])
 
 
-def measure(model: ColBERT, task: Task, settings: Settings, batch_size: int) -> tuple[dict[str, Any], list[Pair]]:
+def measure(
+    retriever: Retriever, task: Task, settings: Settings, batch_size: int, own_pooling: Pooling | None = None
+) -> tuple[dict[str, Any], list[Pair]]:
     """The content of ``robustness.json`` but the names of model and recipe, and a few pairs to look at.
+
+    ``own_pooling`` is that of the model, which comes first. Of a sparse or static model, which has no token embeddings,
+    longer documents are measured alone.
 
     Raises
     ------
     RecipeError
-        There is no text to append, or embeddings of the model are NaN or infinite.
+        A setting does not fit the model, there is no text to append, or embeddings of the model are NaN or infinite.
     """
     begun = time.perf_counter()
+    has_tokens = retriever.has_token_embeddings
+    poolings = _poolings(settings, own_pooling, has_tokens)
     try:
-        queries = _encoded(model, task.queries, batch_size, is_query=True)
-        documents = _encoded(model, task.documents, batch_size, is_query=False)
-        longer = Lengthened(model, task, documents, list(settings.times), settings.append, batch_size, settings.seed)
-        grades = task.grades.to(documents.device)
-        lengths = length_sweep(queries, longer, grades, settings.poolings)
+        queries = encode(retriever, task.queries, batch_size, is_query=True)
+        documents = encode(retriever, task.documents, batch_size, is_query=False)
+        longer = Lengthened(
+            retriever, task, documents, list(settings.times), settings.append, batch_size, settings.seed
+        )
+        if has_tokens:
+            grades = task.grades.to(documents.device)
+            lengths = length_sweep(queries, longer, grades, poolings)
+        else:
+            lengths = vector_length_sweep(retriever, queries, longer, task.grades)
     except NotFiniteError:
         raise RecipeError(
             "the model must give finite embeddings, but some are NaN or infinite, as after a training that diverged."
         ) from None
-    attacked = injection_sweep(
-        queries, documents, grades, settings.poolings, settings.tokens, settings.noise, settings.seed
-    )
+    attacked, pairs = [], []
+    if has_tokens:
+        attack = (poolings, settings.tokens, settings.noise, settings.seed)
+        attacked = injection_sweep(queries, documents, grades, *attack)
+        pairs = _pairs(retriever, task, queries, documents, grades, *attack)
     for row in lengths:
         row["cut"] = longer.cut.get(row["times"], 0)
     result = {
         "data": task.name,
+        "kind": retriever.kind,
         "queries": len(task.queries),
         "documents": len(task.documents),
         "appended": longer.append,
-        "document_length": model.document_length,
+        "document_length": retriever.document_length,
         "lengthened_document_length": longer.limit,
         "noise": settings.noise,
         "seed": settings.seed,
-        "poolings": [pooling_text(pooling) for pooling in settings.poolings],
+        "poolings": [pooling_text(pooling) for pooling in poolings],
         "lengths": [row | {"pooling": pooling_text(row["pooling"])} for row in lengths],
         "injection": [row | {"pooling": pooling_text(row["pooling"])} for row in attacked],
+        "seconds": time.perf_counter() - begun,
+        "environment": environment(best_device()),
     }
-    pairs = _pairs(model, task, queries, documents, grades, settings)
-    return result | {"seconds": time.perf_counter() - begun, "environment": environment(documents.device)}, pairs
+    return result, pairs
 
 
-def _encoded(model: ColBERT, texts: list[str], batch_size: int, is_query: bool) -> TokenBatch:
-    batch = retriever_of(model, finite=True).encode(texts, batch_size, is_query=is_query, show_progress=True)
-    return batch.with_values(batch.values.float())
+def _poolings(settings: Settings, own: Pooling | None, has_tokens: bool) -> list[Pooling]:
+    """The poolings of the settings or the default ones, that of the model first."""
+    if not has_tokens:
+        if set(settings.poolings or ()) - {Max()}:
+            raise RecipeError(
+                "--pooling must be max for a sparse or static model, which has no similarities of tokens to pool."
+            )
+        return [Max()]
+    poolings = settings.poolings or DEFAULT_POOLINGS
+    return list(dict.fromkeys(poolings if own is None else (own, *poolings)))
+
+
+@torch.no_grad()
+def vector_length_sweep(
+    retriever: Retriever, queries: Encoded, documents: Iterable[tuple[int, Encoded]], grades: Tensor
+) -> list[dict[str, Any]]:
+    """Rank sparse documents of several lengths: the rows of :func:`length_sweep`, ``tokens`` the mean number of terms."""
+    rows = []
+    for times, batch in documents:
+        # A query that stands among the documents is left out of its ranking.
+        found, positions = retriever.search(queries, [batch], DEPTH + 1)
+        scores = found.new_full((len(grades), len(batch) + 1), -torch.inf)
+        scores = scores.scatter(1, positions.where(positions >= 0, len(batch)).to(found.device), found)[:, :-1]
+        metrics = retrieval_metrics(scores, grades.to(scores.device))
+        vectors = batch.vectors if isinstance(batch, StaticDocuments) else batch
+        means = {name: values.mean().item() for name, values in metrics.items()}
+        rows.append({"times": times, "tokens": len(vectors.terms) / len(batch), "pooling": Max(), **means})
+    return rows
 
 
 @torch.no_grad()
 def _pairs(
-    model: ColBERT, task: Task, queries: TokenBatch, documents: TokenBatch, grades: Tensor, settings: Settings
+    retriever: Retriever,
+    task: Task,
+    queries: TokenBatch,
+    documents: TokenBatch,
+    grades: Tensor,
+    poolings: Sequence[Pooling],
+    counts: Sequence[int],
+    noise: float,
+    seed: int,
 ) -> list[Pair]:
     """The first queries, each with the document that is not gold and has the highest score by the first pooling."""
-    count = next((count for count in sorted(settings.tokens) if count), 0)
-    tokens = injected_tokens(queries, max(settings.tokens), settings.noise, settings.seed).targeted
+    count = next((count for count in sorted(counts) if count), 0)
+    tokens = injected_tokens(queries, max(counts), noise, seed).targeted
+    tokenizer = retriever.document_transformer.tokenizer
     pairs = []
     for number in range(min(PAIRS, len(queries))):
         query = queries.select(torch.tensor([number], device=queries.device))
-        scores = pooled_scores(query, documents, pooling=settings.poolings[0])[0]
+        scores = pooled_scores(query, documents, pooling=poolings[0])[0]
         document = int(scores.masked_fill(~(grades[number] <= 0), -torch.inf).argmax())
         if not grades[number, document] <= 0:
             continue
@@ -172,13 +222,6 @@ def _pairs(
             for batch, place in ((queries, number), (documents, document))
         )
         similarities = own @ torch.cat((vectors, tokens[number, :count])).mT
-        names = [model.tokenizer.decode([one]) for one in _query_ids(model, task.queries[number])]
+        names = [tokenizer.decode([one]) for one in retriever.query_token_ids(task.queries[number]).tolist()]
         pairs.append(Pair(task.queries[number], task.documents[document], names, similarities.cpu(), count))
     return pairs
-
-
-def _query_ids(model: ColBERT, text: str) -> list[int]:
-    """The tokens of a query of which ``model.encode`` returns embeddings."""
-    tokenized = model.tokenize([text], is_query=True)
-    ids, mask = tokenized["input_ids"][0], tokenized["attention_mask"][0]
-    return (ids if model.do_query_expansion else ids[mask.bool()]).tolist()

@@ -1,62 +1,79 @@
-"""The result as tables for the terminal and the page."""
+"""Robustness as tables for the terminal, as a picture, and as a page with heat maps of a few pairs."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from rich.table import Table
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pylate_fastmaxsim.diagnostics.injection import EVERYWHERE, RANDOM, TARGETED
+from pylate_fastmaxsim.recipes.robustness.measure import Pair
+from pylate_fastmaxsim.reporting.figures import hide_frame, write_png
+from pylate_fastmaxsim.reporting.numbers import METRICS
+from pylate_fastmaxsim.reporting.page import Section, write_page
+from pylate_fastmaxsim.reporting.table import Rows, Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ATTACKS = {
     TARGETED: "near query tokens",
     RANDOM: "random unit vectors",
     EVERYWHERE: "near query tokens, in gold documents too",
 }
+SHOWN_METRICS = ("ndcg@10", "recall@1")
+SETTINGS = ("data", "appended", "document_length", "lengthened_document_length", "noise", "seed", "poolings")
+MOST_LETTERS = 300  # of a text of a pair
+MOST_LABELS = 48  # tokens of a query that still have room for their names
 
-Rows = list[tuple[str, ...]]
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """One table for the lengths, and one for each attack."""
+    title = f"{name_of(result)}: nDCG@10 / Recall@1 against document length"
+    shown = [Table(title, length_rows(result), caption(result), left=0)]
+    for attack, title in attacks_of(result).items():
+        shown.append(Table(f"with injected tokens: {title}", injection_rows(result, attack), left=0))
+    return shown
 
 
 def length_rows(result: dict[str, Any]) -> Rows:
     """nDCG@10 and Recall@1 of each length and pooling; the first row is the header."""
-    rows: Rows = [("times as long", "tokens", *result["poolings"])]
-    for times in _values(result["lengths"], "times"):
-        some = [row for row in result["lengths"] if row["times"] == times]
+    rows = [("times as long", "tokens", *result["poolings"])]
+    for times, some in _by(result["lengths"], "times"):
         rows.append((str(times), f"{some[0]['tokens']:.0f}", *map(_metrics, some)))
     return rows
 
 
 def injection_rows(result: dict[str, Any], attack: str) -> Rows:
     """nDCG@10 and Recall@1 of each number of injected tokens and pooling, and the hijack rate."""
-    rows: Rows = [("tokens", "hijack rate", *result["poolings"])]
-    for some in _by_count(result, attack):
-        rows.append((str(some[0]["tokens"]), f"{some[0]['hijack_rate']:.3f}", *map(_metrics, some)))
+    rows = [("tokens", "hijack rate", *result["poolings"])]
+    for tokens, some in _by(_of(result, attack), "tokens"):
+        rows.append((str(tokens), f"{some[0]['hijack_rate']:.3f}", *map(_metrics, some)))
     return rows
 
 
 def weight_rows(result: dict[str, Any], attack: str) -> Rows:
     """The share of the weight of each pooling on injected tokens."""
-    rows: Rows = [("tokens", *result["poolings"])]
-    for some in _by_count(result, attack):
-        rows.append((str(some[0]["tokens"]), *(f"{row['injected_weight']:.3f}" for row in some)))
+    rows = [("tokens", *result["poolings"])]
+    for tokens, some in _by(_of(result, attack), "tokens"):
+        rows.append((str(tokens), *(f"{row['injected_weight']:.3f}" for row in some)))
     return rows
 
 
-def tables(result: dict[str, Any]) -> list[Table]:
-    """One table for the lengths, and one for each attack."""
-    shown = [_table(f"{title_of(result)}: nDCG@10 / Recall@1 against document length", length_rows(result), result)]
-    for attack, title in ATTACKS.items():
-        shown.append(_table(f"with injected tokens: {title}", injection_rows(result, attack)))
-    return shown
+def attacks_of(result: dict[str, Any]) -> dict[str, str]:
+    """The titles of the attacks that were measured: none of a model without token embeddings."""
+    return ATTACKS if result["injection"] else {}
 
 
-def title_of(result: dict[str, Any]) -> str:
-    """The name of what was measured."""
+def name_of(result: dict[str, Any]) -> str:
+    """The recipe or the model that was measured."""
     return result["recipe"] or result["model"]
 
 
 def caption(result: dict[str, Any]) -> str:
-    """What was measured on, how documents were made longer, and whether they were cut."""
+    """Sentences on the data, how documents were made longer, and whether they were cut."""
     how = {
         "text": "Words of other documents are appended and read with the document",
         "tokens": "Token embeddings of other documents are appended",
@@ -67,31 +84,131 @@ def caption(result: dict[str, Any]) -> str:
     )
     cut = max((row["cut"] for row in result["lengths"]), default=0)
     were_cut = f" {cut:,} of the longest documents were cut there." if cut else ""
+    attacked = "" if result["injection"] else f" Nothing is injected: a {result['kind']} model has no token embeddings."
     return (
-        f"{result['queries']:,} queries, {result['documents']:,} documents of {result['data']}. {how}{lifted}.{were_cut} "
-        f"It took {result['seconds']:.0f} s."
+        f"{result['queries']:,} queries, {result['documents']:,} documents of {result['data']}. {how}{lifted}.{were_cut}"
+        f"{attacked} It took {result['seconds']:.0f} s."
     )
 
 
-def _table(title: str, rows: Rows, result: dict[str, Any] | None = None) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows[1:]:
-        table.add_row(*row)
-    if result is not None:
-        table.caption = caption(result)
-    return table
-
-
 def _metrics(row: dict[str, Any]) -> str:
-    return f"{row['ndcg@10']:.3f} / {row['recall@1']:.3f}"
+    return " / ".join(f"{row[metric]:.3f}" for metric in SHOWN_METRICS)
 
 
-def _by_count(result: dict[str, Any], attack: str) -> list[list[dict[str, Any]]]:
-    rows = [row for row in result["injection"] if row["attack"] == attack]
-    return [[row for row in rows if row["tokens"] == count] for count in _values(rows, "tokens")]
+def _of(result: dict[str, Any], attack: str) -> list[dict[str, Any]]:
+    return [row for row in result["injection"] if row["attack"] == attack]
 
 
-def _values(rows: list[dict[str, Any]], key: str) -> list[int]:
-    return list(dict.fromkeys(row[key] for row in rows))
+def _by(rows: list[dict[str, Any]], key: str) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Each value of ``key``, and its rows: one for each pooling."""
+    for value in dict.fromkeys(row[key] for row in rows):
+        yield value, [row for row in rows if row[key] == value]
+
+
+def write_robustness_png(result: dict[str, Any], file: Path) -> None:
+    """Draw nDCG@10 and Recall@1 against length, and against the tokens of each attack."""
+    write_png(file, partial(_draw_overview, result), f"{name_of(result)}: robustness", 15, 6, dpi=130)
+
+
+def write_robustness_page(result: dict[str, Any], pairs: Sequence[Pair], file: Path) -> None:
+    """Write the page of the content of ``robustness.json`` and a few pairs."""
+    name = name_of(result)
+    write_page(
+        file,
+        title=f"{name}: robustness",
+        name=name,
+        headline=f"How retrieval holds up with longer and with attacked documents, by {len(result['poolings'])} poolings",
+        sections=[*_sections(result), *map(_pair_section, pairs)],
+        environment=result["environment"],
+        settings=("Settings", {key: result[key] for key in SETTINGS}),
+    )
+
+
+def _sections(result: dict[str, Any]) -> list[Section]:
+    attacked = (
+        "Documents that are not gold for a query carry that many tokens more in its ranking. nDCG@10 / Recall@1. The hijack "
+        "rate is the share of query tokens, over all pairs with such documents, whose most similar token is injected."
+    )
+    sections = [
+        Section("Overview", caption(result), draw=partial(_draw_overview, result), size=(12, 5.5)),
+        Section("Longer documents", "nDCG@10 / Recall@1.", length_rows(result)),
+    ]
+    for attack, title in attacks_of(result).items():
+        sections.append(Section(f"Injected tokens: {title}", attacked, injection_rows(result, attack)))
+    if result["injection"]:
+        weights = (
+            "The share of each pooling's weight that is on injected tokens; the table is of tokens near query tokens."
+        )
+        draw = partial(_draw_hijacking, result)
+        sections.append(Section("What is hijacked", weights, weight_rows(result, TARGETED), draw, (9, 3.4)))
+    return sections
+
+
+def _pair_section(pair: Pair) -> Section:
+    query, document = (
+        text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..." for text in (pair.query, pair.document)
+    )
+    note = f"The best document that is not gold, before and after {pair.injected} injected tokens: {document}"
+    return Section(f"Query: {query}", note, draw=partial(_draw_heat_maps, pair), size=(11, 4.5))
+
+
+def _draw_overview(result: dict[str, Any], figure: Figure) -> None:
+    """A row for each metric, a column for the lengths and for each attack."""
+    attacks = attacks_of(result)
+    axes = figure.subplots(len(SHOWN_METRICS), 1 + len(attacks), sharey="row", sharex="col", squeeze=False)
+    for row, metric in zip(axes, SHOWN_METRICS, strict=True):
+        _draw_lines(row[0], result, result["lengths"], "times", metric)
+        for one, attack in zip(row[1:], attacks, strict=True):
+            _draw_lines(one, result, _of(result, attack), "tokens", metric)
+        row[0].set_ylabel(METRICS[metric])
+        row[0].set_ylim(bottom=0)
+    axes[0, 0].set_title("longer documents", fontsize=10)
+    axes[-1, 0].set_xlabel("times as long")
+    for place, title in enumerate(attacks.values(), start=1):
+        axes[0, place].set_title(title, fontsize=10)
+        axes[-1, place].set_xlabel("injected tokens")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+
+
+def _draw_hijacking(result: dict[str, Any], figure: Figure) -> None:
+    """The share of the weight of each pooling on injected tokens; that of the largest similarity is dotted."""
+    for axes, attack in zip(figure.subplots(1, 2, sharey=True), (TARGETED, RANDOM), strict=True):
+        rows = _of(result, attack)
+        _draw_lines(axes, result, rows, "tokens", "injected_weight")
+        winners = {row["tokens"]: row["hijack_rate"] for row in rows}
+        axes.plot(list(winners), list(winners.values()), "k:", label="hijack rate")
+        axes.set_title(ATTACKS[attack], fontsize=10)
+        axes.set_xlabel("injected tokens")
+        axes.set_ylim(-0.02, 1.02)
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _draw_heat_maps(pair: Pair, figure: Figure) -> None:
+    """Similarities of a pair before the attack and after it; a dot marks the winner of each query token."""
+    values, own = pair.similarities, pair.similarities.shape[1] - pair.injected
+    before, after = figure.subplots(1, 2, sharey=True, width_ratios=[own, values.shape[1]])
+    for axes, shown, title in ((before, values[:, :own], "before"), (after, values, "after")):
+        image = axes.imshow(
+            shown.numpy(), aspect="auto", interpolation="nearest", cmap="viridis",
+            vmin=float(values.min()), vmax=float(values.max()),
+        )  # fmt: skip
+        axes.plot(shown.argmax(dim=1), range(len(shown)), "o", color="#d9480f", markersize=3)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("document token")
+    if pair.injected:
+        after.axvline(own - 0.5, color="white", linewidth=1.5)
+        after.set_xlabel(f"document token, the last {pair.injected} injected")
+    if len(pair.query_tokens) == len(values) <= MOST_LABELS:
+        before.set_yticks(range(len(values)), pair.query_tokens, fontsize=6)
+        for label in before.get_yticklabels():
+            label.set_parse_math(False)
+    figure.colorbar(image, ax=after, label="similarity")
+
+
+def _draw_lines(axes: Axes, result: dict[str, Any], rows: list[dict[str, Any]], x: str, y: str) -> None:
+    for pooling in result["poolings"]:
+        some = [row for row in rows if row["pooling"] == pooling]
+        axes.plot([row[x] for row in some], [row[y] for row in some], "o-", markersize=4, label=pooling)
+    axes.set_xticks(list(dict.fromkeys(row[x] for row in rows)))
+    axes.tick_params(axis="x", labelsize=8)
+    hide_frame(axes)

@@ -12,16 +12,22 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import SAMPLE_DOCUMENTS
 from pylate_fastmaxsim.recipes.config.schema import CompressedFormat
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import IDS_AT_ONCE, Collection, corpus_digest, document_texts
 from pylate_fastmaxsim.recipes.evaluation.ranking import Ranking, encode_corpus, encode_sample, metrics_of, ranking
 from pylate_fastmaxsim.recipes.files.write import prepare_file
-from pylate_fastmaxsim.recipes.models.kind import load_retriever
-from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, StaticRetriever, retriever_of
-from pylate_fastmaxsim.recipes.models.static import StaticQueries
+from pylate_fastmaxsim.recipes.models.load import load_retriever
+from pylate_fastmaxsim.recipes.models.retriever import (
+    Encoded,
+    NotFiniteError,
+    Retriever,
+    StaticQueries,
+    StaticRetriever,
+    retriever_of,
+)
 from pylate_fastmaxsim.recipes.search.clock import Clock
 from pylate_fastmaxsim.recipes.search.index import Description, Index, open_or_build
 from pylate_fastmaxsim.recipes.search.plaid import PlaidIndex, open_index, overlap

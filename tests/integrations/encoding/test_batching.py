@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pylate_fastmaxsim.integrations.encoding.batching import (
+from pylate_fastmaxsim.integrations.encoding.plans import (
     TOKENS_PER_CALL,
     fill_by_length,
     fill_in_order,

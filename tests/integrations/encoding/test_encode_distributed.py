@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
-from pylate_fastmaxsim.integrations.encoding import equivalence, mask_changes, modes
+from pylate_fastmaxsim.integrations.encoding import equivalence, masks, modes
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 
 pytestmark = pytest.mark.process
@@ -89,7 +89,7 @@ def _ranks_that_differ(
                 for _ in range(2):
                     assert step() == pytest.approx(stock, rel=1e-8, abs=1e-10)
                 assert mode is None or set(modes.chosen[unwrap(model)].values()) == {mode}
-                assert change is not _change_masks or mask_changes.changes_masks(loss_function)
+                assert change is not _change_masks or masks.changes_masks(loss_function)
 
     return run
 

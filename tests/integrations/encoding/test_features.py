@@ -13,7 +13,7 @@ from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
-from pylate_fastmaxsim.integrations.encoding import mode_cache
+from pylate_fastmaxsim.integrations.models import wrappers
 
 
 class _PromptLeftOut(nn.Module):
@@ -79,7 +79,7 @@ def test_features_that_only_some_batches_have_are_refused_in_step(model, packed,
     loss_function = losses.Contrastive(model)
     pylate_fastmaxsim.enable(padding_free="always")
     monkeypatch.setattr(encoding_encode, "group_in_step", lambda *_, **__: True)
-    monkeypatch.setattr(mode_cache, "_most_of_all_ranks", lambda numbers, *_: numbers)
+    monkeypatch.setattr(wrappers, "_most_of_all_ranks", lambda numbers, *_: numbers)
     loss_function(prompted(model))
     with pytest.raises(ValueError, match="_PromptLeftOut may read prompt_length. All processes must encode alike"):
         loss_function(prompted(model, "document_0"))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
-from pylate_fastmaxsim.integrations.encoding import mode_cache, modes
+from pylate_fastmaxsim.integrations.encoding import modes
 
 WIDE = {"local_attention": 24}  # of ModernBERT: local layers see 12 tokens to each side, all of a query of 12
 
@@ -136,7 +136,7 @@ def test_processes_that_encoded_alike_do_not_part_over_a_wide_query(encoder, pac
     model = load(encoder)
     batch = batch_of(model)
     monkeypatch.setattr(modes, "group_in_step", lambda *_, **__: True)
-    monkeypatch.setattr(mode_cache, "_on_all_ranks", lambda here, **_: here)
+    monkeypatch.setattr(modes, "_on_all_ranks", lambda here, **_: here)
     assert_as_stock(model, batch)
     assert joins(model) == {True}
     wide = features(model, sentences(6, longest=8), sentences(6, seed=1))

@@ -20,9 +20,9 @@ from sentence_transformers.base.modules import Transformer
 from sentence_transformers.multi_vector_encoder import losses
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding import loss_columns
 from pylate_fastmaxsim.integrations.encoding.attention import is_packed_mask
 from pylate_fastmaxsim.integrations.sentence_transformers import encoder as sentence_transformers_encoder
+from pylate_fastmaxsim.integrations.sentence_transformers import loss_columns
 
 CONTRASTIVE = losses.MultiVectorMultipleNegativesRankingLoss
 

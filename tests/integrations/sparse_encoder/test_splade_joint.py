@@ -11,7 +11,7 @@ from splade_steps import COUNT, assert_equal, batch_of, run, splade_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding import loss_columns
+from pylate_fastmaxsim.integrations.sentence_transformers import loss_columns
 from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_encoder
 
 CONTRASTIVE = losses.SparseMultipleNegativesRankingLoss

@@ -21,7 +21,7 @@ from tiny_recipe import tiny, write
 from typer.testing import CliRunner
 
 from pylate_fastmaxsim.cli.commands import app
-from pylate_fastmaxsim.comparison.html import sweep_sentence
+from pylate_fastmaxsim.comparison.report import sweep_sentence
 from pylate_fastmaxsim.comparison.runs import PHASES, summarize
 from pylate_fastmaxsim.comparison.turns import Run, Turns
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
@@ -29,7 +29,7 @@ from pylate_fastmaxsim.recipes.comparison.compare import MODES, _last_bar, last_
 from pylate_fastmaxsim.recipes.comparison.counters import Counted
 from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.inputs import prepare
 
 MEBIBYTE = 2**20
 

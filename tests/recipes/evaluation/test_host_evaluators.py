@@ -23,20 +23,18 @@ from rich.console import Console
 from tiny_recipe import hub_dataset, text, tiny, write
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.comparison.html import write_html
-from pylate_fastmaxsim.comparison.report import comparison_table
+from pylate_fastmaxsim.comparison.report import comparison_table, write_comparison_page
 from pylate_fastmaxsim.comparison.runs import contrast, summarize
-from pylate_fastmaxsim.recipes.comparison.report import training_table
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate, evaluate_held_out
 from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
-from pylate_fastmaxsim.recipes.plugin import switched
+from pylate_fastmaxsim.recipes.plugin import plugin_of
 from pylate_fastmaxsim.recipes.pooling import final_pooling
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.tables import training_table
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.recipes.training.train import train
 
 ROWS = 40
@@ -105,7 +103,7 @@ def test_held_out_triplets_have_the_metrics_of_pylate(pooling, tmp_path):
     assert 0 < expected["accuracy"] < 1
     assert {name: result[name] for name in expected} == pytest.approx(expected, abs=1e-6)
     assert cells(result)["Triplet accuracy"] == f"{expected['accuracy']:.4f}"
-    with switched(recipe.fast):
+    with plugin_of(recipe.fast):
         assert evaluate(recipe, model, data) == pytest.approx(expected, abs=1e-6)
 
 
@@ -165,7 +163,7 @@ def test_a_model_of_nan_has_no_metrics(kind, tmp_path, nano_beir, caplog):
     }
     recipe = recipe_of(tmp_path, rows, **sections.get(kind, {}))
     data, model = load_data(prepare(recipe)), model_of(recipe)
-    with switched(recipe.fast):
+    with plugin_of(recipe.fast):
         sound = evaluate(recipe, model, data)
         model.model_card_data.eval_results_dict.clear()
         with torch.no_grad():  # as after a training that diverged
@@ -188,7 +186,7 @@ def test_a_comparison_in_which_one_run_diverged_shows_what_there_is(tmp_path):
     comparison = {"recipe": {"name": "x"}, "runs": {"stock": stock, "fast": fast}, "summary": summary | wall}
     out = io.StringIO()
     Console(file=out, width=200).print(comparison_table(comparison))
-    write_html(comparison, tmp_path / "compare.html")
+    write_comparison_page(comparison, tmp_path / "compare.html")
     page = (tmp_path / "compare.html").read_text()
     assert "0.2500" in page and "0.2500" in out.getvalue()
     assert "both runs: said twice" in page and "stock run: no metrics" in page

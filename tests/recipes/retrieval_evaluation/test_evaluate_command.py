@@ -25,11 +25,10 @@ from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
 from pylate_fastmaxsim.recipes.evaluation import beir, ranking
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate as evaluate_recipe
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.kind import load_retriever
+from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import Retriever, retriever_of
-from pylate_fastmaxsim.recipes.retrieval_evaluation.targets import find_targets
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.targets import find_targets
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 
 app = load_app()
 METRICS = ["ndcg@10", "mrr@10", "recall@100", "recall@1000"]

@@ -9,17 +9,24 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from beir_folder import write_folder
 from datasets import Dataset
 from paths import RECIPES
 from recipe_runs import command
+from sentence_transformers import SparseEncoder
+from sparse_encoders import build_sparse_encoder
+from static_cases import save_static
 from tiny_recipe import text, tiny, write
 from typer.testing import CliRunner
 
 from pylate_fastmaxsim import Max, Softmax
 from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.diagnostics.injection import EVERYWHERE, RANDOM, TARGETED
+from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection
+from pylate_fastmaxsim.recipes.evaluation.beir import Collection, load_collection
+from pylate_fastmaxsim.recipes.evaluation.ranking import evaluate_collection
+from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.robustness.lengthen import Lengthened
 from pylate_fastmaxsim.recipes.robustness.measure import Settings, measure
@@ -62,8 +69,9 @@ def test_a_collection_keeps_gold_documents_and_leaves_the_query_itself_out():
 
 def test_text_is_appended_behind_what_the_model_reads_and_read_as_a_whole(encoder, task):
     model = models.load_model(encoder("modernbert"), document_length=8)
-    documents = retriever_of(model).encode(task.documents, 4, is_query=False)
-    longer = Lengthened(model, task, documents, [1, 3], "auto", 4, seed=0)
+    retriever = retriever_of(model)
+    documents = retriever.encode(task.documents, 4, is_query=False)
+    longer = Lengthened(retriever, task, documents, [1, 3], "auto", 4, seed=0)
     (_, same), (times, batch) = longer
     assert same is documents and times == 3 and longer.append == "text"
     assert longer.limit > 100 and longer.cut == {3: 0} and model.document_length == 8
@@ -79,35 +87,36 @@ def test_text_is_appended_behind_what_the_model_reads_and_read_as_a_whole(encode
 
 
 def test_tokens_are_appended_where_the_positions_end(encoder, task):
-    model = models.load_model(encoder("bert"), document_length=20)  # of 64 positions
-    documents = retriever_of(model).encode(task.documents, 4, is_query=False)
-    longer = Lengthened(model, task, documents, [1, 8], "auto", 4, seed=0)
+    retriever = retriever_of(models.load_model(encoder("bert"), document_length=20))  # of 64 positions
+    documents = retriever.encode(task.documents, 4, is_query=False)
+    longer = Lengthened(retriever, task, documents, [1, 8], "auto", 4, seed=0)
     assert (longer.append, longer.limit) == ("tokens", None)
     (_, same), (_, batch) = longer
     assert batch.lengths.tolist() == (8 * documents.lengths).tolist()
     assert torch.equal(batch.values[: same.lengths[0]], same.values[: same.lengths[0]])
     other = replace(task, fillers=["a b c " * 2000], own=[None] * 6)
-    cut = Lengthened(model, other, documents, [60], "text", 4, seed=0)
+    cut = Lengthened(retriever, other, documents, [60], "text", 4, seed=0)
     list(cut)
     assert cut.limit == 64 and 0 < cut.cut[60] <= 6
 
 
 def test_what_cannot_be_measured_is_refused_in_one_sentence(encoder, task):
     model = models.load_model(encoder("modernbert"), document_length=8)
+    retriever = retriever_of(model, finite=True)
     for fillers in ([], [task.documents[0], " "]):  # the second case would append a document to itself
         with pytest.raises(RecipeError, match="tiny has no other document that is relevant for no query"):
-            measure(model, replace(task, fillers=fillers), Settings(), 4)
-    result, pairs = measure(model, replace(task, fillers=[]), Settings((Max(),), times=[1], tokens=[0]), 4)
+            measure(retriever, replace(task, fillers=fillers), Settings(), 4)
+    result, pairs = measure(retriever, replace(task, fillers=[]), Settings((Max(),), times=[1], tokens=[0]), 4)
     assert len(result["lengths"]) == 1 and pairs[0].injected == 0
     with torch.no_grad():
         model[-1].linear.weight.fill_(torch.nan)
     with pytest.raises(RecipeError, match="some are NaN or infinite"):
-        measure(model, task, Settings(), 4)
+        measure(retriever, task, Settings(), 4)
 
 
 def test_pairs_are_those_of_the_sweep_with_the_names_of_their_tokens(encoder, task):
-    model = models.load_model(encoder("modernbert"), document_length=16)
-    _, pairs = measure(model, task, Settings((Max(), Softmax(0.1)), [1], [0, 5, 9]), 4)
+    retriever = retriever_of(models.load_model(encoder("modernbert"), document_length=16))
+    _, pairs = measure(retriever, task, Settings((Max(), Softmax(0.1)), [1], [0, 5, 9]), 4)
     for pair in pairs:
         assert pair.injected == 5 and len(pair.query_tokens) == len(pair.similarities)
         assert pair.query_tokens[2].strip() in pair.query
@@ -119,26 +128,68 @@ def test_pairs_are_those_of_the_sweep_with_the_names_of_their_tokens(encoder, ta
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["RECIPE"], "output_dir: there is no model in"),
+        (["RECIPE"], "RECIPE: there is no model in"),
         (["RECIPE", "--pooling", "mean"], "--pooling must be max, top_k=K"),
         (["RECIPE", "--times", "0,2"], "--times 0,2: write it as"),
         (["RECIPE", "--tokens", "x"], "--tokens x: write it as"),
         (["RECIPE", "--append", "words"], "--append must be auto, text, tokens"),
-        (
-            [str(RECIPES / "colqwen_vidore.yaml")],
-            "fastmaxsim robustness measures models of model.kind colbert, got colqwen2",
-        ),
-        (["./nowhere", "--beir", "data"], "there is no folder ./nowhere, and a recipe ends with .yaml"),
+        (["./nowhere", "--beir", "data"], "MODEL: there is no folder ./nowhere"),
         (["a/model"], "a/model needs held-out data"),
-        (["a/model", "--set", "name=a"], "--set overrides a key of a recipe"),
+        (["a/model", "--beir", "data", "--set", "name=a"], "--set overrides a key of a recipe"),
     ],
 )
 def test_errors_are_one_line(arguments, said, tmp_path):
     file = write(tmp_path, tiny(tmp_path))
     done = CliRunner().invoke(app, ["robustness", *(str(file) if each == "RECIPE" else each for each in arguments)])
     assert done.exit_code == 2 and not done.stdout
-    assert done.stderr.startswith(f"fastmaxsim: {said}") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"fastmaxsim: {said.replace('RECIPE', str(file))}") and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_pages_are_refused(tmp_path):
+    (tmp_path / "model").mkdir()
+    arguments = ["robustness", str(RECIPES / "colqwen_vidore.yaml"), "--set", f"output_dir={tmp_path}"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2 and not done.stdout
+    assert done.stderr == (
+        "fastmaxsim: colqwen_vidore retrieves pages; fastmaxsim robustness makes documents of text longer.\n"
+    )
+
+
+@pytest.mark.parametrize("kind, tokens", [("sparse", 40), ("static late interaction", None)])
+def test_of_sparse_vectors_longer_documents_are_measured_alone(kind, tokens, encoder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    folder, data = tmp_path / "static", write_folder(tmp_path / "data")
+    if tokens is None:
+        save_static(folder, encoder("bert"))
+    else:
+        folder = Path(build_sparse_encoder(tmp_path, encoder("bert")))
+        model = SparseEncoder(str(folder))
+        model.max_seq_length = tokens
+        model.save_pretrained(str(folder))
+    arguments = ["robustness", str(folder), "--beir", str(data), "--times", "1,20"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert f"Nothing is injected: a {kind} model has no token embeddings." in " ".join(done.stdout.split())
+    result = json.loads((tmp_path / "robustness.json").read_text())
+    assert (result["kind"], result["appended"], result["document_length"]) == (kind, "text", tokens)
+    # Of 512 positions; a static model has no limit.
+    assert result["lengthened_document_length"] == (None if tokens is None else 512)
+    own, longer = result["lengths"]
+    assert own["pooling"] == "max" and longer["tokens"] > own["tokens"] > 1
+    assert (longer["cut"] > 0) == (tokens is not None) and own["cut"] == 0
+    assert 0 < own["ndcg@10"] < 1 and own["ndcg@10"] != longer["ndcg@10"]
+    # At their own length documents are ranked as everywhere else.
+    retriever = retriever_of(load_retriever(str(folder), "cpu"))
+    expected = evaluate_collection(retriever, load_collection(TextEvaluationSection(beir=str(data))), 8)
+    assert own["ndcg@10"] == pytest.approx(expected["ndcg@10"], abs=1e-6)
+    for option, said in {
+        "--pooling=softmax=0.1": "--pooling must be max for a sparse or static model",
+        "--append=tokens": f"--append tokens needs a model of token embeddings, and this one is {kind}; use --append text.",
+    }.items():
+        done = CliRunner().invoke(app, [*arguments, option])
+        assert done.exit_code == 2 and done.stderr.splitlines()[-1].startswith(f"fastmaxsim: {said}")
 
 
 @pytest.mark.e2e

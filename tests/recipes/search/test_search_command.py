@@ -21,6 +21,7 @@ from filelock import FileLock
 from plaid_indexes import PLAID, merge_chunks
 from pylate.scores import colbert_scores
 from sparse_encoders import build_sparse_encoder
+from static_cases import save_static
 from tiny_recipe import text
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -32,7 +33,7 @@ from pylate_fastmaxsim.compressed import rounded_queries
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
 from pylate_fastmaxsim.recipes.evaluation import beir, ranking
-from pylate_fastmaxsim.recipes.models.kind import load_retriever
+from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import Retriever, retriever_of
 from pylate_fastmaxsim.recipes.search import index
 from pylate_fastmaxsim.recipes.search.clock import Clock
@@ -49,13 +50,6 @@ def saved(encoder, tmp_path_factory) -> dict[str, str]:
     sparse = build_sparse_encoder(folder / "sparse", encoder("bert"))
     save_static(folder / "static", encoder("bert"))
     return {"sparse": sparse, "late interaction": str(folder / "colbert"), KINDS[2]: str(folder / "static")}
-
-
-def save_static(folder: Path, encoder: str, threshold: float = 0.4, **options: object) -> None:
-    """A static model of random vectors, most pairs of which are cut."""
-    tokenizer = AutoTokenizer.from_pretrained(encoder).backend_tokenizer
-    vectors = torch.randn(2, tokenizer.get_vocab_size(), 16, generator=torch.Generator().manual_seed(0))
-    StaticLateInteraction(*vectors, tokenizer, threshold=threshold, **options).save(folder)
 
 
 @pytest.fixture

@@ -18,13 +18,9 @@ from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 from pylate_fastmaxsim.precompile import calls
+from pylate_fastmaxsim.precompile import recipe as warmup_module
 from pylate_fastmaxsim.precompile.processes import Compiled
-from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.load import load_model
-from pylate_fastmaxsim.recipes.training import warmup as warmup_module
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
-from pylate_fastmaxsim.recipes.training.warmup import (
+from pylate_fastmaxsim.precompile.recipe import (
     Warmed,
     WarmStep,
     batch_sizes,
@@ -32,6 +28,9 @@ from pylate_fastmaxsim.recipes.training.warmup import (
     nothing_to_compile,
     warm_up,
 )
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 
 FAST = {"fast": {"enabled": True}, "evaluation": {"rows": 0}}
 

@@ -13,11 +13,10 @@ from torch.nn import functional as F
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding import graphs
 from pylate_fastmaxsim.integrations.encoding.attention import accept_packed_masks
-from pylate_fastmaxsim.integrations.encoding.batch import Documents
-from pylate_fastmaxsim.integrations.encoding.calls import positioned
-from pylate_fastmaxsim.integrations.encoding.mask_sync import uninspected
+from pylate_fastmaxsim.integrations.encoding.batch import Documents, positioned
+from pylate_fastmaxsim.integrations.encoding.masks import uninspected
+from pylate_fastmaxsim.integrations.encoding.modes import UNDERSTOOD
 from pylate_fastmaxsim.integrations.encoding.plans import EncodingPlan, grouped_plan, nothing_skipped, packed_plan
-from pylate_fastmaxsim.integrations.encoding.reasons import UNDERSTOOD
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers, encoder_of
 from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed

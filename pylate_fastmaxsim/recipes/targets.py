@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.config.schema import Recipe, TextEvaluationSection
 from pylate_fastmaxsim.recipes.config.shipped import is_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection, load_collection
 from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.kind import load_retriever, saved_class
-from pylate_fastmaxsim.recipes.models.load import HostModel, load_trained
+from pylate_fastmaxsim.recipes.models.load import HostModel, load_retriever, load_trained, saved_class
 from pylate_fastmaxsim.recipes.pooling import final_pooling
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.recipes.training.run_directory import MODEL_DIRECTORY
 
 if TYPE_CHECKING:
@@ -58,7 +56,7 @@ class Target:
     def load(self, device: torch.device, trust_remote_code: bool) -> HostModel:
         """The model. RecipeError if it cannot be loaded."""
         if self.visual:  # whose adapters do not say of what
-            return load_trained(prepare(self.recipe).model, Path(self.path), device)
+            return load_trained(self.recipe.model, Path(self.path), device)
         trusted = trust_remote_code or (self.recipe is not None and self.recipe.model.trust_remote_code)
         return load_retriever(self.path, device, trusted)
 

@@ -13,19 +13,20 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from pylate_fastmaxsim._winners import queries_at_once
-from pylate_fastmaxsim.ops.pooled import Pooling, TopK, state_bytes
-from pylate_fastmaxsim.precompile.processes import Compiled, Compiling, cached_kernels
+from pylate_fastmaxsim.ops.pooled import state_bytes
+from pylate_fastmaxsim.pooling import Pooling, TopK
+from pylate_fastmaxsim.precompile.processes import Compiled, cached_kernels, compile_calls
 from pylate_fastmaxsim.precompile.shapes import BatchShape, Call, calls_of
 from pylate_fastmaxsim.recipes.config.schema import PoolingSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.models.encoder import encoder_of
 from pylate_fastmaxsim.recipes.models.load import HostModel, load_model
-from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
+from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin
 from pylate_fastmaxsim.recipes.pooling import final_pooling
-from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
-from pylate_fastmaxsim.recipes.training.trainer import build_trainer
+from pylate_fastmaxsim.recipes.training.arguments import training_arguments
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
+from pylate_fastmaxsim.reporting.table import Table
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,19 @@ class Warmed:
     steps: list[WarmStep]
     kernels: int
 
+    def table(self, name: str) -> Table:
+        """The time of the first step on each size of batch, and of the same step again."""
+        rows = [("rows in the batch", "first step", "again")]
+        rows += [(str(step.rows), f"{step.first:.2f} s", f"{step.again:.2f} s") for step in self.steps]
+        return Table(f"{name}: compiled", rows, left=0)
+
+    def counts(self) -> str:
+        """How many kernels are new, and how many of them were compiled before the first step."""
+        return (
+            f"{self.kernels} new kernels in Triton's cache, {self.ahead.kernels} of them before the first step, by "
+            f"{self.ahead.processes} processes in {self.ahead.seconds:.0f} s."
+        )
+
 
 def nothing_to_compile(recipe: Recipe) -> str | None:
     """Why training this recipe compiles no kernel, in one sentence, or None if it does.
@@ -56,7 +70,7 @@ def nothing_to_compile(recipe: Recipe) -> str | None:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError("warmup needs one process, whose cache all of them share; start it without a launcher.")
-    if (reason := plugin_off(recipe.fast)) is not None:
+    if (reason := reason_against_plugin(recipe.fast)) is not None:
         return f"{reason}, so there is nothing to compile."
     if not torch.cuda.is_available() or recipe.training.use_cpu:
         return f"{recipe.name} trains on a CPU here, where there is nothing to compile."
@@ -93,7 +107,7 @@ def warm_up(recipe: Recipe, processes: int | None = None) -> Warmed:
     if recipe.data.streaming:
         rows = Dataset.from_list(list(rows.take(recipe.training.per_device_train_batch_size)))
     steps, before = [], cached_kernels()
-    with tempfile.TemporaryDirectory() as scratch, switched(recipe.fast):
+    with tempfile.TemporaryDirectory() as scratch, plugin_of(recipe.fast):
         arguments = training_arguments(
             recipe,
             output_dir=scratch,
@@ -105,17 +119,15 @@ def warm_up(recipe: Recipe, processes: int | None = None) -> Warmed:
             report_to=[],
             disable_tqdm=True,
         )
-        require_trainable(arguments)
         model = load_model(prepared.model, arguments.device, recipe.training.seed)
         sizes = batch_sizes(len(rows), recipe)
         ahead = Compiled(0, 0, 0.0)
         if arguments.device.type == "cuda":
             dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
-            with Compiling(calls_of_recipe(recipe, model, rows, sizes, dtype), processes) as compiling:
-                ahead = compiling.result()
+            ahead = compile_calls(calls_of_recipe(recipe, model, rows, sizes, dtype), processes)
         for size in sizes:
             arguments.per_device_train_batch_size = size
-            trainer = build_trainer(recipe, model, rows.select(range(size)), arguments)
+            trainer = kind_of(recipe.model).build_trainer(recipe.loss, model, rows.select(range(size)), arguments)
             times = _StepTimes()
             trainer.add_callback(times)
             trainer.train()
@@ -132,20 +144,15 @@ def calls_of_recipe(
     than their columns. Of SPLADE models it is the pooling of packed texts, of other kinds nothing.
     """
     if recipe.model.kind == "splade":
-        shapes = splade_shapes(encoder_of(model).get_output_embeddings().weight.shape[1], dtype)
+        # Texts whose winners are stored in one byte, and longer ones; other sizes do not matter to the kernels.
+        dim = encoder_of(model).get_output_embeddings().weight.shape[1]
+        head = {"dim": dim, "dtype": dtype, "masked": ("nothing",), "poolings": (), "splade": True}
+        shapes = [BatchShape(1, 1, 1, tokens, **head) for tokens in (255, 256)]
     elif recipe.model.kind == "colbert":
         shapes = shapes_of_recipe(recipe, model, rows, sizes, dtype)
     else:
         return []
     return [call for shape in shapes for call in calls_of(shape) if call.gradients in (None, "both")]
-
-
-def splade_shapes(dim: int, dtype: torch.dtype) -> list[BatchShape]:
-    """Texts whose winners are stored in one byte, and longer ones; other sizes do not matter to the kernels."""
-    return [
-        BatchShape(1, 1, 1, tokens, dim=dim, dtype=dtype, masked=("nothing",), poolings=(), splade=True)
-        for tokens in (255, 256)
-    ]
 
 
 def shapes_of_recipe(

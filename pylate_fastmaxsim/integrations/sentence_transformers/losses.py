@@ -14,10 +14,10 @@ from sentence_transformers.multi_vector_encoder.losses import (
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.encoding.batch import Documents, padded_again
-from pylate_fastmaxsim.integrations.encoding.loss_columns import Features, LossColumns, in_force, noting
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.redirect import detached
-from pylate_fastmaxsim.integrations.score_metric import PooledScores
+from pylate_fastmaxsim.integrations.sentence_transformers.loss_columns import Features, LossColumns, in_force, noting
+from pylate_fastmaxsim.ops.score_metric import PooledScores
 
 
 class Batch(LossColumns):

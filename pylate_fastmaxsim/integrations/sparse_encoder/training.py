@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from sentence_transformers.sparse_encoder.losses import SpladeLoss
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.encoding.loss_columns import Features, LossColumns, in_force, noting
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.redirect import detached
+from pylate_fastmaxsim.integrations.sentence_transformers.loss_columns import Features, LossColumns, in_force, noting
 
 
 class Batch(LossColumns):

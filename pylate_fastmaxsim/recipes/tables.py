@@ -1,0 +1,114 @@
+"""Results of commands as tables for the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pylate_fastmaxsim.recipes.search.run import (
+    ENCODE_DOCUMENTS,
+    ENCODE_QUERIES,
+    ENCODE_SAMPLE,
+    INDEX,
+    PRUNED,
+    SEARCH,
+)
+from pylate_fastmaxsim.reporting.numbers import METRICS, format_number
+from pylate_fastmaxsim.reporting.table import Rows, Table
+
+NAMES_OF_TESTS = {"student": "Student's paired t-test", "fisher": "Fisher's randomisation test"}
+
+
+def training_table(result: dict[str, Any]) -> Table:
+    """The content of ``train.json``."""
+    resumed = f" (resumed from {result['resumed_from']})" if result["resumed_from"] else ""
+    rows = [("steps", f"{result['steps']}{resumed}")]
+    if losses := result["losses"]:
+        rows.append(("logged loss, first to last", f"{losses[0][1]:.4f} to {losses[-1][1]:.4f}"))
+    rows += [(title, format_number("{:.4f}", result[key])) for key, title in METRICS.items() if key in result]
+    fast = result["fast"]
+    rows.append(("pylate-fastmaxsim", "on" if fast["enabled"] else f"off ({fast['why_off']})"))
+    rows.append(("model", result["model"]))
+    return Table(f"{result['recipe']}: trained", rows, header=False, left=2)
+
+
+def mining_table(result: dict[str, Any]) -> Table:
+    """The result of mining."""
+    rows = [(name, f"{result[name]:,}") for name in ("queries", "documents", "rows")]
+    rows.append(("pairs without enough negatives", f"{result['left_out']:,}"))
+    rows.append(("data", result["data"]))
+    return Table("mined", rows, header=False, left=2)
+
+
+def search_table(result: dict[str, Any]) -> Table:
+    """What was searched, the seconds of each task and the rate of it, and metrics."""
+    rows = [
+        ("model", result["kind"]),
+        ("documents", f"{result['documents']:,}"),
+        ("queries", f"{result['queries']:,}"),
+    ]
+    for task, count, unit in (
+        (ENCODE_QUERIES, result["queries"], "queries"),
+        (ENCODE_SAMPLE, None, ""),
+        (ENCODE_DOCUMENTS, result["encoded_documents"], "documents"),
+        (INDEX, None, ""),
+        (SEARCH, result["queries"], "queries"),
+        (PRUNED, result["queries"], "queries"),
+    ):
+        if (seconds := result["seconds"].get(task)) is not None:
+            rate = f", {count / seconds:,.0f} {unit}/s" if count else ""
+            rows.append((task, f"{seconds:.1f} s{rate}"))
+    rows += [(METRICS[name], f"{value:.4f}") for name, value in (result["metrics"] or {}).items()]
+    rows += _plaid_rows(result["plaid"] or {})
+    rows += [(name, result[name]) for name in ("index", "run") if result[name] is not None]
+    return Table(f"{result['model']}: searched", rows, header=False)
+
+
+def _plaid_rows(plaid: dict[str, Any]) -> Rows:
+    """What PLAID's own search finds of the exhaustive ranking of its index."""
+    rows = []
+    if "not_searched" in plaid:
+        rows.append((PRUNED, f"not measured: {plaid['not_searched']}"))
+    shares = [
+        f"{value:.1%} of the top {name.removeprefix('overlap@')}"
+        for name, value in plaid.items()
+        if name.startswith("overlap@")
+    ]
+    if shares:
+        rows.append((f"{PRUNED} finds", ", ".join(shares)))
+    metrics = (plaid.get("metrics") or {}).items()
+    return [*rows, *((f"{METRICS[name]} of {PRUNED}", f"{value:.4f}") for name, value in metrics)]
+
+
+def metrics_table(result: dict[str, Any]) -> Table:
+    """Metrics and times of each evaluated model."""
+    metrics = list(result["models"][0]["metrics"])
+    rows = [("model", *(METRICS[name] for name in metrics), "encode", "search")]
+    for model in result["models"]:
+        encoding = model["seconds"].get(ENCODE_DOCUMENTS)
+        rows.append(
+            (
+                model["label"],
+                *(f"{model['metrics'][name]:.4f}" for name in metrics),
+                "kept" if encoding is None else f"{encoding:.1f} s",
+                f"{model['seconds'][SEARCH]:.1f} s",
+            )
+        )
+    return Table(f"{result['collection']}: {result['documents']:,} documents, {result['queries']:,} queries", rows)
+
+
+def pairs_table(result: dict[str, Any]) -> Table:
+    """The difference of each two models by each metric, its p, and the queries for which it is positive or negative."""
+    # Rows come by metric.
+    pairs = list(dict.fromkeys(tuple(row["models"]) for row in result["pairs"]))
+    rows = [("models", "metric", "difference", "p", "better", "equal", "worse")]
+    for first, second in pairs:
+        names = f"{second} against {first}"
+        for row in result["pairs"]:
+            if row["models"] == [first, second]:
+                p = f"{row['corrected_p']:.3f}" if row["corrected_p"] >= 0.001 else "< 0.001"
+                counts = (str(row[name]) for name in ("better", "equal", "worse"))
+                rows.append((names, METRICS[row["metric"]], f"{row['difference']:+.4f}", p, *counts))
+                names = ""
+    corrected = f", p corrected for {len(pairs)} pairs (Holm)" if len(pairs) > 1 else ""
+    title = f"{NAMES_OF_TESTS[result['test']]} over {result['queries']:,} queries{corrected}"
+    return Table(title, rows, left=2)

@@ -1,0 +1,73 @@
+"""A table for the terminal: drawn in a console of rich, and in aligned columns where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+Rows = Sequence[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a title.
+
+    Attributes
+    ----------
+    title
+        Above the table.
+    rows
+        The first is the header, unless ``header`` is false.
+    caption
+        Sentences below the table.
+    left
+        How many columns are aligned to the left; the others to the right.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.reporting.table import Table
+    >>> print(Table("a step", [("", "stock", "fast"), ("time", "2 s", "1 s")]))
+    a step
+          stock  fast
+    time    2 s   1 s
+    """
+
+    title: str
+    rows: Rows
+    caption: str | None = None
+    header: bool = True
+    left: int = 1
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        lines = [self.title]
+        for row in self.rows:
+            cells = zip(row, widths, strict=True)
+            aligned = [
+                cell.ljust(width) if place < self.left else cell.rjust(width)
+                for place, (cell, width) in enumerate(cells)
+            ]
+            lines.append("  ".join(aligned).rstrip())
+        return "\n".join([*lines, *([self.caption] if self.caption else [])])
+
+    def __rich__(self) -> RichTable:
+        from rich.table import Table as RichTable
+
+        table = RichTable(
+            title=self.title,
+            title_justify="left",
+            caption=self.caption,
+            caption_justify="left",
+            show_header=self.header,
+        )
+        head, body = (self.rows[0], self.rows[1:]) if self.header else ([""] * len(self.rows[0]), self.rows)
+        for place, name in enumerate(head):
+            # Wrapped and never cut off.
+            table.add_column(name, justify="left" if place < self.left else "right", overflow="fold")
+        for row in body:
+            table.add_row(*row)
+        return table
