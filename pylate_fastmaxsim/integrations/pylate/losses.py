@@ -14,14 +14,22 @@ from pylate import scores as stock_scores
 from pylate.losses.cached_contrastive import CachedContrastive
 from pylate.losses.contrastive import Contrastive
 from pylate.losses.distillation import Distillation
-from pylate.utils import all_gather_with_gradients, get_rank, get_world_size
+from pylate.utils import ColBERTCollator, all_gather_with_gradients, get_rank, get_world_size
+from sentence_transformers import SentenceTransformerTrainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding.collated import counting_tokens_of_batches
 from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
-from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged, as_given, changes_masks, settle
+from pylate_fastmaxsim.integrations.encoding.masks import (
+    MasksChanged,
+    agree_on_mask_changes,
+    changes_masks,
+    with_copied_masks,
+)
+from pylate_fastmaxsim.integrations.encoding.plans import live_tokens
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
 from pylate_fastmaxsim.integrations.encoding.views import current as current_views
 from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_over_views_of_leaves
@@ -47,9 +55,13 @@ Features = list[dict[str, Tensor]]
 NOT_ACCELERATED = "%s is not accelerated (running PyLate's padded implementation): %s."
 
 
+_COLLATOR_AND_TRAINER = counting_tokens_of_batches(ColBERTCollator, SentenceTransformerTrainer)
+
+
 def patches() -> list[Patch]:
-    """What to replace in PyLate."""
+    """Replacements in PyLate, and in the trainer of Sentence Transformers."""
     return [
+        *_COLLATOR_AND_TRAINER,
         Patch(Contrastive, "forward", contrastive),
         Patch(CachedContrastive, "forward", cached_contrastive),
         Patch(Distillation, "forward", distillation),
@@ -78,7 +90,7 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
                         )
                     # CachedContrastive does not raise it, nor does any loss after the first batch.
                     first = not isinstance(self, CachedContrastive) and changes_masks(self) is None
-                    before = as_given(features) if first else features
+                    before = with_copied_masks(features) if first else features
                     try:
                         return fast(self, options, features, *labels, **named_labels)
                     except MasksChanged:
@@ -144,7 +156,6 @@ class _Scored:
     zero_floor: Tensor | None
     k: int | None
     metric: PooledScores | None
-    options: Options
 
 
 @_replaces(Contrastive.forward)
@@ -192,9 +203,12 @@ def cached_contrastive(
     queries_mask = scored_tokens(self.model, features)
     progress = partial(_progress, self, description="Embed mini-batches")
     batch = CachedBatch(self.model, features, mini_batch_size=self.mini_batch_size, progress=progress)
+    targets = _targets(len(batch.queries), len(features) - 1, self.gather_across_devices, batch.queries.device)
 
     def loss_of(queries: Tensor, scored: _Scored) -> Tensor:
-        return _loss_in_chunks(self, queries, queries_mask, scored, len(features) - 1)
+        loss = torch.stack(_losses_of_chunks(self, queries, queries_mask, scored, targets)).sum()
+        # As in PyLate, only of the loss that is reported: gradients are those of the sum over the queries.
+        return loss / len(queries) if self.size_average else loss
 
     scored = _scored(self, options, batch.documents, features)
     loss = _seen(sum_over_views_of_leaves, loss_of, batch.queries, scored)
@@ -208,19 +222,6 @@ def _seen(total: Callable, loss_of: Callable[[Tensor, _Scored], Tensor], queries
     return total(of_view, queries, scored.documents, scored.zero_floor)
 
 
-def _loss_in_chunks(
-    self: CachedContrastive, queries: Tensor, queries_mask: Tensor | None, scored: _Scored, columns: int
-) -> Tensor:
-    """The loss, computed in chunks of queries; with gradients enabled, each chunk adds its own to the leaves.
-
-    As in PyLate, ``size_average`` divides only the loss that is reported: the gradients are those of the sum over the
-    queries, so those of Contrastive times the batch size.
-    """
-    targets = _targets(len(queries), columns, self.gather_across_devices, queries.device)
-    loss = torch.stack(_losses_of_chunks(self, queries, queries_mask, scored, targets)).sum()
-    return loss / len(queries) if self.size_average else loss
-
-
 def _losses_of_chunks(
     self: CachedContrastive, queries: Tensor, queries_mask: Tensor | None, scored: _Scored, targets: Tensor
 ) -> list[Tensor]:
@@ -229,20 +230,16 @@ def _losses_of_chunks(
     documents, count = scored.documents, len(queries)
     pooling = Max() if scored.metric is None else scored.metric.pooling
     kept = state_bytes(pooling, documents.max_length, documents.values.dtype)
-    chunks = _chunks(self, count, queries_at_once(queries.shape[1], len(documents), kept))
+    # All where memory allows, and never fewer than the loss asks for.
+    step = max(self.score_mini_batch_size, queries_at_once(queries.shape[1], len(documents), kept))
+    begins = _progress(self, range(0, count, step), "Preparing caches")
 
     def loss_of(chunk: slice, values: Tensor) -> Tensor:
         mask = None if queries_mask is None else queries_mask[chunk]
         scores = _score(queries[chunk], mask, replace(scored, documents=documents.with_values(values)))
         return _sum_of_losses(self, scores, targets[chunk])
 
-    return losses_of_chunks(documents.values, count, chunks, loss_of)
-
-
-def _chunks(self: CachedContrastive, count: int, at_once: int) -> Iterator[slice]:
-    """Queries to score at a time: all where memory allows, and never fewer than the loss asks for."""
-    step = max(self.score_mini_batch_size, at_once)
-    return (slice(begin, begin + step) for begin in _progress(self, range(0, count, step), "Preparing caches"))
+    return losses_of_chunks(documents.values, count, (slice(begin, begin + step) for begin in begins), loss_of)
 
 
 def _sum_of_losses(self: CachedContrastive, scores: Tensor, targets: Tensor) -> Tensor:
@@ -272,12 +269,12 @@ def _encode(loss: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
     if changed or changes_masks(loss) is None:
         gathers = getattr(loss, "gather_across_devices", False) and dist.is_available() and dist.is_initialized()
         group = dist.group.WORLD if gathers else group_in_step(loss.model)
-        settle(loss, changed, features[0]["input_ids"].device, group)
+        agree_on_mask_changes(loss, changed, features[0]["input_ids"].device, group)
     return encoded
 
 
 def scored_tokens(model: nn.Module, features: Features) -> Tensor | None:
-    """Which tokens of the queries are scored, ``[B, L]``, bool; None: all."""
+    """Mask of the query tokens that are scored, ``[B, L]``, bool; None: all."""
     # With query expansion all tokens of a query are scored, also those that are not attended to.
     # Else any number but 0 is a token, as in PyLate.
     return None if wrapper_attribute(model, "do_query_expansion") else features[0]["attention_mask"].bool()
@@ -301,15 +298,15 @@ def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: 
     # A masked token never passes in XTR scores, and a token that does not counts as 0 there.
     if (options.stock_masking and metric is None) or k is not None:
         skiplist = wrapper_attribute(loss.model, "skiplist")
-        masked = [~encoding_encode.counting_tokens(column, skiplist).all(dim=1) for column in columns]
+        masked = [~live_tokens(column, skiplist).all(dim=1) for column in columns]
         zero_floor = torch.cat(masked)[order]
     if metric is None and not isinstance(options.pooling, Max):
         metric = PooledScores(options.pooling)
-    return _Scored(documents.select(order), zero_floor, k, metric, options)
+    return _Scored(documents.select(order), zero_floor, k, metric)
 
 
 def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candidates: Tensor | None = None) -> Tensor:
-    batch = TokenBatch.from_padded(_as_wide(queries, scored.documents), queries_mask)
+    batch = TokenBatch.from_padded(_widened(queries, scored.documents), queries_mask)
     if scored.k is not None:
         scores = xtr_scores(batch, scored.documents, scored.k, candidates, zero_floor=scored.zero_floor)
         return scores.float()  # as in PyLate
@@ -318,7 +315,7 @@ def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candid
     return scored.metric.of_batches(batch, scored.documents, candidates)
 
 
-def _as_wide(queries: Tensor, documents: TokenBatch) -> Tensor:
+def _widened(queries: Tensor, documents: TokenBatch) -> Tensor:
     # Documents may have become wider for those of other ranks; never are queries made narrower.
     return queries.to(torch.promote_types(queries.dtype, documents.values.dtype))
 

@@ -30,13 +30,13 @@ BESIDE_NEGATIVES = {
 }
 
 
-def is_id(column: str) -> bool:
-    """Whether PyLate's collator leaves a column out of the texts."""
+def is_id_column(column: str) -> bool:
+    """Tell whether PyLate's collator leaves a column out of the texts."""
     return "_id" in column or column == "dataset_name"
 
 
-def is_query(column: str) -> bool:
-    """Whether PyLate's collator encodes the texts of a column as queries."""
+def is_query_column(column: str) -> bool:
+    """Tell whether PyLate's collator encodes the texts of a column as queries."""
     return "query" in column or "anchor" in column
 
 
@@ -63,26 +63,21 @@ def check_first(recipe: Recipe, row: dict[str, Any]) -> None:
         raise RecipeError(f"data.collection is missing: {query!r} and the other columns hold ids, not texts.")
 
 
-def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
+def check_columns(recipe: Recipe, dataset: Dataset) -> None:
     """Refuse columns that do not fit the loss, or that PyLate's collator would use otherwise."""
-    for column in filter(is_id, columns):
+    query, *others = columns = dataset.column_names
+    for column in filter(is_id_column, columns):
         raise RecipeError(
             f"data.columns: PyLate's collator leaves out {column!r}, as it does dataset_name and every column with _id "
             "in its name; leave it out as well, or rename it if it holds texts."
         )
-    query, *others = columns
-    for column in filter(is_query, others):
+    for column in filter(is_query_column, others):
         raise RecipeError(
             f"data.columns: PyLate's collator encodes {column!r} as queries, as it does every column with query or anchor "
             "in its name; rename it, or leave it out."
         )
     if recipe.loss.name == "distillation":
-        if len(others) != 2 or [column for column in columns if column in COLLATED_LABELS] != others[1:]:
-            raise RecipeError(
-                f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
-            )
-        require_text(dataset, [query], "data")
-        require_a_score_each(dataset, *others)
+        require_scored_documents(dataset, [column for column in columns if column in COLLATED_LABELS])
         return
     if not others:
         raise RecipeError(
@@ -92,10 +87,21 @@ def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
     require_text(dataset, columns, "data")
 
 
+def require_scored_documents(dataset: Dataset, labels: list[str]) -> None:
+    """Refuse columns other than a query, its documents and their scores, which alone are ``labels`` for the collator."""
+    query, *others = dataset.column_names
+    if len(others) != 2 or labels != others[1:]:
+        raise RecipeError(
+            f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(dataset.column_names)}]."
+        )
+    require_text(dataset, [query], "data")
+    require_a_score_each(dataset, *others)
+
+
 def query_named(dataset: Dataset) -> Dataset:
     """The rows with a name for the first column by which PyLate's collator recognises queries."""
     query, *documents = dataset.column_names
-    if is_id(query) or is_query(query):
+    if is_id_column(query) or is_query_column(query):
         return dataset
     return dataset.rename_column(query, "query") if "query" not in documents else dataset
 
@@ -118,12 +124,12 @@ def require_query_first(documents: list[str], query: str) -> None:
 
 
 def names_queries(column: str) -> bool:
-    """Whether a column is called as one of queries or of their ids."""
-    return is_query(column.lower()) or "question" in column.lower() or column.lower() == "qid"
+    """Tell whether a column is called as one of queries or of their ids."""
+    return is_query_column(column.lower()) or "question" in column.lower() or column.lower() == "qid"
 
 
 def names_negatives(column: str) -> bool:
-    """Whether a column is called as one of negatives: negative, neg_1, hard_negatives, bm25_negative, negative_passages, ...
+    """Tell whether a column is called as one of negatives: negative, neg_1, hard_negatives, bm25_negative, negative_passages, ...
 
     Examples
     --------
@@ -184,19 +190,15 @@ def require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None:
                 f"data.columns: every row must have {ways} {documents}{', as the first has,' if row else ''} and a score "
                 f"for each, but row {row} has {found[0]} and {found[1]} {scores}."
             )
-        _require_values(
-            table, documents, "texts", lambda kind: pa.types.is_string(kind) or pa.types.is_large_string(kind)
-        )
-        _require_values(
-            table, scores, "finite numbers", lambda kind: pa.types.is_integer(kind) or pa.types.is_floating(kind)
-        )
+        _require_values(table, documents, "texts", pa.types.is_string, pa.types.is_large_string)
+        _require_values(table, scores, "finite numbers", pa.types.is_integer, pa.types.is_floating)
         before += table.num_rows
 
 
-def _require_values(table: pa.Table, column: str, wanted: str, allowed: Callable[[pa.DataType], bool]) -> None:
+def _require_values(table: pa.Table, column: str, wanted: str, *allowed: Callable[[pa.DataType], bool]) -> None:
     """Refuse lists of values other than ``wanted``, and values that are missing, nan or infinite."""
     values = pc.list_flatten(table[column])
-    if not allowed(values.type):
+    if not any(is_of(values.type) for is_of in allowed):
         raise RecipeError(f"data.columns: {column!r} must hold lists of {wanted}, but it holds lists of {values.type}.")
     if values.null_count:
         raise RecipeError(f"data.columns: {column!r} must hold {wanted}, but some are missing.")
