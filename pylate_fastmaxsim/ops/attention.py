@@ -140,7 +140,7 @@ def _check_vectors(where: str, dtype: torch.dtype, dim: int) -> None:
 def is_faster(
     query: Tensor, key: Tensor, cu_seqlens: Tensor, max_length: int, window: tuple[int, int], dropout: float
 ) -> bool:
-    """Whether :func:`text_attention` can replace FlashAttention and was measured to be faster."""
+    """Say whether :func:`text_attention` can replace FlashAttention and was measured to be faster."""
     if window[0] != window[1] or key.shape[1] != query.shape[1]:
         return False
     if query.shape[0] < FEWEST_TOKENS or not _measured_on(query.device):
@@ -149,7 +149,7 @@ def is_faster(
 
 
 def rotary_is_faster(x: Tensor, dim: int, cu_seqlens: Tensor, max_length: int, reach: int) -> bool:
-    """The same of :func:`rotary_self_attention` in a compiled graph, which calls neither by Python."""
+    """Say so of :func:`rotary_self_attention` in a compiled graph, which calls neither by Python."""
     takes = x.dtype in (torch.bfloat16, torch.float16) and dim == HEAD_DIM
     return takes and _measured_on(x.device) and _is_measured(x.shape[0], dim, cu_seqlens, max_length, reach, False)
 

@@ -17,7 +17,7 @@ from pylate_fastmaxsim.cpu import compressed as blocked
 from pylate_fastmaxsim.ops.operands import (
     as_batch,
     cast_by_autocast,
-    check_choice,
+    check_candidates,
     check_numbers,
     fake_scores,
     kernels,
@@ -57,7 +57,7 @@ def _prepared(queries: TokenBatch, documents: CompressedBatch, candidates: Tenso
         (q_values,) = cast_by_autocast(q_values)
     require_vector_dtype("maxsim", "token vectors", q_values)
     require_one_device_and_dim("maxsim", queries, documents)
-    check_choice("maxsim", queries, documents, candidates, None)
+    check_candidates("maxsim", queries, documents, candidates, None)
     return CompressedOperands(
         q_values, queries.starts, queries.lengths, queries.keep,
         *_stored(tokens), documents.starts, documents.lengths, documents.keep, candidates,
@@ -67,7 +67,7 @@ def _prepared(queries: TokenBatch, documents: CompressedBatch, candidates: Tenso
 
 
 def _stored(tokens: Int8 | Fp8 | Residual) -> tuple[Tensor | None, ...]:
-    """What is stored, scales, codes, centroids and the numbers of each byte."""
+    """The stored numbers, scales, codes, centroids and the numbers of each byte."""
     if isinstance(tokens, Int8):
         return tokens.values, tokens.scales, None, None, None
     if isinstance(tokens, Fp8):
@@ -85,7 +85,7 @@ def _check(operands: CompressedOperands, want_winners: bool) -> None:
 
 
 def _of_vectors(operands: CompressedOperands) -> ScoringOperands:
-    """The same sequences over as many document vectors, of which nothing but their number is meant."""
+    """The operands with as many document vectors as are stored, of which only the number is read."""
     vectors = operands.q_values.new_empty(1, 1).expand(operands.stored.shape[0], 1)
     return ScoringOperands(
         operands.q_values, operands.q_starts, operands.q_lengths, operands.q_keep,

@@ -25,12 +25,15 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def runs_kernels(values: Tensor) -> bool:
-    """Whether the Triton kernels take such values."""
+    """Say whether the Triton kernels take such values."""
     return values.is_cuda and values.dtype in KERNEL_DTYPES and has_kernels(values.device)
 
 
 def path(name: str, blocked: ModuleType, values: Tensor) -> ModuleType:
-    """The module that computes an operator of such values: of its kernels, or ``blocked`` PyTorch."""
+    """The module that computes an operator of such values: of its kernels, or ``blocked`` PyTorch.
+
+    Blocked PyTorch takes the precision of float32 products, but leaves it to PyTorch, which has the same settings.
+    """
     return kernels(name) if runs_kernels(values) else blocked
 
 
@@ -42,7 +45,7 @@ def kernels(name: str) -> ModuleType:
 
 @functools.cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels run on a CUDA device. Logs a warning once if they do not."""
+    """Say whether Triton kernels run on a CUDA device. Logs a warning once if they do not."""
     if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
         logger.warning(
             "maxsim: the kernels need an NVIDIA GPU of compute capability 8.0 or newer; tensors on %s (%s) are scored by "
@@ -98,7 +101,7 @@ def prepared(
     require_one_dtype(operator, "queries", q_values, "documents", d_values)
     require_vector_dtype(operator, "token vectors", q_values)
     require_one_device_and_dim(operator, queries, documents)
-    check_choice(operator, queries, documents, candidates, zero_floor)
+    check_candidates(operator, queries, documents, candidates, zero_floor)
     operands = ScoringOperands.of(queries, documents, candidates, zero_floor)
     if q_values is not queries.values or d_values is not documents.values:
         operands = operands._replace(q_values=q_values, d_values=d_values)
@@ -106,7 +109,7 @@ def prepared(
 
 
 def recording(operator: str, operands: ScoringOperands) -> bool:
-    """Whether winners have to be kept for a backward.
+    """Say whether a backward needs winners.
 
     Raises ValueError where sequences share rows, which is checked on a CPU only: winners are kept for each row of the
     queries, and gradients written for each row of the documents.
@@ -213,7 +216,7 @@ def require_one_device_and_dim(operator: str, queries: TokenBatch, documents: To
         )
 
 
-def check_choice(
+def check_candidates(
     operator: str,
     queries: TokenBatch,
     documents: TokenBatch | CompressedBatch,

@@ -13,7 +13,7 @@ from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.operands import (
     as_batch,
     autocast_dtype,
-    check_choice,
+    check_candidates,
     path,
     refuse_meta,
     refuse_transforms,
@@ -93,7 +93,7 @@ def maxsim_from_hidden(
     # Before the projection, which is most of the work.
     queries = as_batch("maxsim_from_hidden", "queries", queries, queries_mask)
     documents = as_batch("maxsim_from_hidden", "documents", documents, documents_mask)
-    check_choice("maxsim_from_hidden", queries, documents, candidates, zero_floor)
+    check_candidates("maxsim_from_hidden", queries, documents, candidates, zero_floor)
     if project != "documents":
         queries = queries.with_values(project_normalize(queries.values, weight, bias, normalize))
     if project != "queries":

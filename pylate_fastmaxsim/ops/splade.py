@@ -126,7 +126,7 @@ def _prepared(
 
 
 def _activation(activation_function: ActivationFunction, log1p: bool) -> tuple[bool, int]:
-    """Whether relu follows the maximum, and how many logarithms."""
+    """Relu after the maximum or not, and the number of logarithms."""
     if not isinstance(log1p, bool):
         raise TypeError(f"splade_pool: log1p must be True or False, got {log1p!r}.")
     if activation_function is None:
@@ -168,7 +168,7 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _recording(operands: SpladeOperands) -> bool:
-    """Whether winners have to be kept for a backward; ValueError where texts on a CPU share rows that get a gradient."""
+    """Say whether a backward needs winners; ValueError where texts on a CPU share rows that get a gradient."""
     hidden, weight, bias = operands.hidden, operands.weight, operands.bias
     if not torch.is_grad_enabled():
         return False

@@ -128,12 +128,12 @@ def test_the_key_of_a_kernel_does_not_depend_on_the_kernels_before_it():
     names = ["maxsim.forward.forward_kernel", "pooled.top_many_forward.top_many_kernel"]
     script = f"""
 import importlib, sys
-from pylate_fastmaxsim.kernels.runtime.cached_launch import hash_what_it_calls_first
+from pylate_fastmaxsim.kernels.runtime.cached_launch import hash_callees
 kernels = []
 for name in {names}[:: int(sys.argv[1])]:
     module, _, kernel = name.rpartition(".")
     kernels.append(getattr(importlib.import_module("pylate_fastmaxsim.kernels." + module), kernel).kernel)
-    hash_what_it_calls_first(kernels[-1])
+    hash_callees(kernels[-1])
 print(sorted(kernel.cache_key for kernel in kernels))
 """
     keys = {

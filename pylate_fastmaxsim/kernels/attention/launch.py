@@ -6,9 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.kernels.attention.forward import attention_kernel
+from pylate_fastmaxsim.kernels.attention.forward import attention_kernel, rotary_kernel
 from pylate_fastmaxsim.kernels.attention.gradient import attention_gradient_kernel
-from pylate_fastmaxsim.kernels.attention.rotary import rotary_kernel
 from pylate_fastmaxsim.kernels.runtime.arch import cdiv, launch_options
 from pylate_fastmaxsim.kernels.runtime.tensors import on_device_of
 
@@ -29,7 +28,7 @@ class Tiles(NamedTuple):
 
 
 # By the columns of a tile, for 16-bit vectors, chosen on an H100 (benchmarks/results/attention_tiles.json).
-# The tiles of BACKWARD for short texts hold what those of FORWARD do: only `long_attention_kernel` writes log-sums.
+# The tiles of BACKWARD for short texts hold what those of FORWARD do: only long texts have log-sums.
 FORWARD = {
     32: Tiles((Tile(64, 4), Tile(128, 4)), Tile(64, 4)),
     64: Tiles((Tile(32, 2), Tile(64, 4), Tile(128, 8)), Tile(64, 4, 128)),
@@ -74,7 +73,7 @@ def forward(
 def rotary_forward(
     qkv: Tensor, cos: Tensor, sin: Tensor, *texts, tiles: Tiles | None = None, **dropout
 ) -> tuple[Tensor, Tensor]:
-    """The same of ``qkv [T, 3, heads, d]``, contiguous, whose queries and keys are turned in place first."""
+    """States and log-sums of ``qkv [T, 3, heads, d]``, contiguous, whose queries and keys are turned in place first."""
     rows, _, heads, dim = qkv.shape
     with on_device_of(qkv):
         grid = (cdiv(rows * 2 * heads, TURNED),)

@@ -8,9 +8,8 @@ from torch import Tensor
 from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.compressed import rounded_queries
-from pylate_fastmaxsim.kernels.compressed.decompress import decompress_kernel
+from pylate_fastmaxsim.kernels.compressed.conversions import decompress_kernel, round_rows_kernel
 from pylate_fastmaxsim.kernels.compressed.query_gradient import compressed_query_gradient_kernel
-from pylate_fastmaxsim.kernels.compressed.round_rows import round_rows_kernel
 from pylate_fastmaxsim.kernels.compressed.tiles import forward_tiles, gradient_rows, is_fused
 from pylate_fastmaxsim.kernels.maxsim import launch as maxsim
 from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel
@@ -64,7 +63,7 @@ def forward(
 
 
 def _in_tiles(operands: CompressedOperands, rows_in_all: int) -> bool:
-    """Whether a kernel of this format scores documents as they are stored."""
+    """Say whether a kernel of this format scores documents as they are stored."""
     q_values = operands.q_values
     if operands.format == "residual":
         of_16_bits = q_values.dtype != torch.float32
@@ -75,7 +74,7 @@ def _in_tiles(operands: CompressedOperands, rows_in_all: int) -> bool:
 
 @functools.cache
 def has_fp8(device: torch.device) -> bool:
-    """Whether the GPU multiplies e4m3."""
+    """Say whether the GPU multiplies e4m3."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -110,7 +109,7 @@ def round_rows(values: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple
 
 
 def _decoding(operands: CompressedOperands) -> tuple[Tensor | None, ...]:
-    """What kernels read beside the stored numbers: scales, codes, centroids, and the numbers of each byte, two to a word."""
+    """Tensors that decode stored numbers: scales, codes, centroids, and the numbers of each byte, two to a word."""
     words = None if operands.byte_values is None else operands.byte_values.view(torch.int32)
     return operands.scales, operands.codes, operands.centroids, words
 
@@ -118,7 +117,7 @@ def _decoding(operands: CompressedOperands) -> tuple[Tensor | None, ...]:
 def _decompressed_forward(
     operands: CompressedOperands, want_winners: bool, precision: str
 ) -> tuple[Tensor, Tensor | None]:
-    """The same by documents that are decompressed, some at a time, and scored as MaxSim scores vectors."""
+    """Scores and winners of documents that are decompressed, some at a time, and scored as vectors."""
     q_values = operands.q_values
     if operands.format == "fp8":
         rounded, scales = rounded_queries(q_values, "fp8")

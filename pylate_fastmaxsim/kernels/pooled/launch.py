@@ -101,7 +101,7 @@ def forward(
 
 
 def _scale(pooling: PoolingNumbers) -> float:
-    """What a similarity is multiplied by to be an exponent of 2."""
+    """Factor that makes a similarity an exponent of 2."""
     return math.log2(math.e) / pooling.temperature
 
 

@@ -73,7 +73,7 @@ def running_best(
     v0, v1, v2, v3, g0, g1, g2, g3, not_finite, first, similarity,
     WANT_WINNERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The same after the columns from `first` on, ``[BLOCK_M, BLOCK_N]``."""
+    """Values, groups and `not_finite` after the columns from `first` on, ``[BLOCK_M, BLOCK_N]``."""
     group = (first // 8).to(tl.float32)
     if BLOCK_N == 32:
         v0, v1, v2, v3, g0, g1, g2, g3, not_finite = _insert_four(

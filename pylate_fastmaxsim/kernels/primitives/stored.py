@@ -100,7 +100,7 @@ def similarities_as_stored(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """As :func:`similarities_of_document`, of a document that begins at row `start` of `stored`.
+    """Products of query rows with tokens of a compressed document that begins at row `start` of `stored`.
 
     FORMAT is "int8", "fp8" or "residual" (d of at most BLOCK_K). Without scales of query rows, and of int8 documents unless
     PER_TOKEN: these are not negative, so they wait until the maximum is known.

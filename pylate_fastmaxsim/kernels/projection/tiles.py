@@ -12,7 +12,7 @@ _FEWEST_ROWS = 512
 
 
 class ProjectionTiles(NamedTuple):
-    """Of project_kernel and hidden_gradient_kernel."""
+    """Tiles of project_kernel and hidden_gradient_kernel."""
 
     block_t: int
     block_d: int

@@ -15,12 +15,18 @@ from pylate_fastmaxsim.kernels.runtime.arch import (
     next_power_of_2,
 )
 from pylate_fastmaxsim.kernels.runtime.tensors import contiguous, on_device_of
-from pylate_fastmaxsim.kernels.winner_backward.candidate_order import candidate_order_kernel
 from pylate_fastmaxsim.kernels.winner_backward.document_gradient import (
     candidate_document_gradient_kernel,
     document_gradient_kernel,
 )
 from pylate_fastmaxsim.kernels.winner_backward.query_gradient import query_gradient_kernel
+from pylate_fastmaxsim.kernels.winner_backward.sorting import (
+    LONGEST_TILE,
+    candidate_order_kernel,
+    count_kernel,
+    place_kernel,
+    row_query_kernel,
+)
 from pylate_fastmaxsim.kernels.winner_backward.tiles import (
     FROM_TABLES,
     BackwardTiles,
@@ -28,12 +34,6 @@ from pylate_fastmaxsim.kernels.winner_backward.tiles import (
     candidate_gradient_tiles,
     document_gradient_tiles,
     query_gradient_tiles,
-)
-from pylate_fastmaxsim.kernels.winner_backward.winner_buckets import (
-    LONGEST_TILE,
-    count_kernel,
-    place_kernel,
-    row_query_kernel,
 )
 
 # Places of buckets at once: 32 MiB of entries and weights, 48 MiB where entries are sets, and seldom as much of counts.
@@ -136,14 +136,24 @@ def _query_gradient(
     ranks = _ranks(winners)
     grid = (operands.q_starts.shape[0] * row_blocks, cdiv(dim, tile.block_d))
     query_gradient_kernel[grid](
-        grad_scores, winners, operands.q_starts, operands.q_lengths, d_values, operands.d_starts, operands.candidates,
-        grad_q, row_query, grad_scores.shape[1], winners.shape[-1], row_blocks,
+        grad_scores,
+        winners,
+        operands.q_starts,
+        operands.q_lengths,
+        d_values,
+        operands.d_starts,
+        operands.candidates,
+        grad_q,
+        row_query,
+        grad_scores.shape[1],
+        winners.shape[-1],
+        row_blocks,
         DIM=dim,
         SENTINEL=no_winner(winners.dtype),
         **in_flight(tile, ranks, grid[0] * grid[1] * tile.num_warps),
         **launch_options(tile),
         maxnreg=None if ranks == 1 else ALL_REGISTERS,
-    )  # fmt: skip
+    )
 
 
 def document_gradient(
@@ -190,14 +200,23 @@ def document_gradient(
         begins = torch.cumsum(counts, dim=1, dtype=count_dtype)
         place_kernel[grid](*given, begins, buckets, weights, *sizes, **scan)
         document_gradient_kernel[(here * tiles_per_document,)](
-            q_values, d_starts, d_lengths, buckets, weights, begins, grad_d,
-            first_document, num_entries, num_chunks, tiles_per_document,
+            q_values,
+            d_starts,
+            d_lengths,
+            buckets,
+            weights,
+            begins,
+            grad_d,
+            first_document,
+            num_entries,
+            num_chunks,
+            tiles_per_document,
             DIM=dim,
             SETS=ranks > 1,
             WRITE_ZEROS=operands.d_gapless,
             PRECISION=INPUT_PRECISION[precision],
             **launch_options(tile),
-        )  # fmt: skip
+        )
 
 
 def _candidate_document_gradient(
@@ -227,8 +246,21 @@ def _candidate_document_gradient(
     if ranks > 1:
         tile = tile._replace(max_registers=ALL_REGISTERS)
     candidate_document_gradient_kernel[grid](
-        grad_scores, winners, q_values, operands.q_starts, operands.q_lengths, operands.d_starts, operands.d_lengths,
-        candidates, pairs, pair_offsets, grad_d, num_pairs, candidates.shape[1], num_rows, programs_per_document,
+        grad_scores,
+        winners,
+        q_values,
+        operands.q_starts,
+        operands.q_lengths,
+        operands.d_starts,
+        operands.d_lengths,
+        candidates,
+        pairs,
+        pair_offsets,
+        grad_d,
+        num_pairs,
+        candidates.shape[1],
+        num_rows,
+        programs_per_document,
         DIM=dim,
         RANKS=ranks,
         SENTINEL=no_winner(winners.dtype),
@@ -237,7 +269,7 @@ def _candidate_document_gradient(
         PRECISION=INPUT_PRECISION[precision],
         BLOCK_SCAN=_BLOCK_SCAN,
         **launch_options(tile),
-    )  # fmt: skip
+    )
 
 
 def candidate_order(candidates: Tensor, num_documents: int) -> tuple[Tensor, Tensor]:

@@ -8,22 +8,22 @@ pytest.importorskip("triton")
 from compiled import blocks_of, check, compiled, kind, options_of, points  # noqa: E402
 
 from pylate_fastmaxsim.kernels.runtime.arch import ALL_REGISTERS, next_power_of_2  # noqa: E402
-from pylate_fastmaxsim.kernels.winner_backward.candidate_order import candidate_order_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.winner_backward.document_gradient import (  # noqa: E402
     candidate_document_gradient_kernel,
     document_gradient_kernel,
 )
 from pylate_fastmaxsim.kernels.winner_backward.launch import in_flight  # noqa: E402
 from pylate_fastmaxsim.kernels.winner_backward.query_gradient import query_gradient_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.winner_backward.sorting import (  # noqa: E402
+    candidate_order_kernel,
+    count_kernel,
+    place_kernel,
+    row_query_kernel,
+)
 from pylate_fastmaxsim.kernels.winner_backward.tiles import (  # noqa: E402
     candidate_gradient_tiles,
     document_gradient_tiles,
     query_gradient_tiles,
-)
-from pylate_fastmaxsim.kernels.winner_backward.winner_buckets import (  # noqa: E402
-    count_kernel,
-    place_kernel,
-    row_query_kernel,
 )
 
 pytestmark = pytest.mark.compile

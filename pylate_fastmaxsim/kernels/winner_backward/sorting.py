@@ -1,6 +1,6 @@
-"""Counting sort of winners: the query rows that each tile of document tokens won, and their weights.
+"""Sorts before the document gradient: of winners by the tile of document tokens that they won, of candidates by document.
 
-Rows are taken in chunks. For each document count_kernel counts the rows of each tile in each chunk. The prefix sums of
+Winners are sorted by counting. Rows are taken in chunks. For each document count_kernel counts the rows of each tile in each chunk. The prefix sums of
 these counts are where the rows of a tile and chunk begin. place_kernel puts them there, in the order of rows.
 
 Where each row has several winners (RANKS), an entry is a row and the set of tokens that it won in a tile: its vector is
@@ -237,3 +237,29 @@ def place_kernel(
                 place = first_place + begin + ((rank >> (16 * i)) & 0xFFFF) - 1
                 tl.store(buckets + place, (row.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF), mask=own != 0)
                 tl.store(weights + place, weight, mask=own != 0)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["num_pairs", "num_documents"])
+def candidate_order_kernel(
+    candidates, pairs, pair_offsets, num_pairs, num_documents, BLOCK: tl.constexpr, BLOCK_SCAN: tl.constexpr
+):
+    """pairs[pair_offsets[n] : pair_offsets[n + 1]] = flat indices of document n in `candidates`, ascending.
+
+    Every pair counts the pairs that come before it, and every document the pairs of earlier documents: a stable sort of
+    quadratic cost, which for short lists is faster than the launches of a linear one.
+    """
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_pair = index < num_pairs
+    named = tl.load(candidates + index, mask=is_pair, other=0).to(tl.int32)
+    document = tl.where(is_pair, named, index - num_pairs)
+    ties = tl.where(is_pair, index, 0)
+    before = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, num_pairs, BLOCK_SCAN):
+        other = first + tl.arange(0, BLOCK_SCAN)
+        other_named = tl.load(candidates + other, mask=other < num_pairs, other=2147483647).to(tl.int32)
+        earlier = other_named[None, :] < document[:, None]
+        tied = (other_named[None, :] == document[:, None]) & (other[None, :] < ties[:, None])
+        before += tl.sum((earlier | tied).to(tl.int32), axis=1)
+    tl.store(pairs + before, index, mask=is_pair)
+    tl.store(pair_offsets + index - num_pairs, before, mask=(index >= num_pairs) & (index <= num_pairs + num_documents))
