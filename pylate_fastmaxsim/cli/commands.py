@@ -468,9 +468,9 @@ def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
     """Compile the kernels of a recipe ahead of time, so that training does not wait for them (CUDA GPU)."""
     with one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
-        from pylate_fastmaxsim.precompile.recipe import nothing_to_compile, warm_up
+        from pylate_fastmaxsim.precompile.recipe import reason_against_warmup, warm_up
 
-        if reason := nothing_to_compile(loaded):
+        if reason := reason_against_warmup(loaded):
             typer.echo(reason)
             return
         quiet_libraries()

@@ -1,4 +1,4 @@
-"""What a recipe may say of each kind of model: the keys that depend on ``model.kind``."""
+"""The keys of a recipe that depend on ``model.kind``."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ class MultiVectorLoss(LossSection):
 
 @dataclass(frozen=True)
 class RegularizersSection:
-    """What makes the vectors of a SPLADE sparse: the regularizers of Sentence Transformers' ``SpladeLoss``.
+    """The regularizers that make the vectors of a SPLADE sparse, those of Sentence Transformers' ``SpladeLoss``.
 
     ``flops`` is the sum over the vocabulary of the squared mean weight in a batch, ``l1`` the mean sum of a vector's
     weights. A side without a weight has none. Of ``flops``, vectors with at most ``threshold`` non-zeros count as zero.

@@ -53,7 +53,7 @@ def _load_checked(recipe: Recipe) -> Dataset:
         with progress_shown():
             options = {"n_ways": recipe.data.n_ways}
             dataset = dataset.map(first_of_lists, fn_kwargs=options, batched=True, desc="Reading lists")
-    return kind_of(recipe.model).fitted(recipe, dataset)
+    return kind_of(recipe.model).fit_columns(recipe, dataset)
 
 
 def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:

@@ -84,7 +84,7 @@ class _Read:
         if self.recipe.data.n_ways is not None:
             batch = first_of_lists(batch, self.recipe.data.n_ways)
         try:
-            return kind_of(self.recipe.model).fitted(self.recipe, Dataset.from_dict(batch))
+            return kind_of(self.recipe.model).fit_columns(self.recipe, Dataset.from_dict(batch))
         except pa.ArrowException as error:
             raise RecipeError(
                 f"data: a column holds values of several types in the rows from number {numbers[0]} on: {first_line(error)}"

@@ -69,7 +69,7 @@ def load_model(
                 f"{KIND_OF_CLASS[found]} trains."
             ) from error
         raise model_failure(key, loaded, error) from error
-    if is_empty(kind.tokenizer_of(model)):
+    if has_special_tokens_only(kind.tokenizer_of(model)):
         raise RecipeError(NO_TOKENIZER.format(key, loaded.name_or_path))
     if section.config_kwargs:
         _report_unused_values(section, encoder_of(model).config)
@@ -155,7 +155,7 @@ def require_inner_product(model: SparseEncoder, key: str, name: str) -> None:
 
 
 def is_missing_folder(name: str) -> bool:
-    """Whether there is no such folder, and it is no name on the Hub: that has one slash and does not begin with a dot."""
+    """True if there is no such folder, and it is no name on the Hub: that has one slash and does not begin with a dot."""
     path = Path(name).expanduser()
     return not path.is_dir() and (path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1)
 
@@ -187,7 +187,7 @@ def model_failure(key: str, section: ModelSection, error: Exception) -> RecipeEr
 
 
 def _is_cut(file: Path) -> bool:
-    """Whether a safetensors file is incomplete or not one at all."""
+    """True if a safetensors file is incomplete or not one at all."""
     if file.suffix != ".safetensors":
         return False
     try:
@@ -198,7 +198,7 @@ def _is_cut(file: Path) -> bool:
 
 
 def lacks_tokenizer(section: ModelSection) -> bool:
-    """Whether the configuration can be loaded and the tokenizer cannot; transformers has no clear error for that."""
+    """True if the configuration can be loaded and the tokenizer cannot; transformers has no clear error for that."""
     options = {"trust_remote_code": section.trust_remote_code}
     try:
         AutoConfig.from_pretrained(section.name_or_path, **options)
@@ -211,8 +211,8 @@ def lacks_tokenizer(section: ModelSection) -> bool:
     return False
 
 
-def is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a tokenizer has only special tokens: transformers 5 makes up such a one for a model without any."""
+def has_special_tokens_only(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if a tokenizer has only special tokens: transformers 5 makes up such a one for a model without any."""
     return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
 
 

@@ -1,4 +1,4 @@
-"""What a recipe trains on, and what it needs before: docstring pairs, a model from scratch or a token table."""
+"""Rows that a recipe trains on, and what is made before: docstring pairs, a model from scratch or a token table."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def prepare(recipe: Recipe, anew: bool = False) -> Recipe:
     if recipe.data.source != "docstrings" and not _is_made(recipe.model):
         return recipe
     root = Path(recipe.output_dir, "prepared")
-    directory = root / _key(recipe)
+    directory = root / _digest(recipe)
     if anew or not directory.is_dir():
         _make(recipe, root, directory, anew)
     return _prepared(recipe, directory)
@@ -66,8 +66,8 @@ def _is_made(model: ModelSection) -> bool:
     return model.name_or_path is None
 
 
-def _key(recipe: Recipe) -> str:
-    """A name for what depends on these keys of the recipe."""
+def _digest(recipe: Recipe) -> str:
+    """A name for the files that depend on these keys of the recipe."""
     parts = [asdict(recipe.data), asdict(recipe.model), recipe.training.seed, recipe.evaluation.rows]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -16,14 +16,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from pylate_fastmaxsim.files.replace import remove_file
 from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.kinds import build_recipe
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.config.yaml_text import read_yaml
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.inputs import inputs_of
 from pylate_fastmaxsim.recipes.files.json import parse_json
 from pylate_fastmaxsim.recipes.files.write import make_directory, require_folder, write_text_atomically
+from pylate_fastmaxsim.recipes.load import dump_recipe, read_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +114,7 @@ def require_own_checkpoints(recipe: Recipe) -> None:
 
 
 def _require_same_recipe(recipe: Recipe, earlier: Recipe) -> None:
-    before, now = _flat(asdict(earlier)), _flat(asdict(recipe))
+    before, now = _flatten(asdict(earlier)), _flatten(asdict(recipe))
     changed = [
         f"{key} is {now.get(key)!r} and was {before.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
@@ -152,11 +151,11 @@ def _warn_of_other_masking(recipe: Recipe, earlier: Recipe) -> None:
         )
 
 
-def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat = {}
     for name, value in section.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
+            flat |= _flatten(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = value
     return flat
@@ -169,7 +168,7 @@ def last_checkpoint(recipe: Recipe) -> Path | None:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether the file that the trainer writes last is there, and no file is cut short, as by a power cut."""
+    """True if the file that the trainer writes last is there, and no file is cut short, as by a power cut."""
     if not (checkpoint / TRAINER_STATE_NAME).exists():
         return False
     damaged = [path for path in sorted(checkpoint.rglob("*")) if _is_cut_short(path)]
