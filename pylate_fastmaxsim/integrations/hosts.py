@@ -9,9 +9,14 @@ from dataclasses import dataclass
 from importlib import metadata, util
 
 from pylate_fastmaxsim.integrations.options import COLPALI, PYLATE, SENTENCE_TRANSFORMERS
-from pylate_fastmaxsim.integrations.patching.known_sources import code_of, host_function, not_known, unknown_part
+from pylate_fastmaxsim.integrations.patching.known_sources import (
+    code_of,
+    defined_in,
+    host_function,
+    not_known,
+    unknown_part,
+)
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.provenance import defined_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +92,6 @@ HOSTS = (
             "pylate.scores",
             "pylate.xtr",
             "pylate.losses",
-            "pylate.collator",
             "encoding.masks",
             "pylate.kv_cache",
             "pylate.fused_head",
@@ -115,7 +119,6 @@ HOSTS = (
             "sentence_transformers.xtr",
             "sentence_transformers.encoder",
             "sentence_transformers.losses",
-            "sentence_transformers.gradcache",
             "encoding.masks",
         ),
         gains={"sentence_transformers.scores": _MAXSIM},
@@ -130,8 +133,6 @@ HOSTS = (
         providers=(
             "sparse_encoder.encoder",
             "sparse_encoder.training",
-            "sparse_encoder.gradcache",
-            "sparse_encoder.collator",
             "sparse_encoder.search",
             "sparse_encoder.evaluation",
             "encoding.masks",

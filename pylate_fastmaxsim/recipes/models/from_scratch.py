@@ -114,7 +114,7 @@ def build_token_table(section: ColBERTSection, seed: int, directory: Path) -> No
     # Of PyLate, beside which not every kind of model is trained.
     from pylate.models import ColBERT, Dense
 
-    from pylate_fastmaxsim.integrations.pylate.token_vectors import plain_tokenizer, token_vectors
+    from pylate_fastmaxsim.integrations.pylate.static import plain_tokenizer, token_vectors
 
     source = load_model(
         ColBERTSection(name_or_path=section.token_table, trust_remote_code=section.trust_remote_code),
