@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Literal, get_type_hints
 
 from pylate_fastmaxsim.integrations.options import OPTIONS, PYLATE, SENTENCE_TRANSFORMERS
@@ -69,9 +69,6 @@ class TextModelSection(ModelSection):
     config_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
 
-    def loaded_from(self, folder: str) -> ModelSection:
-        return replace(self, name_or_path=folder, build=None)
-
 
 @dataclass(frozen=True)
 class LateModelSection(TextModelSection):
@@ -101,9 +98,6 @@ class ColBERTSection(LateModelSection):
 
     kind: Literal["colbert"] = "colbert"
     token_table: str | None = key(None, on_hub="a model")
-
-    def loaded_from(self, folder: str) -> ModelSection:
-        return replace(self, name_or_path=folder, build=None, token_table=None)
 
 
 @dataclass(frozen=True)

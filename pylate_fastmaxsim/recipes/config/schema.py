@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -65,7 +65,8 @@ class ModelSection:
 
     def loaded_from(self, folder: str) -> ModelSection:
         """This section for the model that was made from it in a folder."""
-        return replace(self, name_or_path=folder)
+        made = {field.name: None for field in fields(self) if field.name in ("build", "token_table")}
+        return replace(self, name_or_path=folder, **made)
 
 
 _ROWS = ("hub", "files")

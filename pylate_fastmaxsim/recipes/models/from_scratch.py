@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import string
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -34,14 +33,6 @@ LONGEST = 8192  # tokens of a text of either model
 PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them
 
 
-@contextmanager
-def _as_recipe_error() -> Iterator[None]:
-    try:
-        yield
-    except BAD_VALUE as error:
-        raise RecipeError(f"model cannot be built: {first_line(error)}") from error
-
-
 def build_model(section: TextModelSection, texts: Iterable[str], seed: int, directory: Path) -> None:
     """Train a tokenizer on ``texts``, draw the weights from ``seed``, and save a ColBERT or a SPLADE in ``directory``."""
     kind = kind_of(section)
@@ -49,12 +40,12 @@ def build_model(section: TextModelSection, texts: Iterable[str], seed: int, dire
     set_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        with _as_recipe_error():
-            encoder = kind.encoder_class(_configuration(section.build, tokenizer))
-        encoder.save_pretrained(folder)
-        set_seed(seed)
-        with _as_recipe_error():
-            model = kind.from_encoder(replace(section, build=None, name_or_path=folder), "cpu")
+        try:
+            kind.encoder_class(_configuration(section.build, tokenizer)).save_pretrained(folder)
+            set_seed(seed)
+            model = kind.from_encoder(section.loaded_from(folder), "cpu")
+        except BAD_VALUE as error:
+            raise RecipeError(f"model cannot be built: {first_line(error)}") from error
     kind.check_lengths(section, model)
     model.save(str(directory), create_model_card=False)
 

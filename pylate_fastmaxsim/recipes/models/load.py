@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -175,7 +176,8 @@ def model_failure(key: str, section: ModelSection, error: Exception) -> RecipeEr
     files = [path for depth in ("*", "*/*") for path in Path(name).glob(depth) if path.suffix in MODEL_FILES]
     if file := next((path for path in files if not os.access(path, os.R_OK)), None):
         return RecipeError(f"{key} {name} cannot be loaded: {file} cannot be read.")
-    if file := next(filter(_is_cut, files), None):  # safetensors does not name the file
+    # safetensors does not name the file.
+    if file := next((path for path in files if path.suffix == ".safetensors" and is_cut_short(path)), None):
         return RecipeError(
             f"{key} {name} cannot be loaded: {file} is not whole, as after a download that was cut short or a clone "
             "without Git LFS."
@@ -186,15 +188,17 @@ def model_failure(key: str, section: ModelSection, error: Exception) -> RecipeEr
     return RecipeError(f"{key} {name} cannot be loaded: {reason}")
 
 
-def _is_cut(file: Path) -> bool:
-    """True if a safetensors file is incomplete or not one at all."""
-    if file.suffix != ".safetensors":
-        return False
+def is_cut_short(file: Path) -> bool:
+    """True if a file of weights, states or JSON cannot be read to its end, as after a power cut."""
     try:
-        with safe_open(file, framework="pt"):
-            return False
-    except SafetensorError:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt"):
+                return False
+        if file.suffix == ".json":
+            return not isinstance(parse_json(file.read_text(encoding="utf-8")), (dict, list))
+    except (OSError, ValueError, SafetensorError):
         return True
+    return file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file)
 
 
 def lacks_tokenizer(section: ModelSection) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from datasets import Dataset, IterableDataset
 
 from pylate_fastmaxsim.files.replace import replace_folder
-from pylate_fastmaxsim.recipes.config.schema import ModelSection, Recipe
+from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.data.rows import load_rows
 from pylate_fastmaxsim.recipes.data.streaming import stream_rows
@@ -44,7 +44,7 @@ def prepare(recipe: Recipe, anew: bool = False) -> Recipe:
     RecipeError
         The rows do not fit the recipe, or its model cannot be loaded.
     """
-    if recipe.data.source != "docstrings" and not _is_made(recipe.model):
+    if recipe.data.source != "docstrings" and recipe.model.name_or_path is not None:
         return recipe
     root = Path(recipe.output_dir, "prepared")
     directory = root / _digest(recipe)
@@ -57,13 +57,9 @@ def _prepared(recipe: Recipe, directory: Path) -> Recipe:
     data, model = recipe.data, recipe.model
     if data.source == "docstrings":
         data = replace(data, source="files", packages=None, files=[str(directory / PAIRS)])
-    if _is_made(model):
+    if model.name_or_path is None:
         model = model.loaded_from(str(directory / MODEL))
     return replace(recipe, data=data, model=model)
-
-
-def _is_made(model: ModelSection) -> bool:
-    return model.name_or_path is None
 
 
 def _digest(recipe: Recipe) -> str:
@@ -73,7 +69,7 @@ def _digest(recipe: Recipe) -> str:
 
 
 def _make(recipe: Recipe, root: Path, directory: Path, anew: bool) -> None:
-    if not _is_made(recipe.model):
+    if recipe.model.name_or_path is not None:
         load_model(recipe.model, "cpu", recipe.training.seed)  # its errors come before anything is written
     made = make_directory("output_dir", root)
 

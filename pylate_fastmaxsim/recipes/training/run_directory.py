@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -20,9 +18,9 @@ from pylate_fastmaxsim.recipes.config.kinds import build_recipe
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.inputs import inputs_of
-from pylate_fastmaxsim.recipes.files.json import parse_json
 from pylate_fastmaxsim.recipes.files.write import make_directory, require_folder, write_text_atomically
 from pylate_fastmaxsim.recipes.load import dump_recipe, read_yaml
+from pylate_fastmaxsim.recipes.models.load import is_cut_short
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +169,7 @@ def is_complete(checkpoint: Path) -> bool:
     """True if the file that the trainer writes last is there, and no file is cut short, as by a power cut."""
     if not (checkpoint / TRAINER_STATE_NAME).exists():
         return False
-    damaged = [path for path in sorted(checkpoint.rglob("*")) if _is_cut_short(path)]
+    damaged = [path for path in sorted(checkpoint.rglob("*")) if is_cut_short(path)]
     if damaged:
         log_once(
             "%s is damaged, so training does not go on from %s but from the checkpoint before it, if there is one.",
@@ -179,18 +177,6 @@ def is_complete(checkpoint: Path) -> bool:
             checkpoint,
         )
     return not damaged
-
-
-def _is_cut_short(file: Path) -> bool:
-    try:
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt"):
-                return False
-        if file.suffix == ".json":
-            return not isinstance(parse_json(file.read_text(encoding="utf-8")), (dict, list))
-    except (OSError, ValueError, SafetensorError):
-        return True
-    return file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file)
 
 
 def checkpoints_in(directory: Path) -> dict[Path, int]:
