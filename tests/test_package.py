@@ -105,7 +105,7 @@ ROOMS = {
         ("training",),
         ("targets",),
         ("mining", "comparison", "search"),
-        ("robustness", "retrieval_evaluation", "tables"),
+        ("robustness", "tables"),
     ),
 }
 # Pairs of modules that do not keep to it yet. The list only shrinks.

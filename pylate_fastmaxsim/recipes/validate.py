@@ -16,7 +16,7 @@ from pylate_fastmaxsim.recipes.config.schema import (
 )
 from pylate_fastmaxsim.recipes.data.docstrings import package_directory
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.types import ENDINGS, file_type
+from pylate_fastmaxsim.recipes.files import ENDINGS, file_type
 
 
 def check(recipe: Recipe) -> None:

@@ -8,12 +8,11 @@ import math
 from functools import partial
 
 import pytest
+from command_line import fastmaxsim
 from comparisons import Page, steps
 from rich.console import Console
 from tiny_recipe import tiny, write
-from typer.testing import CliRunner
 
-from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.comparison import report
 from pylate_fastmaxsim.comparison.figures import draw_sweep
 from pylate_fastmaxsim.comparison.report import (
@@ -29,7 +28,7 @@ from pylate_fastmaxsim.comparison.runs import contrast, summarize
 from pylate_fastmaxsim.comparison.turns import Run, Turns
 from pylate_fastmaxsim.comparison.verdict import compared_runs
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
-from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
+from pylate_fastmaxsim.recipes.files import without_nan, write_json
 from pylate_fastmaxsim.reporting.figures import svg
 
 MEBIBYTE = 2**20
@@ -90,7 +89,7 @@ def test_what_was_measured_is_shown_before_it_is_drawn_whatever_its_name(tmp_pat
     write_comparison_png(comparison, tmp_path / "compare.png")
     monkeypatch.setattr(comparing, "compare", lambda *arguments: comparison)
     monkeypatch.setattr(report, "write_comparison_png", lambda *arguments: 1 / 0)
-    done = CliRunner().invoke(app, ["compare", str(write(tmp_path, tiny(tmp_path)))])
+    done = fastmaxsim(["compare", str(write(tmp_path, tiny(tmp_path)))])
     assert isinstance(done.exception, ZeroDivisionError) and "median step" in done.stdout
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from pylate_fastmaxsim.cli.commands import app
+from pylate_fastmaxsim.cli import main
 from pylate_fastmaxsim.recipes.mining import resumable, teacher
 
 RANK = int(os.environ["RANK"])
 folder, failing = Path(sys.argv[1]), sys.argv[2]
 written = []
-write = resumable.write_atomically
+write = resumable.replace_file
 
 
 def noting(file: Path, writer) -> None:
@@ -35,8 +35,9 @@ def load_late(file: Path) -> np.ndarray:
     return resumable.read_part(file)
 
 
-resumable.write_atomically = noting
+resumable.replace_file = noting
 if RANK == 1 and failing == "late":
     teacher.read_part = load_late
 apart = ["--set", f"data.name={folder / 'apart'}"] if RANK == 1 and failing == "apart" else []
-app(["mine", str(folder / "mine.yaml"), *apart])
+sys.argv[1:] = ["mine", str(folder / "mine.yaml"), *apart]
+main()

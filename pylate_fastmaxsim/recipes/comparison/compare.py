@@ -19,10 +19,7 @@ from pylate_fastmaxsim.comparison.turns import ROUNDS, Child, ChildFailed, Turns
 from pylate_fastmaxsim.comparison.verdict import compared_runs, summary_of
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.inputs import require_outputs
-from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
-from pylate_fastmaxsim.recipes.files.lock import hold_lock
-from pylate_fastmaxsim.recipes.files.write import make_directory
+from pylate_fastmaxsim.recipes.files import hold_lock, make_directory, require_outputs, without_nan, write_json
 from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments

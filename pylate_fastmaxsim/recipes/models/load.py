@@ -21,7 +21,7 @@ from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.files.json import parse_json
+from pylate_fastmaxsim.recipes.files import parse_json
 from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.models.encoder import encoder_of
 from pylate_fastmaxsim.retrieval.static.files import DESCRIPTION_FILE as STATIC_FILE

@@ -12,8 +12,8 @@ from sentence_transformers.training_args import BatchSamplers
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
+from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.write import write_atomically
 
 # transformers from 5.3, where the trainers of recipes can say where to resume.
 COUNTS_BATCHES = hasattr(Trainer, "_init_training_state")
@@ -98,7 +98,7 @@ class FinishByEpochs(TrainerCallback):
         elif args.should_save and state.global_step:
             # Saving this step again would overwrite the last complete checkpoint, file by file.
             checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            write_atomically(checkpoint / TRAINER_STATE_NAME, state.save_to_json)
+            replace_file(checkpoint / TRAINER_STATE_NAME, state.save_to_json)
 
 
 def batches_done(state: TrainerState, batches: int) -> tuple[int, int]:

@@ -15,14 +15,12 @@ from datasets import Dataset, IterableDataset
 
 from pylate_fastmaxsim.files.replace import replace_folder
 from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.data.collection import RecipeData, load_collection
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
-from pylate_fastmaxsim.recipes.data.rows import load_rows
-from pylate_fastmaxsim.recipes.data.streaming import stream_rows
+from pylate_fastmaxsim.recipes.data.rows import load_rows, stream_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.beir import load_collection
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import load_nano_beir
-from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
-from pylate_fastmaxsim.recipes.files.write import make_directory
+from pylate_fastmaxsim.recipes.files import make_directory
 from pylate_fastmaxsim.recipes.models.from_scratch import build_model, build_token_table
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.run_directory import remove_checkpoints
@@ -120,7 +118,7 @@ def load_data(recipe: Recipe) -> RecipeData:
 
 def _evaluated(recipe: Recipe, train: Dataset | IterableDataset, held_out: Dataset | None) -> RecipeData:
     if recipe.evaluation.beir is not None:
-        return RecipeData(train, collection=load_collection(recipe.evaluation))
+        return RecipeData(train, collection=load_collection(recipe.evaluation.beir, recipe.evaluation.split))
     if recipe.evaluation.nano_beir is not None:
         return RecipeData(train, nano_beir=load_nano_beir(recipe))
     return RecipeData(train, held_out)

@@ -12,13 +12,12 @@ from typing import Any
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from pylate_fastmaxsim.files.replace import remove_file
+from pylate_fastmaxsim.files.replace import remove_file, replace_file
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.kinds import build_recipe
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.inputs import inputs_of
-from pylate_fastmaxsim.recipes.files.write import make_directory, require_folder, write_text_atomically
+from pylate_fastmaxsim.recipes.files import inputs_of, make_directory
 from pylate_fastmaxsim.recipes.load import dump_recipe, read_yaml
 from pylate_fastmaxsim.recipes.models.load import is_cut_short
 
@@ -90,7 +89,7 @@ def open_run_directory(recipe: Recipe, resume: bool, writes: bool, processes: in
         make_directory("output_dir", directory)
         if not resume:
             remove_checkpoints(directory)
-        write_text_atomically(record, dump_recipe(trained_with))
+        replace_file(record, dump_recipe(trained_with).encode())
     return checkpoint, trained_with
 
 
@@ -108,7 +107,9 @@ def require_own_checkpoints(recipe: Recipe) -> None:
                 raise RecipeError(
                     f"{path} lies in output_dir, where this training replaces it; choose another output_dir."
                 )
-    require_folder("output_dir", directory / MODEL_DIRECTORY)
+    model = directory / MODEL_DIRECTORY
+    if model.is_symlink() or (model.exists() and not model.is_dir()):
+        raise RecipeError(f"output_dir: {model} must be a folder, or not be there, to be replaced.")
 
 
 def _require_same_recipe(recipe: Recipe, earlier: Recipe) -> None:

@@ -15,12 +15,10 @@ from transformers import ProgressCallback, Trainer, TrainerState
 from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace_file, replace_folder
 from pylate_fastmaxsim.recipes.config.schema import Recipe, TrainingSection
+from pylate_fastmaxsim.recipes.data.collection import RecipeData
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
-from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
-from pylate_fastmaxsim.recipes.files.inputs import require_outputs
-from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
-from pylate_fastmaxsim.recipes.files.lock import hold_lock
+from pylate_fastmaxsim.recipes.files import hold_lock, require_outputs, without_nan, write_json
 from pylate_fastmaxsim.recipes.kind import Kind, kind_of
 from pylate_fastmaxsim.recipes.models.load import HostModel, load_model, load_trained
 from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin

@@ -14,7 +14,7 @@ from tiny_recipe import tiny, write
 from pylate_fastmaxsim.files import replace
 from pylate_fastmaxsim.integrations.log import log_once_more
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.lock import hold_lock
+from pylate_fastmaxsim.recipes.files import hold_lock
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import run_directory as checkpoints
 from pylate_fastmaxsim.recipes.training import train as training
