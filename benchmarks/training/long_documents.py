@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.harness.paths import ROOT
-from pylate_fastmaxsim.cli.progress import progress_of_runs
+from pylate_fastmaxsim.cli.terminal import progress_of_runs
 from pylate_fastmaxsim.comparison.report import show_comparison, write_comparison_page, write_comparison_png
 from pylate_fastmaxsim.recipes.comparison.compare import RESULT_FILE, compare
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs

@@ -8,6 +8,7 @@ from pathlib import Path
 from pylate_fastmaxsim.cli.terminal import (
     add_collection,
     at_least,
+    from_arguments,
     path,
     plain,
     progress_of_tasks,
@@ -82,17 +83,7 @@ def run(options: argparse.Namespace) -> None:
 
     sources = options.corpus, options.queries, options.qrels
     inputs = (path(options.model), *sources, options.index, options.plaid, *files_of_collection(options.beir))
-    settings = Options(
-        options.k,
-        options.run,
-        options.index,
-        options.format,
-        options.batch_size,
-        options.trust_remote_code,
-        options.exact,
-        options.plaid,
-        inputs=inputs,
-    )
+    settings = from_arguments(Options, options, inputs=inputs)
     quiet_libraries()
     if options.json is not None:
         prepare_file("--json", options.json, inputs)
