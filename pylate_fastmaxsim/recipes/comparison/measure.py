@@ -95,7 +95,7 @@ def measure(
         few = training_arguments(recipe, **quiet, max_steps=WARM_UP_STEPS + MEASURED_STEPS)
         result["phases"] = _phases(recipe, model, data.train, few)
         # Also if the metrics of the trained model are None because it diverged.
-        if untrained and any(each is not None for each in (data.held_out, data.collection, data.nano_beir)):
+        if untrained and data.is_evaluated:
             begun = time.perf_counter()
             del model
             model = load_model(recipe.model, arguments.device, recipe.training.seed)

@@ -76,8 +76,7 @@ def recipe_of(folder: Path, rows: list[dict], **sections) -> Recipe:
 
 
 def cells(result: dict) -> dict[str, str]:
-    table = training_table(result)
-    return dict(zip(*(column.cells for column in table.columns), strict=True))
+    return dict(training_table(result).rows)
 
 
 @pytest.mark.parametrize("pooling", ["max", {"softmax": 0.1}])
