@@ -14,7 +14,7 @@ from pylate_fastmaxsim.cli.terminal import (
     plain,
     progress_of_tasks,
     quiet_libraries,
-    report_stop,
+    report_interruption,
 )
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
             raise RecipeError("--per-query and --json must be two files.")
     settings = from_arguments(Options, options, inputs=inputs)
     targets = find_targets(options.models, options.overrides)
-    with report_stop(lambda: kept_documents(options.index)):
+    with report_interruption(lambda: kept_documents(options.index)):
         name, collection = find_collection(targets, options.beir, options.split)
         with progress_of_tasks() as begin:
             result = evaluate(targets, name, collection, settings, begin)

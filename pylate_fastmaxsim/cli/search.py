@@ -13,7 +13,7 @@ from pylate_fastmaxsim.cli.terminal import (
     plain,
     progress_of_tasks,
     quiet_libraries,
-    report_stop,
+    report_interruption,
 )
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
         prepare_file("--json", options.json, inputs)
         if options.run is not None and options.run.resolve() == options.json.resolve():
             raise RecipeError("--run and --json must be two files.")
-    with report_stop(lambda: kept_documents(options.index)), progress_of_tasks() as begin:
+    with report_interruption(lambda: kept_documents(options.index)), progress_of_tasks() as begin:
         result = search(options.model, load_inputs(options.beir, options.split, *sources), settings, begin)
         if options.json is not None:
             write_json(options.json, result)

@@ -1,4 +1,4 @@
-"""What commands share: arguments, what they print, errors in one sentence, and progress bars."""
+"""Arguments, output, errors in one sentence and progress bars that commands share."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def report_errors() -> Iterator[None]:
 
 
 @contextmanager
-def report_stop(kept: Callable[[], str], interrupted: str | None = None) -> Iterator[None]:
+def report_interruption(kept: Callable[[], str], interrupted: str | None = None) -> Iterator[None]:
     """End with one sentence on a full disk or after an interrupt.
 
     Parameters

@@ -40,7 +40,7 @@ class Host:
         return getattr(sys.modules[self.package], "__version__", None) or metadata.version(self.name)
 
     def is_installed(self) -> bool:
-        """Whether it can be found; of one that is a part of a package, also whether that has been imported."""
+        """True if it can be found; of one that is a part of a package, also whether that has been imported."""
         can_be_there = self.module == self.package or sys.modules.get(self.package) is not None
         return can_be_there and util.find_spec(self.module) is not None
 
@@ -132,7 +132,7 @@ HOST_PACKAGES = frozenset(host.package for host in HOSTS)
 
 
 def contains_host(package: str) -> bool:
-    """Whether an imported package is a library to accelerate, or has one in it: Sentence Transformers may not."""
+    """True if an imported package is a library to accelerate, or has one in it: Sentence Transformers may not."""
     return any(host.package == package and host.is_installed() for host in HOSTS)
 
 

@@ -51,7 +51,7 @@ def _option(default: Any, meaning: str, hosts: tuple[str, ...], values: tuple, *
 
 @dataclass(frozen=True)
 class Options:
-    """What :func:`~pylate_fastmaxsim.enable` switched on; see there, also for the errors that are raised here."""
+    """The options of :func:`~pylate_fastmaxsim.enable`; see there, also for the errors that are raised here."""
 
     padding_free: PaddingFree = _option(
         True,
@@ -102,7 +102,7 @@ class Options:
 OPTIONS = fields(Options)
 
 
-def names_options(function: Callable[P, R]) -> Callable[P, R]:
+def refuse_unknown_options(function: Callable[P, R]) -> Callable[P, R]:
     """Have a function whose keywords are the options suggest the nearest name for one that is none."""
 
     @wraps(function)

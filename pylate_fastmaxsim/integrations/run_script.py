@@ -73,7 +73,7 @@ def run_accelerated(words: list[str], as_module: bool, options: dict[str, Any]) 
     hook = AfterImport(HOST_PACKAGES, enable_for)
     sys.meta_path.insert(0, hook)
     try:
-        run_as_python_does(words, as_module)
+        run_as_main(words, as_module)
     finally:
         warn_if_nothing_was_accelerated(words[0])
 
@@ -86,7 +86,7 @@ def warn_if_nothing_was_accelerated(target: str) -> None:
         _logger.warning("Nothing was accelerated: %s imported %s.", target, names)
 
 
-def run_as_python_does(words: list[str], as_module: bool) -> None:
+def run_as_main(words: list[str], as_module: bool) -> None:
     """Run a script, or a module, whose arguments follow it in ``words``."""
     sys.argv = words
     sys.path[0] = os.getcwd() if as_module else os.path.dirname(os.path.realpath(words[0]))

@@ -303,7 +303,7 @@ class TrainingSection:
 
 @dataclass(frozen=True)
 class FastSection:
-    """Whether pylate-fastmaxsim is switched on, and the options of ``pylate_fastmaxsim.enable`` that concern the kind."""
+    """The switch of pylate-fastmaxsim, and the options of ``pylate_fastmaxsim.enable`` that the host of the kind has."""
 
     enabled: bool = True
 
