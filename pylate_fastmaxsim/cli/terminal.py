@@ -171,12 +171,11 @@ def progress_of_runs() -> Iterator[Callable[..., None]]:
     with ExitStack() as stack:
         bars: dict[str, tqdm] = {}
 
-        def on_progress(progress) -> None:
-            if progress.run not in bars:
-                bars[progress.run] = stack.enter_context(_bar(progress.run, progress.of, "steps"))
-            bar = bars[progress.run]
-            bar.n, bar.total = progress.steps, progress.of
-            bar.set_postfix_str(progress.bar if progress.steps else "starting")
+        def on_progress(run: str, text: str, done: int, of: int | None) -> None:
+            if run not in bars:
+                bars[run] = stack.enter_context(_bar(run, of, "steps"))
+            bars[run].n, bars[run].total = done, of
+            bars[run].set_postfix_str(text)
 
         yield on_progress
 
