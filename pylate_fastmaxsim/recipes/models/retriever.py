@@ -1,4 +1,4 @@
-"""What a loaded model does in a search: it encodes texts or pages, ranks documents exactly, and has a digest."""
+"""Loaded models in a search: they encode texts or pages, rank documents exactly, and have a digest."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class StaticQueries:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether a search scores candidates again."""
+        """Tell whether a search scores candidates again."""
         return self.exact and self.model.bm25_weights is None
 
     def search(self, index: SparseIndex, k: int) -> tuple[Tensor, Tensor]:
@@ -156,7 +156,7 @@ class Retriever:
         return self._batch(self._made(texts, is_query, {"batch_size": batch_size, "show_progress_bar": show_progress}))
 
     def _made(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> Any:
-        """What the host makes of texts."""
+        """Encode with the host."""
         return self.model.encode(list(texts), is_query=is_query, convert_to_tensor=True, **options)
 
     def _batch(self, made: Any) -> Encoded:
@@ -218,7 +218,7 @@ class Retriever:
         return ids if self.model.do_query_expansion else ids[mask.bool()]
 
     def digest(self) -> str:
-        """The same for the same weights and settings, by which documents are encoded."""
+        """A digest of the weights and settings by which documents are encoded."""
         names = (*self.settings, "prompts", "default_prompt_name", "max_seq_length")
         settings = {name: getattr(self.model, name) for name in names}
         modules = [(type(module).__name__, {**module.get_config_dict(), FOUND_OUT: None}) for module in self.model]
