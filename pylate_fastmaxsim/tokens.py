@@ -242,7 +242,7 @@ class TokenBatch:
         return cls(values, lengths.cumsum(0) - lengths, lengths, max(sizes), gapless=True)
 
     def with_values(self, values: Tensor) -> TokenBatch:
-        """The same sequences over other vectors ``[T, d']``.
+        """Put other vectors ``[T, d']`` in the place of ``values``.
 
         Raises
         ------
@@ -270,13 +270,6 @@ class TokenBatch:
         T rows of the queries' ``values``, selected or not.
         """
         return replace(self, starts=self.starts[index], lengths=self.lengths[index], gapless=False)
-
-    def shares_rows(self) -> bool:
-        """Whether a row of ``values`` belongs to two sequences, as after :meth:`select` with a repeated index.
-
-        Waits for the device unless the batch is ``gapless``.
-        """
-        return not self.gapless and share_rows(self.starts, self.lengths)
 
     def to_padded(self) -> tuple[Tensor, Tensor]:
         """A copy padded with zeros, ``[N, max_length, d]``, and its mask ``[N, max_length]`` (bool).
@@ -357,7 +350,7 @@ def _fills_all_rows(starts: Tensor, lengths: Tensor, rows: int) -> bool:
 
 
 def share_rows(starts: Tensor, lengths: Tensor) -> bool:
-    """Whether a row belongs to two sequences. Waits for the device."""
+    """True if a row belongs to two sequences. Waits for the device."""
     starts, ends = _spans(starts, lengths)
     return bool((starts[1:] < ends[:-1]).any())
 

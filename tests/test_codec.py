@@ -64,7 +64,6 @@ def test_a_vector_keeps_its_length():
     shorter = codec.encode(vectors / 7)
     assert torch.equal(codes, shorter[0]) and (packed != shorter[1]).float().mean() < 0.01
     torch.testing.assert_close(scales[:3], 7 * shorter[2][:3], rtol=1e-2, atol=0)
-    torch.testing.assert_close(codec.inverse_norms(codes, packed)[4:] * 7, scales[4:])
 
 
 @pytest.mark.parametrize("length", [1e-30, 1e30])

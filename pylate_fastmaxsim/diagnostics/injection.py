@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.diagnostics.robustness import check_documents, check_sweep, retrieval_metrics
-from pylate_fastmaxsim.diagnostics.running_states import joined, kind_of, pooled, state_of
+from pylate_fastmaxsim.diagnostics.running_states import family_of, joined, pooled, state_of
 from pylate_fastmaxsim.pooling import Pooling, TopK
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -44,21 +44,6 @@ def injected_tokens(queries: TokenBatch, count: int, noise: float = NOISE, seed:
     expected squared length 1; its cosine with q is about ``1 / sqrt(1 + noise**2)``. The query's tokens take turns in a
     random order. Random tokens are uniform on the unit sphere. The numbers are drawn on a CPU, so that they are the same
     on every device.
-
-    Raises
-    ------
-    ValueError
-        A query has no live token.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from pylate_fastmaxsim import TokenBatch
-    >>> from pylate_fastmaxsim.diagnostics.injection import injected_tokens
-    >>> queries = TokenBatch.from_list([torch.eye(4)[:2]])
-    >>> targeted, random = injected_tokens(queries, count=3, noise=0.0)
-    >>> targeted.sum(dim=(0, 1)).sort().values, random.norm(dim=2)
-    (tensor([0., 0., 1., 2.]), tensor([[1., 1., 1.]]))
     """
     values, mask = queries.to_padded()
     counts = mask.sum(dim=1)
@@ -172,7 +157,7 @@ def _block(
     values, mask = queries.to_padded()
     values = values.to(sum_dtype(values.dtype))
     not_gold = _not_gold(grades)
-    kinds = {TopK(1), *map(kind_of, poolings)}
+    families = {TopK(1), *map(family_of, poolings)}
     # What is injected is the same for all documents: its states are [Q, S, 1, n].
     near = {TARGETED: values @ tokens.targeted.mT, RANDOM: values @ tokens.random.mT}
     plain = values.new_zeros(len(poolings), *grades.shape)
@@ -180,21 +165,21 @@ def _block(
     shares = defaultdict(lambda: values.new_zeros(()))
     for chosen, similarities in _similarities(values, documents):
         counted = mask[:, :, None] & not_gold[:, None, chosen]
-        states = {kind: state_of(kind, similarities) for kind in kinds}
+        states = {family: state_of(family, similarities) for family in families}
         for place, pooling in enumerate(poolings):
-            similarity = pooled(pooling, states[kind_of(pooling)])
+            similarity = pooled(pooling, states[family_of(pooling)])
             plain[place][:, chosen] = _sum(similarity, mask[:, :, None], dim=1)
         for attack, injected in near.items():
             for count in counts:
-                more = {kind: state_of(kind, injected[:, :, None, :count]) for kind in kinds}
-                both = {kind: joined(kind, states[kind], more[kind]) for kind in kinds}
-                for kind, (_, share) in both.items():
-                    shares[attack, count, kind] += _sum(share, counted)
+                more = {family: state_of(family, injected[:, :, None, :count]) for family in families}
+                both = {family: joined(family, states[family], more[family]) for family in families}
+                for family, (_, share) in both.items():
+                    shares[attack, count, family] += _sum(share, counted)
                 for place, pooling in enumerate(poolings):
-                    similarity = pooled(pooling, both[kind_of(pooling)][0])
+                    similarity = pooled(pooling, both[family_of(pooling)][0])
                     scores[attack, count, place][:, chosen] = _sum(similarity, mask[:, :, None], dim=1)
     for (attack, count, place), all_attacked in scores.items():
-        weight = shares[attack, count, kind_of(poolings[place])]
+        weight = shares[attack, count, family_of(poolings[place])]
         weights = {"hijack_rate": shares[attack, count, TopK(1)], "injected_weight": weight}
         rankings = {attack: torch.where(not_gold, all_attacked, plain[place])}
         if attack == TARGETED:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from pylate_fastmaxsim.files.replace import in_the_way, replace_file, require_replaceable
+from pylate_fastmaxsim.files.replace import reason_against_replacing, replace_file, require_replaceable
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
@@ -45,7 +45,7 @@ def prepare_file(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> No
 def require_output(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> None:
     """Refuse a file that a command must not replace; :func:`prepare_file` without making the folder."""
     try:
-        what = in_the_way(file)
+        what = reason_against_replacing(file)
     except OSError as error:  # a name that is too long
         raise RecipeError(f"{key} {file} cannot be written: {error.strerror}.") from None
     if what is not None:
