@@ -37,6 +37,7 @@ from benchmarks.training.multi_vector_step import markdown_table as multi_vector
 from benchmarks.training.page_step import markdown_table as page_table
 from benchmarks.training.splade_step import steps_table as splade_steps_table
 from benchmarks.training.train_step import PATHS, cell_name, mark_of_runs, markdown_table, row_title
+from pylate_fastmaxsim.integrations.options import OPTIONS
 
 
 def results(name: str) -> dict:
@@ -260,6 +261,15 @@ def quickstart_table() -> str:
     )
 
 
+def options_table() -> str:
+    """The options of ``enable()``."""
+    rows = []
+    for option in OPTIONS:
+        hosts = ", ".join(option.metadata["hosts"])
+        rows.append([f"`{option.name}`", f"`{option.default}`", hosts, option.metadata["meaning"]])
+    return table(["option of `enable()`", "default", "of", "meaning"], rows)
+
+
 def measured(name: str, made: Callable[[dict], str]) -> str:
     """The tables of results, once there are any."""
     return made(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
@@ -290,7 +300,11 @@ def tables() -> dict[str, dict[str, str]]:
     """The tables of each document, by the name that marks their place."""
     losses = results("losses")
     return {
-        "README.md": {"summary-table": summary_table(), "padding-table": padding_table()},
+        "README.md": {
+            "summary-table": summary_table(),
+            "padding-table": padding_table(),
+            "options-table": options_table(),
+        },
         "docs/sentence_transformers.md": {"multi-vector-table": multi_vector_step_table()},
         "docs/benchmarks.md": {
             "train-step-table": train_step_tables(),

@@ -11,10 +11,18 @@ from torch import Tensor
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
-def require_tensor(where: str, name: str, value: object, allowed: str) -> None:
+def require_tensor(
+    where: str,
+    name: str,
+    value: object,
+    allowed: str,
+    dims: int | None = None,
+    dtypes: tuple[torch.dtype, ...] = (),
+    device: torch.device | None = None,
+) -> None:
     """Raise TypeError unless the argument ``name`` of ``where`` is a tensor; ``allowed`` is its dtype and shape.
 
-    A nested or sparse one is a ValueError.
+    ValueError if it is nested or sparse, or has another number of dimensions, dtype or device where these are given.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{where}: {name} must be a tensor {allowed}, got {type(value).__name__}.")
@@ -25,6 +33,10 @@ def require_tensor(where: str, name: str, value: object, allowed: str) -> None:
         )
     if value.layout != torch.strided:
         raise ValueError(f"{where}: {name} must be a dense tensor {allowed}, got one of the layout {value.layout}.")
+    if dims not in (None, value.dim()) or (dtypes and value.dtype not in dtypes):
+        raise ValueError(f"{where}: {name} must be {allowed}, got {value.dtype} of shape {tuple(value.shape)}.")
+    if device not in (None, value.device):
+        raise ValueError(f"{where}: {name} must be on {device}, as the rest, got {value.device}.")
 
 
 def require_integer(name: str, value: object, allowed: str = "") -> int:

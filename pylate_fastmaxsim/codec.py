@@ -91,13 +91,9 @@ class ResidualCodec:
             ("cutoffs", "float32 [2**bits - 1]", 1, torch.float32),
         ):
             tensor = getattr(self, name)
-            require_tensor("ResidualCodec", name, tensor, allowed)
-            if tensor.dim() != dims or tensor.dtype != dtype:
-                raise ValueError(
-                    f"ResidualCodec: {name} must be {allowed}, got {tensor.dtype} of shape {tuple(tensor.shape)}."
-                )
-            if tensor.device != self.device:
-                raise ValueError(f"ResidualCodec: {name} must be on {self.device}, as centroids, got {tensor.device}.")
+            require_tensor(
+                "ResidualCodec", name, tensor, allowed, dims, (dtype,), getattr(self.centroids, "device", None)
+            )
             if tensor.is_cpu and not bool(tensor.isfinite().all()):
                 raise ValueError(f"ResidualCodec: {name} must be finite, got NaN or infinity.")
         if len(self.weights) not in [2**bits for bits in BITS] or len(self.cutoffs) != len(self.weights) - 1:

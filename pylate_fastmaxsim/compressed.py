@@ -63,8 +63,8 @@ class Int8(_Tokens):
     per_token: bool
 
     def __post_init__(self) -> None:
-        _require("Int8", "values", self.values, 2, torch.int8, "int8 [T, d]")
-        _require("Int8", "scales", self.scales, 1, torch.float32, "float32 [T] or [N]", self.values.device)
+        require_tensor("Int8", "values", self.values, "int8 [T, d]", 2, (torch.int8,))
+        require_tensor("Int8", "scales", self.scales, "float32 [T] or [N]", 1, (torch.float32,), self.device)
         if self.per_token and len(self.scales) != len(self.values):
             raise ValueError(
                 f"Int8: scales must be [T] with T = {len(self.values)} where per_token, got [{len(self.scales)}]."
@@ -79,7 +79,7 @@ class Fp8(_Tokens):
     scale: float
 
     def __post_init__(self) -> None:
-        _require("Fp8", "values", self.values, 2, torch.float8_e4m3fn, "float8_e4m3fn [T, d]")
+        require_tensor("Fp8", "values", self.values, "float8_e4m3fn [T, d]", 2, (torch.float8_e4m3fn,))
         scale = self.scale
         if not (isinstance(scale, float) and 2.0**-126 <= scale <= 2.0**127 and math.frexp(scale)[0] == 0.5):
             raise ValueError(f"Fp8: scale must be a power of two from 2**-126 to 2**127, got {scale!r}.")
@@ -108,11 +108,10 @@ class Residual(_Tokens):
     codec: ResidualCodec
 
     def __post_init__(self) -> None:
-        dtype = torch.int64 if isinstance(self.codes, Tensor) and self.codes.dtype == torch.int64 else torch.int32
-        _require("Residual", "codes", self.codes, 1, dtype, "int32 or int64 [T]")
-        _require("Residual", "packed", self.packed, 2, torch.uint8, "uint8 [T, d * bits / 8]", self.device)
+        require_tensor("Residual", "codes", self.codes, "int32 or int64 [T]", 1, (torch.int32, torch.int64))
+        require_tensor("Residual", "packed", self.packed, "uint8 [T, d * bits / 8]", 2, (torch.uint8,), self.device)
         if self.scales is not None:
-            _require("Residual", "scales", self.scales, 1, torch.float32, "float32 [T]", self.device)
+            require_tensor("Residual", "scales", self.scales, "float32 [T]", 1, (torch.float32,), self.device)
         lengths = {len(tensor) for tensor in self.tensors}
         if len(lengths) > 1:
             raise ValueError(
@@ -384,22 +383,6 @@ def rounded_queries(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
             rounded[rows] = (numbers * scale.reciprocal().where(scale > 0, 0)[:, None]).to(dtype)
         scales[rows] = scale.where(finite, torch.nan)
     return rounded, scales
-
-
-def _require(
-    where: str,
-    name: str,
-    tensor: Tensor,
-    dims: int,
-    dtype: torch.dtype,
-    allowed: str,
-    device: torch.device | None = None,
-) -> None:
-    require_tensor(where, name, tensor, allowed)
-    if tensor.dim() != dims or tensor.dtype != dtype:
-        raise ValueError(f"{where}: {name} must be {allowed}, got {tensor.dtype} of shape {tuple(tensor.shape)}.")
-    if device is not None and tensor.device != device:
-        raise ValueError(f"{where}: {name} must be on {device}, as the rest, got {tensor.device}.")
 
 
 def _documents_of_rows(batch: TokenBatch | CompressedBatch, rows: int) -> tuple[Tensor, Tensor]:

@@ -69,16 +69,8 @@ class SparseBatch:
             ("terms", "int32 or uint16 [P]", (torch.int32, torch.uint16)),
             ("weights", "float32 or float16 [P]", (torch.float32, torch.float16)),
         ):
-            value = getattr(self, name)
-            require_tensor("SparseBatch", name, value, allowed)
-            if value.dtype not in dtypes or value.dim() != 1:
-                raise ValueError(
-                    f"SparseBatch: {name} must be {allowed}, got {value.dtype} of shape {tuple(value.shape)}."
-                )
-            if value.device != self.offsets.device:
-                raise ValueError(
-                    f"SparseBatch: {name} must be on {self.offsets.device}, as offsets, got {value.device}."
-                )
+            device = getattr(self.offsets, "device", None)
+            require_tensor("SparseBatch", name, getattr(self, name), allowed, 1, dtypes, device)
         if self.offsets.shape[0] < 1 or self.terms.shape != self.weights.shape:
             raise ValueError(
                 "SparseBatch: offsets must be [N + 1], terms and weights both [P], got shapes "

@@ -191,7 +191,7 @@ def changed(**tensors):
         ),
         (
             lambda: changed(weights=torch.zeros(4, device="meta").half()),
-            "weights must be on cpu, as centroids, got meta",
+            "weights must be on cpu, as the rest, got meta",
         ),
         (lambda: random_codec(8, 2).encode(torch.zeros(3, 16)), "the codec is for d = 8, but the vectors have d = 16"),
         (lambda: random_codec(8, 2).encode(torch.zeros(3, 8).int()), r"floating point \[T, d\], got torch.int32"),

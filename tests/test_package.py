@@ -96,7 +96,7 @@ ROOMS = {
     "recipes": (
         ("errors",),
         ("config", "files"),
-        ("plugin", "kind", "compression", "pooling", "scores"),
+        ("plugin", "kind", "compression", "pooling"),
         ("data",),
         ("models",),
         ("evaluation", "trainers"),
@@ -105,7 +105,7 @@ ROOMS = {
         ("training",),
         ("targets",),
         ("mining", "comparison", "search"),
-        ("robustness", "retrieval_evaluation", "tables"),
+        ("robustness", "tables"),
     ),
 }
 # Pairs of modules that do not keep to it yet. The list only shrinks.

@@ -264,7 +264,7 @@ def direct(**changes: object) -> SparseBatch:
         ({"offsets": ONE.int()}, r"offsets must be int64 \[N \+ 1\], got torch.int32"),
         ({"terms": TERMS.long()}, r"terms must be int32 or uint16 \[P\], got torch.int64"),
         ({"weights": WEIGHTS.double()}, r"weights must be float32 or float16 \[P\], got torch.float64"),
-        ({"weights": WEIGHTS.to("meta")}, "weights must be on cpu, as offsets, got meta"),
+        ({"weights": WEIGHTS.to("meta")}, "weights must be on cpu, as the rest, got meta"),
         ({"weights": WEIGHTS[:1]}, r"terms and weights both \[P\], got shapes \(2,\), \(2,\) and \(1,\)"),
         ({"offsets": torch.tensor([0, 1])}, "offsets must rise from 0 to P = 2, got 0 to 1"),
         ({"offsets": torch.tensor([0, 2, 1, 2])}, "got 0 to 2 with a step below 0"),

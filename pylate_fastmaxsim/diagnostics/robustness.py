@@ -1,4 +1,4 @@
-"""Robustness of retrieval to longer documents, for several poolings; to attacks on them, see ``injection``.
+"""Retrieval of documents that grow longer, for several poolings; of attacked ones see ``injection``.
 
 Both modules work on token embeddings and know no library that made them:
 
@@ -176,7 +176,7 @@ def draw_fillers(
     own: Sequence[int | None] | None = None,
     seed: int = 0,
 ) -> list[list[int]]:
-    """Fillers that each document gets, in order, so that it is at least ``times`` as long with them; in any unit.
+    """Draw the fillers of each document, in order, so that it is at least ``times`` as long with them; in any unit.
 
     ``own`` is as in :func:`lengthened`. ValueError if there is none that is not empty, or none but the document itself.
     """

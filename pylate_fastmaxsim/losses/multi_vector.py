@@ -10,8 +10,7 @@ from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorM
 from sentence_transformers.util import cat_padded_token_embeddings
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.sentence_transformers.loss_columns import noted
-from pylate_fastmaxsim.integrations.sentence_transformers.losses import Batch
+from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import LossColumns, noted
 from pylate_fastmaxsim.losses.columns import Encoded, Features, by_query, texts_in
 from pylate_fastmaxsim.losses.views import View, replaced_model
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -20,7 +19,7 @@ from pylate_fastmaxsim.tokens import TokenBatch
 def encoded(model: nn.Module, features: Sequence[Features]) -> Encoded:
     """Queries and documents of a batch, differentiable."""
     columns = [dict(column) for column in features]
-    with noted(Batch(model, columns)):
+    with noted(LossColumns(model, columns)):
         queries = model(columns[0], task=columns[0].get("task", "query"))
         parts = embed_columns_padded(model, columns[1:], task_default="document")
     counts = [texts_in(column) for column in features]

@@ -10,10 +10,9 @@ from tiny_recipe import text, tiny, write
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import Softmax, TokenBatch, reference
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection
+from pylate_fastmaxsim.recipes.data.collection import Collection, RecipeData
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.evaluation.ranking import retrieve
-from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 
