@@ -172,9 +172,9 @@ def test_comparing_needs_only_torch_until_it_reports():
             assert packages <= sys.stdlib_module_names | {"torch", "pylate_fastmaxsim"}, (file.name, packages)
 
 
-def test_a_folder_holds_at_most_twelve_files_of_its_own():
+def test_a_folder_at_any_depth_holds_at_most_twelve_files_of_its_own():
     # Private modules of the root do not count: they are small, and a folder for them would be a room without a subject.
-    for folder in (PACKAGE, *(path for path in PACKAGE.iterdir() if path.is_dir())):
+    for folder in (PACKAGE, *(path for path in PACKAGE.rglob("*") if path.is_dir())):
         private = "_" if folder == PACKAGE else "__"
         files = sorted(file.name for file in folder.glob("*.py") if not file.name.startswith(private))
         assert len(files) <= 12, (folder.name, files)

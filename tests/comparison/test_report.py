@@ -8,12 +8,11 @@ import math
 from functools import partial
 
 import pytest
+from command_line import fastmaxsim
 from comparisons import Page, steps
 from rich.console import Console
 from tiny_recipe import tiny, write
-from typer.testing import CliRunner
 
-from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.comparison import report
 from pylate_fastmaxsim.comparison.figures import draw_sweep
 from pylate_fastmaxsim.comparison.report import (
@@ -90,7 +89,7 @@ def test_what_was_measured_is_shown_before_it_is_drawn_whatever_its_name(tmp_pat
     write_comparison_png(comparison, tmp_path / "compare.png")
     monkeypatch.setattr(comparing, "compare", lambda *arguments: comparison)
     monkeypatch.setattr(report, "write_comparison_png", lambda *arguments: 1 / 0)
-    done = CliRunner().invoke(app, ["compare", str(write(tmp_path, tiny(tmp_path)))])
+    done = fastmaxsim(["compare", str(write(tmp_path, tiny(tmp_path)))])
     assert isinstance(done.exception, ZeroDivisionError) and "median step" in done.stdout
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
+from itertools import chain
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,15 +36,10 @@ _settings: dict[str, tuple[object, object]] = {}
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile the layers of a model's encoder, unless they are compiled.
+    """Compile the layers of the encoder of a model, possibly wrapped, unless they are compiled.
 
     All layers share what is compiled for the first. That takes seconds; a whole model takes minutes. A model that the
     user compiled is left as it is.
-
-    Parameters
-    ----------
-    model
-        A ``pylate.models.ColBERT``, possibly wrapped.
     """
     core = unwrap(model)
     if any(isinstance(layer, DataParallel) for layer in layers_of_wrapping(model)):
@@ -82,9 +78,7 @@ def compile_layers(model: nn.Module) -> None:
     if known_layers:
         modernbert.join_layers(core, layers)
     checkpointing.compile_checkpointing(layers)
-    _compiled[core] = [*layers, *modernbert.compile_norms(core)] if layers else []
-    if layers:
-        modernbert.install_angles(core)
+    _compiled[core] = [*layers, *modernbert.compile_around_layers(core)] if layers else []
     if not _settings:
         _set("recompile_limit", max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT))
         # Otherwise a layer with hooks would run what was compiled for one without.
@@ -101,9 +95,9 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def _uncompiling_first(stock: Callable) -> Callable:
-    """What transformers calls if a model has to return outputs of its layers.
+    """Uncompile the layers of a model that has to return their outputs.
 
-    It collects them by hooks that read a context variable, which compiled code does not see.
+    transformers collects them by hooks that read a context variable, which compiled code does not see.
     """
     stock = detached(stock)
 
@@ -121,13 +115,15 @@ def _uncompiling_first(stock: Callable) -> Callable:
 
 
 def has_compiled_layers(model: nn.Module) -> bool:
-    """Whether :func:`compile_layers` has compiled layers of it, and they are compiled still."""
+    """Check whether :func:`compile_layers` has compiled layers of a model, and they are compiled still."""
     return any(layer._compiled_call_impl is not None for layer in _compiled.get(unwrap(model), []))
 
 
-def mark_varying(features: dict[str, Tensor]) -> None:
-    """Tell ``torch.compile`` that the sizes of these inputs vary, so that it does not compile twice to find out."""
-    for tensor in features.values():
+def mark_varying(model: nn.Module, calls: Iterable[dict[str, Tensor]]) -> None:
+    """Tell ``torch.compile(model)`` that sizes vary between calls, so that it does not compile twice to find out."""
+    if not is_compiled(model):
+        return
+    for tensor in chain.from_iterable(call.values() for call in calls):
         # PyLate's tokenizer also returns the keys of texts that are dictionaries.
         for dim, size in enumerate(getattr(tensor, "shape", ())):
             if size > 1:
@@ -157,7 +153,6 @@ def release() -> None:
         _uncompile(layers)
     _compiled.clear()
     _patches.undo()
-    modernbert.release_angles()
     checkpointing.release()
     for name, (ours, before) in _settings.items():
         if getattr(torch._dynamo.config, name) == ours:

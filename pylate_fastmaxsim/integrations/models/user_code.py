@@ -100,7 +100,7 @@ def custom_module(core: nn.Module) -> nn.Module | None:
 
 
 def has_class_forward(module: nn.Module) -> bool:
-    """Whether a module has the forward of its class, or what accelerate makes of that for mixed precision."""
+    """Check whether a module has the forward of its class, or what accelerate makes of that for mixed precision."""
     forward, of_class = vars(module).get("forward"), type(module).forward
     while forward is not None and getattr(forward, "__func__", forward) is not of_class:
         if not defined_in(forward, ("torch", "accelerate")) or not hasattr(forward, "__wrapped__"):
@@ -110,7 +110,7 @@ def has_class_forward(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anything is called before or after its forward or its backward."""
+    """Check whether anything is called before or after its forward or its backward."""
     # Written out, since all modules of a model are asked in every step.
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
@@ -118,7 +118,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def has_user_hooks(module: nn.Module) -> bool:
-    """Whether a hook on its forward or its backward is of no known library."""
+    """Check whether a hook on its forward or its backward is of no known library."""
     return has_hooks(module) and any(_of_user(hook) for name in _HOOKS for hook in getattr(module, name).values())
 
 
@@ -139,7 +139,7 @@ def without_user_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def _of_user(function: Callable, libraries: Iterable[str] = _KNOWN) -> bool:
-    """Whether a function, or what it decorates (as ``torch.no_grad()`` may a hook), is of none of these libraries."""
+    """Check whether a function, or what it decorates (as ``torch.no_grad()`` may a hook), is of none of these libraries."""
     return not (defined_in(function, libraries) and defined_in(inspect.unwrap(function), libraries))
 
 

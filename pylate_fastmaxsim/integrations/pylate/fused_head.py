@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel
 from torch.utils import _pytree
 
-from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged, changed, masks_of, uninspected
+from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged, changed, masks_of, masks_unread
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.user_code import (
     GLOBAL_HOOKS,
@@ -100,7 +100,7 @@ def unit_embeddings(model: nn.Module, features: dict[str, Tensor], masks_stay: b
     head = _head(model)
     given = {**features, **({} if head is None else {_ASKED: id(head)})}
     before = masks_of(given)
-    with uninspected():
+    with masks_unread():
         output = model(given)
     if masks_stay and changed(given, before):
         raise MasksChanged(output["token_embeddings"].shape[-1])

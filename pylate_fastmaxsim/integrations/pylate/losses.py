@@ -23,7 +23,13 @@ from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding.collated import counting_tokens_of_batches
 from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
-from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged, as_given, changes_masks, settle
+from pylate_fastmaxsim.integrations.encoding.masks import (
+    MasksChanged,
+    agree_on_mask_changes,
+    changes_masks,
+    with_copied_masks,
+)
+from pylate_fastmaxsim.integrations.encoding.plans import live_tokens
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
 from pylate_fastmaxsim.integrations.encoding.views import current as current_views
 from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_over_views_of_leaves
@@ -85,7 +91,7 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
                         )
                     # CachedContrastive does not raise it, nor does any loss after the first batch.
                     first = not isinstance(self, CachedContrastive) and changes_masks(self) is None
-                    before = as_given(features) if first else features
+                    before = with_copied_masks(features) if first else features
                     try:
                         return fast(self, options, features, *labels, **named_labels)
                     except MasksChanged:
@@ -279,7 +285,7 @@ def _encode(loss: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
     if changed or changes_masks(loss) is None:
         gathers = getattr(loss, "gather_across_devices", False) and dist.is_available() and dist.is_initialized()
         group = dist.group.WORLD if gathers else group_in_step(loss.model)
-        settle(loss, changed, features[0]["input_ids"].device, group)
+        agree_on_mask_changes(loss, changed, features[0]["input_ids"].device, group)
     return encoded
 
 
@@ -308,7 +314,7 @@ def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: 
     # A masked token never passes in XTR scores, and a token that does not counts as 0 there.
     if (options.stock_masking and metric is None) or k is not None:
         skiplist = wrapper_attribute(loss.model, "skiplist")
-        masked = [~encoding_encode.counting_tokens(column, skiplist).all(dim=1) for column in columns]
+        masked = [~live_tokens(column, skiplist).all(dim=1) for column in columns]
         zero_floor = torch.cat(masked)[order]
     if metric is None and not isinstance(options.pooling, Max):
         metric = PooledScores(options.pooling)

@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 from pylate_fastmaxsim.integrations.encoding import gradcache
 from pylate_fastmaxsim.integrations.encoding.batch import Documents, attended_index, padded_again
-from pylate_fastmaxsim.integrations.encoding.equivalence import alike, untouched, what_fails
+from pylate_fastmaxsim.integrations.encoding.equivalence import bitwise_equal, failure_of, restoring
 from pylate_fastmaxsim.integrations.encoding.modes import mode_for
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import inputs_of
@@ -111,7 +111,7 @@ class _Call(TransformerCall):
             host="Sentence Transformers",
             whole=self.model,
             task=self._model_kwargs.get("task"),
-            why_not_behind=self._reason_behind,
+            reason_behind=self._reason_behind,
         )
 
     def call(self, features: Features) -> Tensor:
@@ -167,10 +167,10 @@ def _reader_of_padding(
                 f"{type(module).__name__} reads the states of padding"
                 for module, output in expected.items()
                 if output.keys() != made[module].keys()
-                or not all(alike(made[module][key], output[key]) for key in output)
+                or not all(bitwise_equal(made[module][key], output[key]) for key in output)
             )
 
-    failed = what_fails(
+    failed = failure_of(
         trial, features["input_ids"].device, "the model cannot be run with other states of padding ({})"
     )
     return next(iter(found), failed)
@@ -204,7 +204,7 @@ def _run(
 
     device = features["input_ids"].device
     with ExitStack() as stack:
-        stack.enter_context(untouched(model))
+        stack.enter_context(restoring(model))
         stack.enter_context(_inside_of_accelerate(model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))

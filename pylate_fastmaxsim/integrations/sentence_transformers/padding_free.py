@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding import gradcache, graphs
 from pylate_fastmaxsim.integrations.encoding.attention import accept_packed_masks
-from pylate_fastmaxsim.integrations.encoding.batch import Documents, positioned
-from pylate_fastmaxsim.integrations.encoding.masks import uninspected
-from pylate_fastmaxsim.integrations.encoding.modes import APART, GAP, MOST_TOKENS_BESIDE_QUERIES, UNDERSTOOD
-from pylate_fastmaxsim.integrations.encoding.plans import grouped_plan, nothing_skipped, packed_plan
+from pylate_fastmaxsim.integrations.encoding.batch import Documents
+from pylate_fastmaxsim.integrations.encoding.masks import masks_unread
+from pylate_fastmaxsim.integrations.encoding.modes import APART, GAP, MOST_TOKENS_BESIDE_QUERIES, UNDERSTOOD, understood
+from pylate_fastmaxsim.integrations.encoding.plans import grouped_plan, packed_plan
 from pylate_fastmaxsim.integrations.encoding.token_counts import take_total
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
@@ -297,14 +297,14 @@ class TransformerCall(ABC):
     def _packed_states(self, documents: Documents) -> Tensor:
         # Options that changed since GradCache's first pass have restored the attention function.
         accept_packed_masks(encoder_of(self.encoder))
-        plan = packed_plan(*positioned(self.encoder, documents), nothing_skipped)
-        with uninspected():
+        plan = packed_plan(self.encoder, documents)
+        with masks_unread():
             return plan.batch(list(map(self.call, plan.calls))).values
 
     def _grouped_states(self, documents: Documents) -> Tensor:
-        plan = grouped_plan(documents, nothing_skipped, token_budget=None)
+        plan = grouped_plan(documents)
         text, place = documents.token_index // documents.max_length, documents.token_index % documents.max_length
-        with uninspected():
+        with masks_unread():
             return plan.batch(list(map(self.call, plan.calls))).values[plan.starts[text] + place]
 
     def _compile_layers(self) -> None:
@@ -372,11 +372,6 @@ class TransformerCall(ABC):
         """Whether DistributedDataParallel may count the calls of checkpointed layers. Groups make more."""
         in_processes = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         return in_processes and checkpoints_layers(self.transformer)
-
-
-def understood(features: Features) -> Features:
-    """The features that are encoded without padding."""
-    return {key: features[key] for key in UNDERSTOOD.intersection(features)}
 
 
 def pad_to_widest_seen(encoder: nn.Module, columns: list[Features]) -> list[Features]:

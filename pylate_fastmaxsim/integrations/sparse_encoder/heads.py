@@ -12,9 +12,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.encoding.attention import PackingUnsupported
-from pylate_fastmaxsim.integrations.encoding.equivalence import evaluating, untouched, what_fails
-from pylate_fastmaxsim.integrations.models.encoders import encoder_of, with_adapters
-from pylate_fastmaxsim.integrations.models.hidden_states import HiddenStates
+from pylate_fastmaxsim.integrations.encoding.equivalence import evaluating, failure_of, restoring
+from pylate_fastmaxsim.integrations.models.encoders import HiddenStates, encoder_of, with_adapters
 from pylate_fastmaxsim.integrations.models.user_code import has_hooks, user_code, without_user_hooks
 from pylate_fastmaxsim.integrations.patching.known_sources import defined_in, full_name
 
@@ -126,7 +125,7 @@ def reason_to_compute_logits(transformer: nn.Module, hidden: HiddenStates, featu
             _compare_logits(transformer, hidden, head, features)
 
         with torch.compiler.set_stance("force_eager"):
-            found[situation] = what_fails(trial, torch.device(device), f"{name} cannot run in parts ({{}})")
+            found[situation] = failure_of(trial, torch.device(device), f"{name} cannot run in parts ({{}})")
     return found[situation]
 
 
@@ -134,7 +133,7 @@ def _compare_logits(transformer: nn.Module, hidden: HiddenStates, head: Head, fe
     """Raise PackingUnsupported if logits of a few tokens are not those of the model."""
     texts, tokens = _SAMPLE
     sample = {key: value[:texts, :tokens] for key, value in features.items()}
-    with untouched(transformer), evaluating(transformer), without_user_hooks(transformer):
+    with restoring(transformer), evaluating(transformer), without_user_hooks(transformer):
         expected = functional_call(transformer, _noise_elsewhere(transformer, hidden, head), dict(sample))
         expected = expected["token_embeddings"]
         ours = F.linear(head(hidden(sample)["token_embeddings"]), head.decoder.weight, head.decoder.bias)

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import fastmaxsim
 from comparisons import Page, steps
 from PIL import Image
 from recipe_runs import command
 from tiny_recipe import tiny, write
-from typer.testing import CliRunner
 
-from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.comparison.report import sweep_sentence
 from pylate_fastmaxsim.comparison.runs import PHASES, summarize
 from pylate_fastmaxsim.comparison.turns import Run, Turns
@@ -139,7 +138,7 @@ def test_what_cannot_be_compared_is_one_sentence_before_anything_runs(tmp_path):
         (["--sweep", "batch_size=8,1000"], {}, "--sweep: batch_size must be at most 60, as many rows as the data has"),
         ([], {"WORLD_SIZE": "2"}, "without a distributed launcher"),
     ):
-        done = CliRunner().invoke(app, ["compare", str(file), *arguments], env=environment)
+        done = fastmaxsim(["compare", str(file), *arguments], env=environment)
         assert done.exit_code == 2 and said in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "out" / "compare").exists()
 

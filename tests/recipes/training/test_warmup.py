@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from command_line import fastmaxsim
 from datasets import Dataset
 from recorded_launches import recorded_launches
 from splade_recipe import tiny_splade
 from tiny_recipe import tiny, write
-from typer.testing import CliRunner
 
-from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 from pylate_fastmaxsim.precompile import calls
@@ -37,7 +36,7 @@ FAST = {"fast": {"enabled": True}, "evaluation": {"rows": 0}}
 
 def warmup(recipe, *overrides, **options):
     arguments = [argument for override in overrides for argument in ("--set", override)]
-    return CliRunner().invoke(app, ["warmup", str(recipe), *arguments], **options)
+    return fastmaxsim(["warmup", str(recipe), *arguments], **options)
 
 
 def test_where_there_is_nothing_to_compile_it_says_so_and_writes_nothing(tmp_path):

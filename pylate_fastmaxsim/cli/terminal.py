@@ -1,0 +1,225 @@
+"""What commands share: arguments, what they print, errors in one sentence, and progress bars."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
+
+from pylate_fastmaxsim.recipes.errors import RecipeError
+
+BAD_RECIPE = 2
+INTERRUPTED = 130
+
+# Brackets and colons in names and paths are neither markup nor emoji.
+errors = Console(stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False)
+plain = Console(markup=False, emoji=False)
+
+# What safetensors and other libraries say of a full disk, a quota or a limit of the size of files, and what torch says of any
+# file that it cannot write to its end.
+_FULL_DISK = re.compile(r"No space left on device|\(os error (27|28|122)\)")
+_NOT_WRITTEN = re.compile(r"PytorchStreamWriter failed writing|unexpected pos \d+ vs \d+")
+
+# Batches may take a minute each, and a rate needs several of them.
+RATE_OVER = 600.0
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Add a recipe and ``--set``."""
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        help="a recipe: a .yaml file, or the name of one that comes with the package (fastmaxsim recipes)",
+    )
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add ``--set``."""
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of the recipe, for example training.max_steps=100; may be given several times",
+    )
+
+
+def add_resume(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Add ``--resume`` and ``--no-resume``."""
+    parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help=meaning)
+
+
+def add_collection(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Add ``--beir`` and ``--split``."""
+    parser.add_argument("--beir", metavar="FOLDER_OR_NAME", help=f"a collection in BEIR's layout{meaning}")
+    parser.add_argument("--split", default="test", help="the split of its judgements (%(default)s)")
+
+
+def path(text: str) -> Path:
+    """A path of the command line. The shell leaves ``~`` in ``--run=~/file`` as it is."""
+    return Path(text).expanduser()
+
+
+def at_least(least: float, number: Callable[[str], float] = int) -> Callable[[str], float]:
+    """The type of an argument that is a number with a lower limit."""
+
+    def parse(text: str) -> float:
+        try:
+            value = number(text)
+        except ValueError:
+            value = math.nan
+        if not value >= least:
+            what = "a whole number" if number is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {what} of at least {least}, got {text!r}")
+        return value
+
+    return parse
+
+
+def quiet_libraries() -> None:
+    """Hide the progress bars and log lines of other libraries."""
+    import logging
+
+    from datasets import disable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("pylate.models.colbert").setLevel(logging.ERROR)
+
+
+def end_with(sentence: str, code: int = 1) -> NoReturn:
+    """End the command with a sentence on stderr."""
+    errors.print(sentence, style="red")
+    sys.exit(code)
+
+
+def end_interrupted(kept: str | None = None) -> NoReturn:
+    """End the command as one that Ctrl-C has stopped."""
+    # Ctrl-C reaches every process of a launcher; only the first reports it.
+    if int(os.environ.get("RANK", "0")) == 0:
+        errors.print(f"\nInterrupted: {kept}." if kept else "\nInterrupted.")
+    sys.exit(INTERRUPTED)
+
+
+@contextmanager
+def report_errors() -> Iterator[None]:
+    """End with one sentence after a RecipeError, or after an interrupt before anything was saved."""
+    try:
+        yield
+    except RecipeError as error:
+        end_with(f"fastmaxsim: {error}", BAD_RECIPE)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        end_with(f"fastmaxsim: {error.filename} cannot be reached: {error.strerror}.", BAD_RECIPE)
+    except KeyboardInterrupt:
+        end_interrupted()
+
+
+@contextmanager
+def report_stop(kept: Callable[[], str], interrupted: str | None = None) -> Iterator[None]:
+    """End with one sentence on a full disk or after an interrupt.
+
+    Parameters
+    ----------
+    kept
+        A clause that says what is left.
+    interrupted
+        Another one after an interrupt.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        end_interrupted(interrupted or kept())
+    except RecipeError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        elif _FULL_DISK.search(str(error)):
+            reason = next(line.strip().rstrip(".") for line in str(error).splitlines() if _FULL_DISK.search(line))
+        elif _NOT_WRITTEN.search(str(error)):
+            reason = "a file cannot be written to its end, as on a full disk"
+        else:
+            raise
+        end_with(f"\nfastmaxsim: {reason}; {kept()}.")
+
+
+class _Rate(ProgressColumn):
+    """Items a second."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:,.2f} {self.unit}/s" if speed else "")
+
+
+def _bars(unit: str, *more: ProgressColumn, **options: float) -> Progress:
+    console = Console(stderr=True, emoji=False)
+    return Progress(
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        _Rate(unit),
+        TimeRemainingColumn(),
+        *more,
+        console=console,
+        disable=not console.is_terminal,
+        **options,
+    )
+
+
+@contextmanager
+def progress_of_runs() -> Iterator[Callable[..., None]]:
+    """A bar for each run of a comparison, with its rate and the time left."""
+    bars = _bars("steps", TextColumn("{task.fields[bar]}", markup=False))
+    tasks = {}
+
+    def on_progress(progress) -> None:
+        if not tasks:
+            # Preparing the data shows bars of its own before.
+            bars.start()
+        if progress.run not in tasks:
+            tasks[progress.run] = bars.add_task(progress.run, total=None, bar="")
+        bar = progress.bar if progress.steps else "starting"
+        bars.update(tasks[progress.run], completed=progress.steps, total=progress.of, bar=bar)
+
+    try:
+        yield on_progress
+    finally:
+        bars.stop()
+
+
+@contextmanager
+def progress_of_tasks() -> Iterator[Callable[..., Callable[[int], None]]]:
+    """A bar for each task of a search: ``begin(task, total, done)`` returns what is told how many more are done."""
+    bars = _bars("items", speed_estimate_period=RATE_OVER)
+
+    def begin(task: str, total: int, done: int = 0) -> Callable[[int], None]:
+        bars.start()
+        number = bars.add_task(task, total=total, completed=done)
+        return lambda more: bars.advance(number, more)
+
+    try:
+        yield begin
+    finally:
+        bars.stop()
