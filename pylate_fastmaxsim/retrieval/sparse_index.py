@@ -18,7 +18,7 @@ from pylate_fastmaxsim._checks import require_batches, require_positions
 from pylate_fastmaxsim.files.lock import holds_something, writing
 from pylate_fastmaxsim.files.record import read_again_if_replaced
 from pylate_fastmaxsim.kernels.sparse import postings
-from pylate_fastmaxsim.ops.distributed.layout import rank_and_ranks
+from pylate_fastmaxsim.ops.gathered import rank_and_ranks
 from pylate_fastmaxsim.retrieval import sparse_files as files
 from pylate_fastmaxsim.retrieval.sparse_search import (
     in_blocks,

@@ -191,7 +191,7 @@ class TransformerCall(ABC):
 
     @abstractmethod
     def applies(self, options: Options) -> bool:
-        """Whether these texts are to be encoded here."""
+        """True if these texts are to be encoded here."""
 
     @abstractmethod
     def mode(self, columns: list[Features]) -> str:
@@ -233,7 +233,7 @@ class TransformerCall(ABC):
 
     @property
     def _is_copy(self) -> bool:
-        """Whether DataParallel made the Transformer for one step."""
+        """True if DataParallel made the Transformer for one step."""
         return getattr(self.transformer, "_is_replica", False)
 
     def _run(self, options: Options, features: Features) -> Tensor | None:
@@ -369,7 +369,7 @@ class TransformerCall(ABC):
         return None
 
     def _counts_calls(self) -> bool:
-        """Whether DistributedDataParallel may count the calls of checkpointed layers. Groups make more."""
+        """True if DistributedDataParallel may count the calls of checkpointed layers. Groups make more."""
         in_processes = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         return in_processes and checkpoints_layers(self.transformer)
 

@@ -15,7 +15,7 @@ from pylate_fastmaxsim.integrations.encoding.attention import PackingUnsupported
 from pylate_fastmaxsim.integrations.encoding.equivalence import evaluating, failure_of, restoring
 from pylate_fastmaxsim.integrations.models.encoders import HiddenStates, encoder_of, with_adapters
 from pylate_fastmaxsim.integrations.models.user_code import has_hooks, user_code, without_user_hooks
-from pylate_fastmaxsim.integrations.patching.known_sources import defined_in, full_name
+from pylate_fastmaxsim.integrations.patching.known_sources import defined_in
 
 # Texts and tokens that the check by numbers computes logits of.
 _SAMPLE = 2, 16
@@ -101,7 +101,7 @@ def reason_to_compute_logits(transformer: nn.Module, hidden: HiddenStates, featu
     if head is None or not defined_in(type(model).forward, ("transformers",)):
         return f"{name} has no head that is known"
     if type(head.decoder) is not nn.Linear:
-        return f"the decoder of {name} is a {full_name(head.decoder)}"
+        return f"the decoder of {name} is a {torch.typename(type(head.decoder))}"
     for module in (model, *head.modules):
         if getattr(module, "_is_fsdp_managed_module", False):
             return f"FSDP divides the weights of {name}"
