@@ -387,5 +387,12 @@ def pad_to_widest_seen(encoder: nn.Module, columns: list[Features]) -> list[Feat
     return [first, *columns[1:]]
 
 
+def noise_outside(model: nn.Module, *parts: nn.Module) -> dict[str, Tensor]:
+    """Noise in the place of the weights of a model that are in none of its parts, by name."""
+    known = {id(weight) for part in parts for weight in part.parameters()}
+    others = ((name, weight) for name, weight in model.named_parameters() if id(weight) not in known)
+    return {name: torch.randn_like(weight) for name, weight in others if weight.is_floating_point()}
+
+
 def _has_texts(features: Features) -> bool:
     return {"input_ids", "attention_mask"} <= features.keys() and features["input_ids"].numel() > 0
