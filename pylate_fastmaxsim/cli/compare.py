@@ -33,8 +33,8 @@ def run(options: argparse.Namespace) -> None:
     """Compare, print the tables, and write them as JSON, PNG and HTML."""
     # As output_dir of the recipe, so that ~ in --output=~/dir is expanded.
     recipe = load_recipe(options.recipe, options.overrides, options.output)
-    from pylate_fastmaxsim.comparison.report import show_comparison, write_comparison_page, write_comparison_png
-    from pylate_fastmaxsim.recipes.comparison.compare import RESULT_FILE, RunFailed, compare, parse_sweep
+    from pylate_fastmaxsim.comparison.report import RESULT_FILE, SUFFIXES, show_comparison, write_pictures
+    from pylate_fastmaxsim.recipes.comparison.compare import RunFailed, compare, parse_sweep
 
     batch_sizes = parse_sweep(options.sweep) if options.sweep is not None else []
     result = Path(recipe.output_dir, RESULT_FILE)
@@ -46,8 +46,7 @@ def run(options: argparse.Namespace) -> None:
                 comparison = compare(recipe, on_progress, batch_sizes)
             # Before anything that may fail, because measuring took long.
             show_comparison(comparison, plain.print, partial(errors.print, style="yellow"))
-            write_comparison_png(comparison, result.with_suffix(".png"))
-            write_comparison_page(comparison, result.with_suffix(".html"))
+            write_pictures(comparison, result)
     except RunFailed as error:
         end_with(f"fastmaxsim: {error}")
-    print(*(result.with_suffix(suffix) for suffix in (".json", ".png", ".html")), sep="\n")
+    print(*(result.with_suffix(suffix) for suffix in SUFFIXES), sep="\n")

@@ -194,14 +194,11 @@ def progress_of_runs() -> Iterator[Callable[..., None]]:
     bars = _bars("steps", TextColumn("{task.fields[bar]}", markup=False))
     tasks = {}
 
-    def on_progress(progress) -> None:
-        if not tasks:
-            # Preparing the data shows bars of its own before.
-            bars.start()
-        if progress.run not in tasks:
-            tasks[progress.run] = bars.add_task(progress.run, total=None, bar="")
-        bar = progress.bar if progress.steps else "starting"
-        bars.update(tasks[progress.run], completed=progress.steps, total=progress.of, bar=bar)
+    def on_progress(run: str, bar: str, done: int, of: int | None) -> None:
+        bars.start()
+        if run not in tasks:
+            tasks[run] = bars.add_task(run, total=None, bar="")
+        bars.update(tasks[run], completed=done, total=of, bar=bar)
 
     try:
         yield on_progress

@@ -77,7 +77,7 @@ class ColBERT(TextKind):
 
     def fitted(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         dataset = query_named(dataset)
-        check_columns(recipe, dataset, dataset.column_names)
+        check_columns(recipe, dataset)
         return scores_as_floats(dataset) if recipe.loss.name == "distillation" else dataset
 
     def build_trainer(

@@ -13,7 +13,7 @@ from transformers import Trainer
 from pylate_fastmaxsim.ops.pooled import Max
 from pylate_fastmaxsim.recipes.config.kinds import LateModelSection
 from pylate_fastmaxsim.recipes.config.schema import LossSection, Recipe
-from pylate_fastmaxsim.recipes.data.text import require_a_score_each, require_text, scores_as_floats
+from pylate_fastmaxsim.recipes.data.text import require_scored_documents, require_text, scores_as_floats
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.encoder import encoder_of, learned_positions, positions
@@ -120,12 +120,7 @@ class SentenceTransformersKind(TextKind):
         query, *others = columns = dataset.column_names
         reserved = [column for column in columns if column in RESERVED]
         if recipe.loss.name == "distillation":
-            if len(others) != 2 or reserved != others[1:]:
-                raise RecipeError(
-                    f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
-                )
-            require_text(dataset, [query], "data")
-            require_a_score_each(dataset, *others)
+            require_scored_documents(dataset, reserved)
             return scores_as_floats(dataset)
         if reserved:
             raise RecipeError(

@@ -24,18 +24,10 @@ def encode(retriever: Retriever, texts: list[str], batch_size: int, is_query: bo
 
 @dataclass
 class Lengthened:
-    """Documents of each length, encoded when they are asked for, and how they were made.
+    """Documents of each length, encoded when they are asked for.
 
-    Parameters
-    ----------
-    append
-        ``text``: other documents' words stand behind a document's own, and the model reads both. ``tokens``: their token
-        embeddings stand behind those of the document, each as the model gives it by itself.
-    limit
-        The most tokens of a text that the model was given in place of its ``document_length``; None for ``tokens``, and
-        for a model without a limit.
-    cut
-        How many documents of each length were cut there, once they are encoded.
+    With ``append`` of ``text`` other documents' words stand behind a document's own, and the model reads both. With
+    ``tokens`` their token embeddings stand behind those of the document, each as the model gives it by itself.
     """
 
     retriever: Retriever
@@ -45,8 +37,8 @@ class Lengthened:
     append: Append
     batch_size: int
     seed: int
-    limit: int | None = None
-    cut: dict[int, int] = field(default_factory=dict)
+    limit: int | None = None  # of the tokens of a text that the model reads, in place of its document_length
+    cut: dict[int, int] = field(default_factory=dict)  # how many documents of each length exceed it, once encoded
 
     def __post_init__(self) -> None:
         has_tokens = self.retriever.has_token_embeddings

@@ -31,32 +31,13 @@ def robustness(
 ) -> tuple[dict[str, Any], list[Pair], Path]:
     """Measure a trained model, and write ``robustness.json``.
 
-    Parameters
-    ----------
-    name
-        A recipe, by its .yaml file or its name, whose model was trained before; or a model of texts, by its folder or its
-        name on the Hub.
-    settings
-        What is measured. The pooling of the recipe comes first, and is measured in any case.
-    limits
-        How many queries and documents.
-    overrides
-        ``key=value`` items of the recipe.
-    beir
-        A collection in BEIR's layout, in place of what the recipe is evaluated on; a model needs one.
-    split
-        Of its judgements.
-    output
-        Folder of the results; ``output_dir`` of the recipe, or the working directory for a model.
+    ``name`` is a recipe whose model was trained before, or a model of texts, which needs a collection in BEIR's layout
+    (``beir``). The pooling of a recipe is measured in any case. Results go to ``output``, to the recipe's ``output_dir``,
+    or for a model to the working directory.
 
     Returns
     -------
     The content of ``robustness.json``, pairs to look at, and that file.
-
-    Raises
-    ------
-    RecipeError
-        There is no such recipe, model or data, or they do not fit.
     """
     if beir is None and not is_recipe(name):
         raise RecipeError(

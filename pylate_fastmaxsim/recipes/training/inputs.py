@@ -122,9 +122,9 @@ def load_data(recipe: Recipe) -> RecipeData:
 
 def _evaluated(recipe: Recipe, train: Dataset | IterableDataset, held_out: Dataset | None) -> RecipeData:
     if recipe.evaluation.beir is not None:
-        return RecipeData(train, collection=load_collection(recipe.evaluation.beir, recipe.evaluation.split))
+        return RecipeData(train, collections=[load_collection(recipe.evaluation.beir, recipe.evaluation.split)])
     if recipe.evaluation.nano_beir is not None:
-        return RecipeData(train, nano_beir=load_nano_beir(recipe))
+        return RecipeData(train, collections=load_nano_beir(recipe))
     return RecipeData(train, held_out)
 
 

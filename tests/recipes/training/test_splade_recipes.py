@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from comparisons import Page
+from comparisons import Page, RecordingGate, run_of
 from paths import RECIPES
 from recipe_runs import command, interrupt, same_model
 from sentence_transformers import SparseEncoder
@@ -17,7 +16,7 @@ from sparse_encoders import build_sparse_encoder
 from splade_recipe import splade_over, tiny_splade
 from tiny_recipe import hub_dataset, kd_subsets, text, write
 
-from pylate_fastmaxsim.comparison.turns import Run, Turns
+from pylate_fastmaxsim.comparison.turns import Turns
 from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_encoder
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.recipes.comparison.measure import measure
@@ -202,13 +201,13 @@ def test_an_interrupted_run_goes_on_and_the_model_is_one_of_sentence_transformer
 
 @pytest.mark.e2e
 def test_a_comparison_shows_sparsity_beside_quality(saved, tmp_path, monkeypatch):
-    def run_here(prepared, directory, names, on_progress, options):
+    def run_here(recipe_file, logs, on_progress, options):
         runs = {}
-        for mode in names:
-            recipe = replace(prepared, output_dir=str(directory), fast=replace(prepared.fast, enabled=mode == "fast"))
-            steps = directory / f"{mode}.jsonl"
-            result = measure(recipe, steps, untrained="--untrained" in options.get(mode, ()))
-            runs[mode] = Run(steps=[json.loads(line) for line in steps.read_text().splitlines()], result=result)
+        for mode, keywords in options.items():
+            gate = RecordingGate()
+            recipe = load_recipe(recipe_file, [f"fast.enabled={mode == 'fast'}"])
+            result = measure(recipe, gate, **keywords)
+            runs[mode] = run_of(gate.steps, memory={"before": 1, "peak": 2}, result=result)
         return Turns(runs, restarted=False)
 
     # Processes of their own would cost half a minute.
