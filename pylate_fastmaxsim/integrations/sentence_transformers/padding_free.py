@@ -108,7 +108,7 @@ class LossColumns:
 
     def keep(self, transformer: nn.Module, made: Tensor, lengths: list[int]) -> Tensor:
         """Keep the rows of all texts for later calls, and return those of the queries."""
-        self._made, self._lengths, self._made_by = made, lengths, _circumstances(transformer, made)
+        self._made, self._lengths, self._origin = made, lengths, _origin_of(transformer, made)
         return self._next(len(self.columns[0]["input_ids"]))
 
     def take(self, transformer: nn.Module, features: Features) -> Tensor | None:
@@ -118,7 +118,7 @@ class LossColumns:
         count, width = features["input_ids"].shape
         lengths = self._lengths[:count]
         is_next = len(lengths) == count and max(lengths) <= width
-        if is_next and self._made_by == _circumstances(transformer, self._made):
+        if is_next and self._origin == _origin_of(transformer, self._made):
             return self._next(count)
         self._made, self._lengths = None, []
         return None
@@ -131,7 +131,7 @@ class LossColumns:
         return taken
 
 
-def _circumstances(transformer: nn.Module, made: Tensor) -> tuple:
+def _origin_of(transformer: nn.Module, made: Tensor) -> tuple:
     return transformer, torch.is_grad_enabled(), torch.is_autocast_enabled(made.device.type)
 
 
