@@ -18,9 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Compile, and print what took how long."""
     recipe = load_recipe(options.recipe, options.overrides)
-    from pylate_fastmaxsim.precompile.recipe import nothing_to_compile, warm_up
+    from pylate_fastmaxsim.precompile.recipe import reason_against_warmup, warm_up
 
-    if reason := nothing_to_compile(recipe):
+    if reason := reason_against_warmup(recipe):
         print(reason)
         return
     quiet_libraries()

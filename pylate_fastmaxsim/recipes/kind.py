@@ -74,7 +74,7 @@ class Kind:
         """
         raise NotImplementedError
 
-    def of_encoder(self, section: ModelSection, device: torch.device | str) -> Any:
+    def from_encoder(self, section: ModelSection, device: torch.device | str) -> Any:
         """The host's model class with the values of a section."""
         raise NotImplementedError
 
@@ -85,7 +85,7 @@ class Kind:
     def check_lengths(self, section: ModelSection, model: Any) -> None:
         """Refuse lengths beyond the encoder's positions."""
 
-    def fitted(self, recipe: Recipe, dataset: Dataset) -> Dataset:
+    def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         """Rows under names that the host's collator knows; refuse columns that do not fit it or the loss."""
         raise NotImplementedError
 
@@ -109,7 +109,7 @@ class Kind:
         return kl_divergence(scores, teacher)
 
     def count(self, trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
-        """How many ``documents``, tokens of them that are ``live``, and ``query_tokens`` a batch has."""
+        """Numbers of ``documents``, of their ``live`` tokens, and of ``query_tokens`` of a batch."""
         raise NotImplementedError
 
     def counted_module(self, model: Any) -> nn.Module | None:
@@ -124,13 +124,6 @@ def kind_of(model: ModelSection) -> Kind:
     ------
     RecipeError
         The library that trains it is not installed, or in an earlier release.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.config.kinds import SpladeSection
-    >>> from pylate_fastmaxsim.recipes.kind import kind_of
-    >>> kind_of(SpladeSection()).host
-    'sentence-transformers'
     """
     module = MODULES[model.kind]
     if module == "multi_vector" and not hasattr(sentence_transformers, "MultiVectorEncoder"):
@@ -150,6 +143,6 @@ def kind_of(model: ModelSection) -> Kind:
 
 
 def kl_divergence(scores: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """That of softmaxes of scores ``[N, n]`` divided by ``temperature``, times the square of that, mean over the rows."""
+    """KL divergence of the softmaxes of scores ``[N, n]`` divided by ``temperature``, times the square of that, mean over the rows."""
     log_student, log_teacher = ((each / temperature).log_softmax(1) for each in (scores, teacher))
     return (log_teacher.exp() * (log_teacher - log_student)).sum(1).mean() * temperature**2

@@ -21,8 +21,7 @@ from pylate_fastmaxsim.integrations.models.user_code import GLOBAL_HOOKS, has_ho
 from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.ops.attention import rotary_is_faster, rotary_self_attention
-from pylate_fastmaxsim.ops.layers.glu import geglu_linear
-from pylate_fastmaxsim.ops.layers.norm import norm_with_residual
+from pylate_fastmaxsim.ops.encoder_layers import geglu_linear, norm_with_residual
 
 try:
     from transformers import modeling_layers

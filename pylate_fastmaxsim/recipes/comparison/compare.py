@@ -26,10 +26,10 @@ from pylate_fastmaxsim.comparison.verdict import (
     summarize_turns,
     timed_steps,
 )
-from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import hold_lock, make_directory, require_outputs
+from pylate_fastmaxsim.recipes.load import dump_recipe
 
 LOCK_FILE = "compare.lock"
 LOGS = "compare"

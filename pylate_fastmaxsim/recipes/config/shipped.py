@@ -14,34 +14,20 @@ _PACKAGE = Path(__file__).parents[2]
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The files of all recipes by name, in alphabetical order.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.config.shipped import shipped_recipes
-    >>> shipped_recipes()["quickstart"].name
-    'quickstart.yaml'
-    """
+    """The files of all recipes by name, in alphabetical order."""
     wheel = _PACKAGE / "shipped_recipes"
     files = (wheel if os.path.isdir(wheel) else _PACKAGE.parent / "recipes").rglob("*.yaml")
     return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
 
 
 def describe(file: Path) -> str:
-    """What a recipe is for: the first line of its comments.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.config.shipped import describe, shipped_recipes
-    >>> describe(shipped_recipes()["quickstart"])
-    'A ColBERT from scratch on 2 CPU cores, offline, in a few minutes'
-    """
+    """The purpose of a recipe: the first line of its comments."""
     with open(file, encoding="utf-8") as lines:
         return next(lines).strip("#: \n")
 
 
 def is_recipe(name: str) -> bool:
-    """Whether a word on the command line is a recipe, where it may also be a model: by its ending or as a shipped one."""
+    """True if a word on the command line is a recipe, by its ending or as a shipped one, and not a model."""
     return Path(name).suffix in SUFFIXES or (name in shipped_recipes() and not Path(name).is_dir())
 
 

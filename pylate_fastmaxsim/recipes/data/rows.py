@@ -63,7 +63,7 @@ def _load_checked(recipe: Recipe) -> Dataset:
         with show_progress_bars():
             options = {"n_ways": recipe.data.n_ways}
             dataset = dataset.map(truncate_lists, fn_kwargs=options, batched=True, desc="Reading lists")
-    return kind_of(recipe.model).fitted(recipe, dataset)
+    return kind_of(recipe.model).fit_columns(recipe, dataset)
 
 
 def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:
@@ -206,7 +206,7 @@ class _StreamedRows:
         if self.recipe.data.n_ways is not None:
             batch = truncate_lists(batch, self.recipe.data.n_ways)
         try:
-            return kind_of(self.recipe.model).fitted(self.recipe, Dataset.from_dict(batch))
+            return kind_of(self.recipe.model).fit_columns(self.recipe, Dataset.from_dict(batch))
         except pa.ArrowException as error:
             raise RecipeError(
                 f"data: a column holds values of several types in the rows from number {numbers[0]} on: {first_line(error)}"

@@ -11,7 +11,6 @@ import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from torch import Tensor, nn
-from transformers import Trainer
 
 from pylate_fastmaxsim.recipes.config.kinds import MultiVectorLoss, MultiVectorSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -51,6 +50,7 @@ class MultiVector(SentenceTransformersKind):
         sentence_transformers, "MultiVectorEncoderTrainingArguments", SentenceTransformerTrainingArguments
     )
     plain_trainer = PLAIN_TRAINER
+    recipe_trainer = MultiVectorTrainer
     score_attribute = "similarity_fct"
 
     def load(
@@ -64,7 +64,7 @@ class MultiVector(SentenceTransformersKind):
             raise RecipeError(
                 f"{key} {name} does not fit model.kind multi_vector: it is a SparseEncoder, which model.kind splade trains."
             )
-        model = self.of_encoder(section, device)
+        model = self.from_encoder(section, device)
         sizes = [module.out_features for module in _projections(model)][-1:]
         if section.embedding_size not in (None, *sizes):
             allowed = " or ".join([*map(str, sizes), "null"])
@@ -75,7 +75,7 @@ class MultiVector(SentenceTransformersKind):
         self.check_lengths(section, model)
         return model
 
-    def of_encoder(self, section: MultiVectorSection, device: torch.device | str) -> MultiVectorEncoder:
+    def from_encoder(self, section: MultiVectorSection, device: torch.device | str) -> MultiVectorEncoder:
         options: dict[str, Any] = {}
         if section.config_kwargs:
             options["config_kwargs"] = dict(section.config_kwargs)
@@ -94,26 +94,28 @@ class MultiVector(SentenceTransformersKind):
         _set_lengths(section, model)
         return model
 
-    def build_trainer(
-        self,
-        loss: MultiVectorLoss,
-        model: MultiVectorEncoder,
-        rows: Dataset,
-        arguments: SentenceTransformerTrainingArguments,
-        trainer_class: type[Trainer] | None = None,
-    ) -> Trainer:
-        """The trainer of Sentence Transformers, with its collator and the loss of the recipe."""
+    def build_collator(self, model: MultiVectorEncoder, rows: Dataset) -> EachDocument:
         from sentence_transformers.multi_vector_encoder import MultiVectorEncoderDataCollator
 
         prompts = prompts_of(model, sides_of(texts_in_columns(model, rows)))
-        trainer = (trainer_class or MultiVectorTrainer)(
-            model=model,
-            args=arguments,
-            train_dataset=rows,
-            loss=build_loss(loss, model),
-            data_collator=EachDocument(MultiVectorEncoderDataCollator(model.preprocess, prompts=prompts)),
-        )
-        return self.following_schedule(trainer, loss)
+        return EachDocument(MultiVectorEncoderDataCollator(model.preprocess, prompts=prompts))
+
+    def build_loss(self, section: MultiVectorLoss, model: MultiVectorEncoder) -> nn.Module:
+        from sentence_transformers.multi_vector_encoder import losses
+
+        names = ("mini_batch_size", "mini_batch_num_tokens", "score_mini_batch_size", "gather_across_devices")
+        options = {name: value for name in names if (value := getattr(section, name)) is not None}
+        distillation = section.name == "distillation"
+        if section.pooling is not None:
+            options["similarity_fct"] = score_metric(section.pooling, own_documents=distillation)
+        if not distillation:
+            ranking = losses.MultiVectorMultipleNegativesRankingLoss
+            if section.name == "cached_contrastive":
+                ranking = losses.CachedMultiVectorMultipleNegativesRankingLoss
+            return ranking(model, scale=1 / (section.temperature or 1.0), **options)
+        if section.objective == "margin_mse":
+            return losses.MultiVectorMarginMSELoss(model, **options)
+        return losses.MultiVectorDistillKLDivLoss(model, temperature=section.temperature or 1.0, **options)
 
     def nano_beir_evaluator(self, names: list[str], **options: Any) -> MultiVectorNanoBEIREvaluator:
         from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorNanoBEIREvaluator
@@ -145,7 +147,7 @@ KIND = MultiVector()
 
 
 def _has_projection(name: str) -> bool:
-    """Whether a checkpoint has a projection, which Sentence Transformers also keeps of a SentenceTransformer."""
+    """True if a checkpoint has a projection, which Sentence Transformers also keeps of a SentenceTransformer."""
     saved = [module["type"].rpartition(".")[2] for module in json_of(name, "modules.json") or []]
     return "Dense" in saved or model_type(name) in ("MultiVectorEncoder", "ColBERT")
 
@@ -155,7 +157,7 @@ def _projections(model: MultiVectorEncoder) -> list[nn.Module]:
 
 
 def _set_lengths(section: MultiVectorSection, model: MultiVectorEncoder) -> None:
-    """Set what a section says of the lengths of texts and of query expansion; null keeps what the checkpoint has."""
+    """Set the lengths of texts and the query expansion of a section; null keeps those of the checkpoint."""
     given = [key for key in TEXT_KEYS if getattr(section, key) is not None]
     transformer = model[0]
     if given and not hasattr(transformer, "query_expansion"):
@@ -180,22 +182,3 @@ def _set_lengths(section: MultiVectorSection, model: MultiVectorEncoder) -> None
         transformer.query_length = None
     transformer.query_length = length or transformer.query_length
     transformer.query_expansion = expansion
-
-
-def build_loss(section: MultiVectorLoss, model: MultiVectorEncoder) -> nn.Module:
-    """The loss that a recipe names, with the options that it gives."""
-    from sentence_transformers.multi_vector_encoder import losses
-
-    names = ("mini_batch_size", "mini_batch_num_tokens", "score_mini_batch_size", "gather_across_devices")
-    options = {name: value for name in names if (value := getattr(section, name)) is not None}
-    distillation = section.name == "distillation"
-    if section.pooling is not None:
-        options["similarity_fct"] = score_metric(section.pooling, own_documents=distillation)
-    if not distillation:
-        ranking = losses.MultiVectorMultipleNegativesRankingLoss
-        if section.name == "cached_contrastive":
-            ranking = losses.CachedMultiVectorMultipleNegativesRankingLoss
-        return ranking(model, scale=1 / (section.temperature or 1.0), **options)
-    if section.objective == "margin_mse":
-        return losses.MultiVectorMarginMSELoss(model, **options)
-    return losses.MultiVectorDistillKLDivLoss(model, temperature=section.temperature or 1.0, **options)

@@ -101,7 +101,7 @@ class Pages(Kind):
     def tokenizer_of(self, model: PageModel) -> PreTrainedTokenizerBase:
         return model.processor.tokenizer
 
-    def fitted(self, recipe: Recipe, dataset: Dataset) -> Dataset:
+    def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         """Refuse columns other than a query, its page and, for losses with negatives, equally many of them in each row."""
         columns, negatives = dataset.column_names, recipe.loss.name in WITH_NEGATIVES
         if len(columns) != 2 + negatives:
@@ -148,7 +148,7 @@ class Pages(Kind):
         )
 
     def gradient_logger(self, recipe: Recipe, trainer: PageTrainer) -> LogGradientConcentration:
-        """Of scores only, of the first queries and pages."""
+        """The callback of ``training.log_gradient_concentration``, of the scores of the first queries and pages."""
         rows = [trainer.train_dataset[row] for row in range(min(MEASURED_PAIRS, len(trainer.train_dataset)))]
         queries = [row[ColPaliEngineDataset.QUERY_KEY] for row in rows]
         pages = [row[ColPaliEngineDataset.POS_TARGET_KEY][0] for row in rows]
@@ -170,7 +170,7 @@ class Pages(Kind):
         )
 
     def count(self, trainer: PageTrainer, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The model is given every page padded to the longest of its batch, stock and fast."""
+        """Numbers of tokens; stock and fast, every page is padded to the longest of its batch."""
         queries = inputs[f"{trainer.query_prefix}input_ids"].numel()
         masks = [inputs.get(f"{prefix}attention_mask") for prefix in (trainer.pos_prefix, trainer.neg_prefix)]
         masks = [mask for mask in masks if mask is not None]

@@ -25,7 +25,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
 from pylate_fastmaxsim.recipes.models.encoder import encoder_of
-from pylate_fastmaxsim.recipes.models.load import NO_TOKENIZER, is_empty, load_model, model_failure
+from pylate_fastmaxsim.recipes.models.load import NO_TOKENIZER, has_special_tokens_only, load_model, model_failure
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def load_teacher(section: MiningSection, device: torch.device, kind: str = "colb
         drawn = _missing_head_weights(encoder, name)
     except Exception as error:  # as in load_model
         raise model_failure("mining.teacher", ColBERTSection(name_or_path=name), error) from error
-    if is_empty(encoder.tokenizer):
+    if has_special_tokens_only(encoder.tokenizer):
         raise RecipeError(NO_TOKENIZER.format("mining.teacher", name))
     if drawn:
         other = (

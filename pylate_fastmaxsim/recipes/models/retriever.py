@@ -1,4 +1,4 @@
-"""What a loaded model does in a search: it encodes texts or pages, ranks documents exactly, and has a digest."""
+"""Retrievers: loaded models that encode texts or pages, rank documents exactly, and have a digest."""
 
 from __future__ import annotations
 
@@ -153,14 +153,16 @@ class Retriever:
         NotFiniteError
             Some are NaN or infinite, and the retriever refuses them.
         """
-        return self._batch(self._made(texts, is_query, {"batch_size": batch_size, "show_progress_bar": show_progress}))
+        return self._batch(
+            self._host_output(texts, is_query, {"batch_size": batch_size, "show_progress_bar": show_progress})
+        )
 
-    def _made(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> Any:
-        """What the host makes of texts."""
+    def _host_output(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> Any:
+        """Embeddings of texts in the form of the host."""
         return self.model.encode(list(texts), is_query=is_query, convert_to_tensor=True, **options)
 
-    def _batch(self, made: Any) -> Encoded:
-        batch = TokenBatch.from_list(made)
+    def _batch(self, output: Any) -> Encoded:
+        batch = TokenBatch.from_list(output)
         self._require_finite(batch.values)
         return batch
 
@@ -232,7 +234,7 @@ class MultiVectorRetriever(Retriever):
 
     settings = ()
 
-    def _made(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
+    def _host_output(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
         # They add the prompts of the model and choose its route, where it has two.
         return (self.model.encode_query if is_query else self.model.encode_document)(list(texts), **options)
 
@@ -252,7 +254,7 @@ class MultiVectorRetriever(Retriever):
 class PagesRetriever(Retriever):
     """A model of pages."""
 
-    def _made(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
+    def _host_output(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
         return self.model.encode(texts, options["batch_size"], is_query)
 
     def digest(self) -> str:
@@ -268,14 +270,14 @@ class SparseRetriever(Retriever):
     has_token_embeddings = False
     settings = ("max_active_dims",)
 
-    def _made(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> Tensor:
+    def _host_output(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> Tensor:
         encode = self.model.encode_query if is_query else self.model.encode_document
         return encode(list(texts), convert_to_tensor=True, **options)
 
-    def _batch(self, made: Tensor) -> SparseBatch:
-        self._require_finite(made.coalesce().values() if made.is_sparse else made)
+    def _batch(self, output: Tensor) -> SparseBatch:
+        self._require_finite(output.coalesce().values() if output.is_sparse else output)
         try:
-            return SparseBatch.from_torch(made)
+            return SparseBatch.from_torch(output)
         except ValueError as error:
             raise RecipeError(f"The vectors of the sparse model cannot be searched: {first_line(error)}") from error
 
@@ -304,7 +306,9 @@ class StaticRetriever(SparseRetriever):
     kind = "static late interaction"
     document_length = None
 
-    def _made(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> StaticQueries | StaticDocuments:
+    def _host_output(
+        self, texts: Sequence[str], is_query: bool, options: dict[str, Any]
+    ) -> StaticQueries | StaticDocuments:
         try:
             tokens = self.model.token_ids(texts)
             if is_query:
@@ -313,8 +317,8 @@ class StaticRetriever(SparseRetriever):
         except ValueError as error:  # it lacks counts of tokens, or its tokenizer gives ids beyond its tables
             raise RecipeError(f"The static model cannot encode: {first_line(error)}") from error
 
-    def _batch(self, made: StaticQueries | StaticDocuments) -> StaticQueries | StaticDocuments:
-        return made  # whose vectors are finite
+    def _batch(self, output: StaticQueries | StaticDocuments) -> StaticQueries | StaticDocuments:
+        return output  # whose vectors are finite
 
     def _search_stream(
         self, queries: StaticQueries, documents: Iterable[StaticDocuments], k: int
@@ -348,7 +352,7 @@ def retriever_of(model: Any, finite: bool = False) -> Retriever:
         # Which Sentence Transformers has from release 6 on.
         getattr(sentence_transformers, "MultiVectorEncoder", Retriever): MultiVectorRetriever,
     }
-    return next((made for kind, made in classes.items() if isinstance(model, kind)), Retriever)(model, finite)
+    return next((retriever for host, retriever in classes.items() if isinstance(model, host)), Retriever)(model, finite)
 
 
 def _prompt_tokens(model: nn.Module, transformer: nn.Module) -> int:

@@ -30,7 +30,7 @@ from pylate_fastmaxsim.recipes.training.model_card import (
     CARD,
     NameRecipe,
     add_metrics,
-    name_recipe,
+    append_recipe,
     restore_card_metadata,
 )
 from pylate_fastmaxsim.recipes.training.run_directory import (
@@ -194,7 +194,7 @@ def require_steps(section: TrainingSection, state: TrainerState) -> None:
 def _save(recipe: Recipe, model: HostModel, folder: Path) -> None:
     def write(scratch: Path) -> None:
         model.save_pretrained(str(scratch))
-        name_recipe(scratch, recipe)
+        append_recipe(scratch, recipe)
         # Its metrics are those of the earlier model.
         remove_file(folder.parent / RESULT_FILE)
 
@@ -206,7 +206,7 @@ def _add_to_card(recipe: Recipe, model: HostModel, metrics: dict[str, float | No
     add_metrics(recipe.evaluation, model, metrics)
     with TemporaryDirectory() as scratch:
         model._create_model_card(scratch)
-        name_recipe(Path(scratch), recipe)
+        append_recipe(Path(scratch), recipe)
         replace_file(folder / CARD, Path(scratch, CARD).read_bytes())
 
 

@@ -22,7 +22,7 @@ from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.config.kinds import RegularizersSection, SpladeLoss
 from pylate_fastmaxsim.recipes.kind import kind_of
-from pylate_fastmaxsim.recipes.kinds.splade import build_loss
+from pylate_fastmaxsim.recipes.kinds.splade import KIND
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training import train as training
@@ -45,7 +45,7 @@ def model(saved) -> SparseEncoder:
 
 def loss_of(section: SpladeLoss, model: SparseEncoder, labels: torch.Tensor | None = None, columns: int = 3) -> dict:
     texts = [[text(row + column, 3 + column) for row in range(4)] for column in range(columns)]
-    return build_loss(section, model)([model.tokenize(column) for column in texts], labels)
+    return KIND.build_loss(section, model)([model.tokenize(column) for column in texts], labels)
 
 
 def vectors_of(model: SparseEncoder, columns: int = 3) -> list[torch.Tensor]:
@@ -69,7 +69,7 @@ def test_losses_are_those_that_the_recipe_names(model):
     }
     torch.testing.assert_close(loss_of(contrastive, model), expected)
     cached = SpladeLoss("cached_contrastive", temperature=0.5, mini_batch_size=3, regularizers=weights)
-    assert isinstance(build_loss(cached, model), losses.CachedSpladeLoss)
+    assert isinstance(KIND.build_loss(cached, model), losses.CachedSpladeLoss)
     torch.testing.assert_close(loss_of(cached, model), expected)
 
     teacher = torch.tensor([[1.0, 3.0], [2.0, 2.5], [0.5, 0.0], [4.0, 1.0]])
