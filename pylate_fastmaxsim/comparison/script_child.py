@@ -32,7 +32,7 @@ from pylate_fastmaxsim.integrations.run_script import (
     AfterImport,
     parse,
     run_accelerated,
-    run_as_python_does,
+    run_as_main,
     script_parser,
     show_log,
     traceback_of,
@@ -288,7 +288,7 @@ def main() -> None:
         if mode == FAST:
             run_accelerated(words, as_module, options)
         else:
-            run_as_python_does(words, as_module)
+            run_as_main(words, as_module)
     except SystemExit as stop:
         if stop.code:
             code, said = (stop.code, "") if isinstance(stop.code, int) else (1, f"{stop.code}\n")
