@@ -16,9 +16,10 @@ import sys
 import traceback
 from collections.abc import Mapping
 from functools import partial, wraps
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import optimizer as optimizers
@@ -47,22 +48,10 @@ FEWEST_STEPS = 6
 
 
 class ScriptGate(Gate):
-    """The gate of a script, whose process ends behind the last measured step.
+    """The gate of a script, whose process ends after ``steps`` steps and reports the ``warnings`` of the package."""
 
-    Parameters
-    ----------
-    orders, reports
-        As of :class:`~pylate_fastmaxsim.comparison.gate.Gate`.
-    script
-        Its name.
-    steps
-        After how many the process ends.
-    warnings
-        What the package logs, which is reported in the end.
-    """
-
-    def __init__(self, orders: TextIO, reports: TextIO, script: str, steps: int, warnings: list[str]) -> None:
-        super().__init__(orders, reports)
+    def __init__(self, pipe: Connection, script: str, steps: int, warnings: list[str]) -> None:
+        super().__init__(pipe)
         self.script = script
         self.steps = steps
         self.warnings = warnings
