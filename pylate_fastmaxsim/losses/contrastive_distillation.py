@@ -18,7 +18,7 @@ from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_ov
 from pylate_fastmaxsim.integrations.options import Options, current_options
 from pylate_fastmaxsim.losses.columns import Features, texts_in
 from pylate_fastmaxsim.losses.encode import host_of
-from pylate_fastmaxsim.ops.distributed.gather import gather_documents
+from pylate_fastmaxsim.ops.gathered import gather_documents
 from pylate_fastmaxsim.ops.pooled import pooled_scores, state_bytes
 from pylate_fastmaxsim.pooling import Pooling
 from pylate_fastmaxsim.tokens import TokenBatch

@@ -17,7 +17,7 @@ import torch
 
 from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._dtypes import float32_precision
-from pylate_fastmaxsim.ops.dispatch import has_kernels
+from pylate_fastmaxsim.ops.operands import has_kernels
 from pylate_fastmaxsim.precompile.calls import Share
 from pylate_fastmaxsim.precompile.shapes import BatchShape, Call, calls_of
 

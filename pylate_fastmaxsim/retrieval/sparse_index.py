@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim.files.record import read_again_if_replaced
 from pylate_fastmaxsim.kernels.sparse import postings
-from pylate_fastmaxsim.ops.distributed.layout import rank_and_ranks
+from pylate_fastmaxsim.ops.gathered import rank_and_ranks
 from pylate_fastmaxsim.retrieval import sparse_files as files
 from pylate_fastmaxsim.retrieval.checks import require_batches
 from pylate_fastmaxsim.retrieval.folders import holds_something, writing

@@ -34,11 +34,6 @@ def compile_checkpointing(layers: Iterable[nn.Module]) -> None:
     transformers calls ``checkpoint`` on the compiled layer otherwise. That costs hooks on every kept tensor and one more
     call of compiled code in the backward, so that small batches wait for the host. Layers with dropout, with hooks or
     with another checkpointing function are left to transformers.
-
-    Examples
-    --------
-    >>> compile_checkpointing([nn.Linear(2, 2)])  # transformers does not checkpoint it: nothing changes
-    >>> release()
     """
     if GradientCheckpointingLayer is None:
         return

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel
 from pylate_fastmaxsim.integrations.compilation import checkpointing, modernbert
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, layers_share_keys, transformer_of
-from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed, is_compiled, layers_of_wrapping, unwrap
+from pylate_fastmaxsim.integrations.models.wrappers import is_compiled, layers_of_wrapping, sharded_by_deepspeed, unwrap
 from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet, detached
 
 try:
@@ -50,7 +50,7 @@ def compile_layers(model: nn.Module) -> None:
         )
         _uncompile(_compiled.pop(core, []))
         return
-    if divided_by_deepspeed(core):
+    if sharded_by_deepspeed(core):
         # Its hooks on every module of a layer would break the graph.
         log_once("compile=True does nothing: DeepSpeed divides the weights of the model (ZeRO 3).", about=core)
         return
@@ -131,13 +131,7 @@ def mark_varying(model: nn.Module, calls: Iterable[dict[str, Tensor]]) -> None:
 
 
 def encoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of an encoder: its ``ModuleList`` with the most parameters, flattened.
-
-    Examples
-    --------
-    >>> encoder_layers(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])}))
-    [Linear(in_features=1, out_features=1, bias=True), Linear(in_features=1, out_features=1, bias=True)]
-    """
+    """The layers of an encoder: its ``ModuleList`` with the most parameters, flattened."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return _flat(max(lists, key=lambda layers: sum(weight.numel() for weight in layers.parameters()), default=[]))
 

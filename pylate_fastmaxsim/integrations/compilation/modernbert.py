@@ -17,12 +17,11 @@ from torch.nn.functional import gelu, layer_norm
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pylate_fastmaxsim.integrations.models.encoders import is_packed_mask
-from pylate_fastmaxsim.integrations.models.user_code import GLOBAL_HOOKS, has_hooks
+from pylate_fastmaxsim.integrations.models.user_code import has_global_hooks, has_hooks
 from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.ops.attention import rotary_is_faster, rotary_self_attention
-from pylate_fastmaxsim.ops.layers.glu import geglu_linear
-from pylate_fastmaxsim.ops.layers.norm import norm_with_residual
+from pylate_fastmaxsim.ops.encoder_layers import geglu_linear, norm_with_residual
 
 try:
     from transformers import modeling_layers
@@ -116,7 +115,7 @@ def _joined(together: Callable, layers: nn.ModuleList, number: int, layer: nn.Mo
 
 def _with_next_norm(layer, following, hidden_states, normed, mask, positions, kwargs) -> tuple[Tensor, Tensor | None]:
     """The states after a layer, and those that the norm of ``following`` makes of them, if nothing differs there."""
-    if not (_is_exactly(layer, host.ModernBertEncoderLayer) and _is_written_here(layer, hidden_states)):
+    if not (_is_exactly(layer, host.ModernBertEncoderLayer) and _is_stock_layer(layer, hidden_states)):
         states = layer._call_impl(hidden_states, attention_mask=mask, position_embeddings=positions, **kwargs)
         return states, None
     norm = following.attn_norm if type(following) is host.ModernBertEncoderLayer else None
@@ -128,7 +127,7 @@ def _with_next_norm(layer, following, hidden_states, normed, mask, positions, kw
 def _with_fewer_passes(stock: Callable) -> Callable:
     @wraps(stock)
     def forward(self, hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
-        if torch.compiler.is_compiling() and _is_written_here(self, hidden_states):
+        if torch.compiler.is_compiling() and _is_stock_layer(self, hidden_states):
             return _layer(self, hidden_states, attention_mask, position_embeddings, kwargs)[0]
         return stock(
             self, hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs
@@ -137,7 +136,7 @@ def _with_fewer_passes(stock: Callable) -> Callable:
     return forward
 
 
-def _is_written_here(layer: nn.Module, hidden_states: Tensor) -> bool:
+def _is_stock_layer(layer: nn.Module, hidden_states: Tensor) -> bool:
     """Check that a layer and those of its modules that are not called as they are have nothing added.
 
     Decided while a layer is traced, and looked at again by guards.
@@ -160,7 +159,7 @@ def _is_written_here(layer: nn.Module, hidden_states: Tensor) -> bool:
     return (
         all(_is_exactly(module, cls) for module, cls in modules)
         and mlp.act.act is gelu
-        and not any(getattr(nn.modules.module, name) for name in GLOBAL_HOOKS)
+        and not has_global_hooks()
         and layer.mlp_norm.weight.dtype == hidden_states.dtype
     )
 

@@ -187,7 +187,7 @@ def _packed_attention(
     # With "sdpa" transformers ignores softcap as well.
     if softcap is not None and module.config._attn_implementation != "sdpa":
         raise PackingUnsupported("variable-length attention has no softcap")
-    query, key, value = (_autocast(states).squeeze(0).transpose(0, 1) for states in (query, key, value))
+    query, key, value = (_cast_as_autocast(states).squeeze(0).transpose(0, 1) for states in (query, key, value))
     # A sliding window of w sees up to w - 1 tokens away, the token itself being the w-th.
     reach = -1 if sliding_window is None else sliding_window - 1
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -214,7 +214,7 @@ def _packed_attention(
     return states.unsqueeze(0)
 
 
-def _autocast(states: Tensor) -> Tensor:
+def _cast_as_autocast(states: Tensor) -> Tensor:
     """Cast as autocast does for torch's own attention: rotary positions may leave queries and keys in float32."""
     device = states.device.type
     if states.dtype == torch.float64 or not torch.is_autocast_enabled(device):

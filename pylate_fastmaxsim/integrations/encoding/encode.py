@@ -49,7 +49,7 @@ def encode_batch(
     """
     queries, columns = features[0], features[1:]
     plan = plan_documents(model, columns, skiplist)
-    if not modes.joins(model, queries, columns, plan):
+    if not modes.encodes_jointly(model, queries, columns, plan):
         calls = [without_total(queries), *plan.calls]
         embeddings = embed(model, calls[0]), plan.batch([embed(model, call) for call in plan.calls])
         if plan.as_stock:
@@ -151,7 +151,7 @@ def query_calls(
     group = group_in_step(model, backwards=True)
     if mini_batch_size is None:
         mini_batch_size = _texts_within(mini_batch_tokens, [features], group)
-    if plan.as_stock or not modes.can_be_divided(model, features):
+    if plan.as_stock or not modes.queries_can_be_divided(model, features):
         return mini_batches(features, mini_batch_size)
     tokens = max(call["input_ids"].numel() for call in plan.calls)
     calls = -(-count // max(mini_batch_size, tokens // length))

@@ -35,31 +35,22 @@ _TOLERANCE_TF32 = 1e-2
 # longer than their positions.
 _FEW_POSITIONS = 1024
 
-# Tokens of the shortest document, which has padding.
-_SHORT = 3
-
-# A budget of tokens that puts every document into a call of its own.
-_ALONE = 1
-
-# A place in a row beyond that of any batch.
-_FAR = 2**20
-
 # Attributes that PyTorch itself keeps in a module.
 _OF_PYTORCH = frozenset(vars(nn.Module()))
 
 
-def width_held(width: int) -> int:
+def checked_width(width: int) -> int:
     """The width of batches up to which a decision holds that was made for ``width``: the next power of two.
 
     Examples
     --------
-    >>> [width_held(width) for width in (1, 256, 257, 300)]
+    >>> [checked_width(width) for width in (1, 256, 257, 300)]
     [1, 256, 512, 512]
     """
     return 1 << (width - 1).bit_length()
 
 
-def short_to_long(core: nn.Module, documents: Documents) -> Documents:
+def sample_documents(core: nn.Module, documents: Documents) -> Documents:
     """Documents of four lengths made of the tokens of a batch, from three tokens to the widest batch decided for.
 
     A window of attention shows in long documents only, a use of padding only beside padding, and scaled rotary
@@ -74,7 +65,8 @@ def short_to_long(core: nn.Module, documents: Documents) -> Documents:
     if table is not None and width > table.num_embeddings - table.padding_idx - 1:
         # PyLate's padding token takes a position of RoBERTa's, and none is left.
         longest, padding = table.num_embeddings - table.padding_idx - 1, table.padding_idx
-    lengths = [min(_SHORT, width - 1), longest // 2, longest * 3 // 4, longest]
+    # The shortest has padding.
+    lengths = [min(3, width - 1), longest // 2, longest * 3 // 4, longest]
     lengths = torch.tensor(lengths, device=tokens.device).clamp(min=1)
     mask = torch.arange(width, device=tokens.device) < lengths[:, None]
     rows = {
@@ -88,7 +80,7 @@ def short_to_long(core: nn.Module, documents: Documents) -> Documents:
 
 def _widest(core: nn.Module, width: int) -> int:
     """The widest batch that the decision holds for, or fewer tokens if the encoder has no more learned positions."""
-    widest, config = width_held(width), encoder_of(core).config
+    widest, config = checked_width(width), encoder_of(core).config
     if any(getattr(config, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta")):
         return widest
     return max(width, min(widest, getattr(config, "max_position_embeddings", None) or widest))
@@ -107,8 +99,8 @@ def reason_against_packing(core: nn.Module, samples: Documents) -> str | None:
         documents = samples
         if times > 1 and positions <= _FEW_POSITIONS:
             documents = Documents.from_columns([samples.column] * times)
-        # Each alone as well: some encoders scale rotary positions by the longest text of a call.
-        _verify(core, documents, [packed_plan(core, documents), packed_plan(core, samples, token_budget=_ALONE)])
+        # With a budget of one token each is alone: some encoders scale rotary positions by the longest text of a call.
+        _verify(core, documents, [packed_plan(core, documents), packed_plan(core, samples, token_budget=1)])
 
     otherwise = f"{type(encoder_of(core)).__name__} cannot take packed documents ({{}})"
     return failure_of(trial, samples.input_ids.device, otherwise)
@@ -116,7 +108,7 @@ def reason_against_packing(core: nn.Module, samples: Documents) -> str | None:
 
 def reason_against_groups(core: nn.Module, samples: Documents) -> str | None:
     """Reason not to encode such documents in groups of similar length."""
-    alone = [grouped_plan(samples, token_budget=_ALONE)]
+    alone = [grouped_plan(samples, token_budget=1)]
 
     def trial() -> None:
         device = samples.input_ids.device.type
@@ -249,7 +241,8 @@ def _counts_places(core: nn.Module, call: dict[str, Tensor], values: Tensor) -> 
     """
     if "cache_position" not in inputs_of(core):
         return False
-    places = torch.arange(_FAR, _FAR + values.shape[1], device=values.device)
+    # Beyond the places of any batch.
+    places = torch.arange(values.shape[1], device=values.device) + 2**20
     return not bitwise_equal(token_embeddings(core, {**call, "cache_position": places}), values)
 
 

@@ -15,7 +15,6 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from pylate_fastmaxsim.integrations.compilation.checkpointing import can_be_traced, checkpointed_layers
 from pylate_fastmaxsim.integrations.compilation.layers import has_compiled_layers
@@ -23,8 +22,8 @@ from pylate_fastmaxsim.integrations.encoding import gradcache
 from pylate_fastmaxsim.integrations.encoding.attention import is_packed_mask, packed_mask
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of
-from pylate_fastmaxsim.integrations.models.user_code import GLOBAL_HOOKS, has_hooks
-from pylate_fastmaxsim.integrations.models.wrappers import unwrap
+from pylate_fastmaxsim.integrations.models.user_code import has_global_hooks, has_hooks
+from pylate_fastmaxsim.integrations.models.wrappers import sharded_by_fsdp, unwrap
 from pylate_fastmaxsim.integrations.patching.known_sources import defined_in
 
 # With more tokens the GPU is busy while the host launches.
@@ -98,9 +97,7 @@ def install(model: nn.Module) -> None:
     # Below the head of a masked language model.
     encoder = getattr(encoder, "base_model", encoder)
     # Only with processes: to look at all modules takes a millisecond.
-    is_sharded = torch.distributed.is_initialized() and any(
-        isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in core.modules()
-    )
+    is_sharded = torch.distributed.is_initialized() and sharded_by_fsdp(core)
     if encoder._compiled_call_impl is None and not is_sharded:
         encoder._compiled_call_impl = EncoderGraphs(encoder)
         _installed.add(encoder)
@@ -188,7 +185,7 @@ class EncoderGraphs:
         self._encoder = encoder
         self._works = True
         self._state: tuple | None = None
-        self._waiting: ref[_Turn] | None = None
+        self._waiting: ref[_PendingForward] | None = None
         self._drop()
 
     def __call__(self, *args, **kwargs):
@@ -200,9 +197,9 @@ class EncoderGraphs:
             return self._encoder._call_impl(**kwargs)
         filled, replays, outputs = found
         batch.write_to(filled)
-        turn = _Turn(filled)
-        self._waiting = ref(turn)
-        states = _Replay.apply(turn, replays, self._gradients, batch.tokens, *self._aliases)
+        pending = _PendingForward(filled)
+        self._waiting = ref(pending)
+        states = _Replay.apply(pending, replays, self._gradients, batch.tokens, *self._aliases)
         return outputs(last_hidden_state=states)
 
     def _batch(self, kwargs: dict[str, object]) -> _Batch | None:
@@ -243,7 +240,7 @@ class EncoderGraphs:
         filled, classes = batch.filled_up(), []
 
         def forward() -> Tensor:
-            with _in_place_of(encoder, self._aliases):
+            with _substituted(encoder, self._aliases):
                 outputs = encoder._call_impl(**filled.inputs, **filled.others, attention_mask=filled.mask())
             if more := outputs.keys() - {"last_hidden_state", "pooler_output"}:
                 raise RuntimeError(f"{type(encoder).__name__} returns {', '.join(sorted(more))}")
@@ -283,7 +280,7 @@ def _alias_of(weight: nn.Parameter) -> nn.Parameter:
 
 
 @contextlib.contextmanager
-def _in_place_of(model: nn.Module, aliases: dict[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+def _substituted(model: nn.Module, aliases: dict[nn.Parameter, nn.Parameter]) -> Iterator[None]:
     """Context in which a model has aliases for weights."""
     replaced = [
         (module._parameters, name, weight)
@@ -300,7 +297,7 @@ def _in_place_of(model: nn.Module, aliases: dict[nn.Parameter, nn.Parameter]) ->
             parameters[name] = weight
 
 
-class _Turn:
+class _PendingForward:
     """A forward, until its backward. Nobody will make one once it is collected."""
 
     def __init__(self, filled: _Batch) -> None:
@@ -311,20 +308,22 @@ class _Turn:
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, turn: _Turn, replays: Replays, gradients: list[Tensor], tokens: int, *weights: Tensor) -> Tensor:
-        ctx.turn, ctx.replays, ctx.gradients, ctx.tokens = turn, replays, gradients, tokens
+    def forward(
+        ctx, pending: _PendingForward, replays: Replays, gradients: list[Tensor], tokens: int, *weights: Tensor
+    ) -> Tensor:
+        ctx.pending, ctx.replays, ctx.gradients, ctx.tokens = pending, replays, gradients, tokens
         replays.forward()
         return replays.states[:, :tokens].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.turn.done:
+        if ctx.pending.done:
             raise RuntimeError(
                 "A batch that ran as a CUDA graph has one backward, which overwrites what it needs. Train without "
                 "compile=True to call backward() twice."
             )
-        ctx.turn.done = True
+        ctx.pending.done = True
         ctx.replays.gradient[:, : ctx.tokens].copy_(grad)
         ctx.replays.gradient[:, ctx.tokens :].zero_()
         ctx.replays.backward()
@@ -402,7 +401,7 @@ class _Batch(NamedTuple):
 
 def _state_of(encoder: nn.Module) -> tuple | None:
     """State that graphs of an encoder depend on beside a batch; None if something is called that graphs would leave out."""
-    if any(getattr(nn.modules.module, name) for name in GLOBAL_HOOKS):
+    if has_global_hooks():
         return None
     state = []
     for module in encoder.modules():

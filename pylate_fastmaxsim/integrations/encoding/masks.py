@@ -29,9 +29,6 @@ _MASKS = ("input_ids", "attention_mask")
 # For each loss, whether its first batch was changed: in training or evaluation, with gradients or without.
 _changes: WeakKeyDictionary[nn.Module, dict[tuple[bool, bool], bool]] = WeakKeyDictionary()
 
-# Ids and mask, and their versions.
-Masks = dict[str, tuple[Tensor, int]]
-
 
 class MasksChanged(Exception):
     """A model changed ids or mask in its features. ``dim`` is the size of its embeddings."""
@@ -86,27 +83,17 @@ def with_copied_masks(features: Sequence[dict[str, Tensor]]) -> list[dict[str, T
 
 # Not compiled, as below: dynamo cannot trace the versions of tensors.
 @torch.compiler.disable
-def masks_of(features: Mapping[str, Tensor]) -> Masks:
-    """Ids and mask of a column before a call of the model."""
+def masks_of(features: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+    """Ids and mask of a column before a call of the model, and their versions."""
     return {key: (features[key], writes_to(features[key])) for key in _MASKS}
 
 
 @torch.compiler.disable
-def changed(features: Mapping[str, Tensor], before: Masks) -> bool:
+def changed(features: Mapping[str, Tensor], before: dict[str, tuple[Tensor, int]]) -> bool:
     """Check whether the column holds other tensors now, even equal ones, or these were written to.
 
     Contents are not compared: that would wait for the device, and ranks could differ. Another tensor with the same
     memory, as DeepSpeed's hooks leave it, is no change.
-
-    Examples
-    --------
-    >>> column = {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
-    >>> before = masks_of(column)
-    >>> changed(column, before)
-    False
-    >>> column["attention_mask"][0, 1] = 0
-    >>> changed(column, before)
-    True
     """
 
     def differs(now: Tensor | None, tensor: Tensor, writes: int) -> bool:

@@ -19,12 +19,12 @@ from torch.nn.parallel import DataParallel
 
 from pylate_fastmaxsim.integrations.encoding.batch import Documents, column_has_gaps
 from pylate_fastmaxsim.integrations.encoding.equivalence import (
+    checked_width,
     reason_against_dividing,
     reason_against_groups,
     reason_against_joining,
     reason_against_packing,
-    short_to_long,
-    width_held,
+    sample_documents,
 )
 from pylate_fastmaxsim.integrations.encoding.plans import EncodingPlan
 from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL
@@ -64,11 +64,8 @@ joined: Decisions[bool] = WeakKeyDictionary()
 divisible: Decisions[bool] = WeakKeyDictionary()
 
 _PADDED = "Documents are encoded with padding, as stock {} does: %s."
-
 _GROUPED = "Documents are not packed but encoded in groups of similar length: %s."
-
 APART = "Queries are not encoded with the documents but in a call of their own: %s."
-
 _DIVIDED_AS_STOCK = "Queries are divided into calls as stock PyLate does: %s."
 
 # Features that are encoded without padding. An encoder that takes more is given padded texts.
@@ -110,7 +107,7 @@ def mode_for(
         reason = _reason_to_leave(model, columns) or _reason_in_user_code(whole_model, backwards)
         if not _holds(core, agree, reason, padded):
             return "padded"
-        samples = short_to_long(core, Documents.from_columns(columns))
+        samples = sample_documents(core, Documents.from_columns(columns))
         if not _holds(core, agree, reason_behind(samples), padded):
             return "padded"
         # On a CPU groups are the rule.
@@ -125,7 +122,7 @@ def mode_for(
 
 # Never traced, as plan_documents.
 @torch.compiler.disable
-def joins(
+def encodes_jointly(
     model: nn.Module, queries: dict[str, Tensor], columns: Sequence[dict[str, Tensor]], plan: EncodingPlan
 ) -> bool:
     """Decide whether the queries go into the call of the documents."""
@@ -139,7 +136,7 @@ def joins(
             return False
         if not _holds(core, agree, _reason_against_queries(core, queries), APART):
             return False
-        samples = short_to_long(core, Documents.from_columns(columns))
+        samples = sample_documents(core, Documents.from_columns(columns))
         return _holds(core, agree, reason_against_joining(core, samples, understood(queries)), APART)
 
     more = _varying_features(columns, group), core.query_length
@@ -156,7 +153,7 @@ def joins(
 
 # Never traced, as plan_documents.
 @torch.compiler.disable
-def can_be_divided(model: nn.Module, queries: dict[str, Tensor]) -> bool:
+def queries_can_be_divided(model: nn.Module, queries: dict[str, Tensor]) -> bool:
     """Decide whether a query gets the same embeddings whatever else is in its call."""
     core, group = unwrap(model), group_in_step(model, backwards=True)
 
@@ -233,7 +230,7 @@ def _decided(
         id(vars(core).get("forward")) if has_class_forward(core) else "replaced",
         *_state_of(core),
         # Much wider batches may have longer documents than the check had. A rank must not decide about them alone.
-        0 if group else width_held(max(column["input_ids"].shape[1] for column in columns)),
+        0 if group else checked_width(max(column["input_ids"].shape[1] for column in columns)),
         more,
     )
     found = decisions.setdefault(core, {})
@@ -324,7 +321,7 @@ def _reason_in_user_code(model: nn.Module, backwards: bool) -> str | None:
 
 def _reason_in_features(core: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str | None:
     """Reason in features of the texts that would be lost without padding."""
-    more = _more_features(columns)
+    more = _other_features(columns)
     unknown = more & inputs_of(core)
     if unknown:
         return f"the encoder is given {', '.join(sorted(unknown))}"
@@ -348,11 +345,11 @@ def understood(features: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: features[key] for key in UNDERSTOOD.intersection(features)}
 
 
-def _more_features(columns: Sequence[dict[str, Tensor]]) -> frozenset[str]:
+def _other_features(columns: Sequence[dict[str, Tensor]]) -> frozenset[str]:
     """Features of a batch that are not encoded without padding."""
     return frozenset().union(*columns) - UNDERSTOOD - _LEFT_OUT
 
 
 def _varying_features(columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None) -> frozenset[str]:
     """Features that only some batches may have. A rank must not decide about them without the others."""
-    return frozenset() if group else _more_features(columns)
+    return frozenset() if group else _other_features(columns)

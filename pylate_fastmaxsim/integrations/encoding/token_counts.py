@@ -56,16 +56,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 
 def attach_token_counts(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Take the counts out of a batch, for its masks to carry them until somebody makes others of these.
-
-    Examples
-    --------
-    >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    >>> batch = {"query_input_ids": mask, "query_attention_mask": mask, "query_token_total": TokenCounts.of(mask)}
-    >>> batch = attach_token_counts(batch)
-    >>> sorted(batch), known_total({"input_ids": mask, "attention_mask": batch["query_attention_mask"]})
-    (['query_attention_mask', 'query_input_ids'], 3)
-    """
+    """Take the counts out of a batch, for its masks to carry them until somebody makes others of these."""
     counted = {
         mask: counts
         for mask in batch
@@ -122,13 +113,7 @@ _answers: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
 
 def matches(attention_mask: Tensor, total: int) -> Tensor:
-    """Compare a mask ``[N, L]`` with a number of tokens in texts without gaps: a bool tensor on its device.
-
-    Examples
-    --------
-    >>> matches(torch.tensor([[1, 1], [1, 0]]), 3), matches(torch.tensor([[1, 1], [0, 1]]), 3)
-    (tensor(True), tensor(False))
-    """
+    """Compare a mask ``[N, L]`` with a number of tokens in texts without gaps: a bool tensor on its device."""
     attended = attention_mask != 0
     return (attended.sum() == total) & ~(attended[:, 1:] & ~attended[:, :-1]).any()
 

@@ -32,7 +32,7 @@ _FUNCTIONS = "forward", "activation_function"
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 # Of all modules, in torch.nn.modules.module.
-GLOBAL_HOOKS = (
+_GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks"),
     *("_global_backward_hooks", "_global_backward_pre_hooks"),
 )
@@ -43,28 +43,24 @@ GLOBAL_HOOKS = (
 def user_code(model: nn.Module, backwards: bool) -> str | None:
     """The first module or hook of a model that no known library defines, as the beginning of a sentence.
 
-    Parameters
-    ----------
-    model
-        A ``pylate.models.ColBERT``, possibly wrapped.
-    backwards
-        Whether each call has a backward of its own, as in GradCache. Hooks on weights then see the gradients of each.
+    ``backwards``: whether each call has a backward of its own, as in GradCache. Hooks on weights then see the gradients
+    of each.
     """
-    if any(_of_user(hook) for name in GLOBAL_HOOKS for hook in getattr(nn.modules.module, name).values()):
+    if any(_of_user(hook) for name in _GLOBAL_HOOKS for hook in getattr(nn.modules.module, name).values()):
         return "a hook of your own is on all modules"
     *around, core = layers_of_wrapping(model)
     modules = *around, *core.modules()
     for module in modules:
-        kind = type(module)
-        if _is_user_class(kind, kind.forward, _KNOWN):
-            return f"{kind.__name__} is a module of your own"
+        cls = type(module)
+        if _is_user_class(cls, cls.forward, _KNOWN):
+            return f"{cls.__name__} is a module of your own"
         for name in _FUNCTIONS:
             function = vars(module).get(name)
             # Written in C, as torch.tanh is, it does not say which library it is from.
             if function is not None and type(function) is not BuiltinFunctionType and _of_user(function):
-                return f"the {name} of {kind.__name__} is a function of your own"
+                return f"the {name} of {cls.__name__} is a function of your own"
         if has_user_hooks(module):
-            return f"a hook of your own is on {kind.__name__}"
+            return f"a hook of your own is on {cls.__name__}"
     # Checkpointing may run the backward of each layer's call apart.
     if backwards or any(vars(module).get("gradient_checkpointing") for module in modules):
         for name, weight in core.named_parameters():
@@ -109,6 +105,11 @@ def has_class_forward(module: nn.Module) -> bool:
     return True
 
 
+def has_global_hooks() -> bool:
+    """Check whether anything is called before or after the forward or the backward of all modules."""
+    return any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS)
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Check whether anything is called before or after its forward or its backward."""
     # Written out, since all modules of a model are asked in every step.
@@ -145,8 +146,8 @@ def _of_user(function: Callable, libraries: Iterable[str] = _KNOWN) -> bool:
 
 # With the forward, which somebody may replace on the class.
 @lru_cache(maxsize=1024)
-def _is_user_class(kind: type[nn.Module], forward: Callable, libraries: tuple[str, ...]) -> bool:
-    modules = [each.__module__ for each in kind.__mro__ if issubclass(each, nn.Module)]
+def _is_user_class(cls: type[nn.Module], forward: Callable, libraries: tuple[str, ...]) -> bool:
+    modules = [each.__module__ for each in cls.__mro__ if issubclass(each, nn.Module)]
     return _of_user(forward, libraries) or any(name.partition(".")[0] not in libraries for name in modules)
 
 

@@ -73,7 +73,12 @@ def unsharded(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, FullyShardedDataParallel) else module
 
 
-def divided_by_deepspeed(module: nn.Module) -> bool:
+def sharded_by_fsdp(model: nn.Module) -> bool:
+    """Check whether FSDP divides the weights of a module in a model."""
+    return any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in model.modules())
+
+
+def sharded_by_deepspeed(module: nn.Module) -> bool:
     """Check whether each rank holds a part of a module's weights (ZeRO 3), which hooks gather while the module runs."""
     # To look at all weights takes a millisecond.
     return "deepspeed" in sys.modules and any(hasattr(weight, "ds_id") for weight in module.parameters())
@@ -94,10 +99,10 @@ def group_in_step(model: nn.Module, backwards: bool = False) -> dist.ProcessGrou
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     *around, core = layers_of_wrapping(model)
-    waiting = (layer for layer in around if _waits(layer, backwards))
+    waiting = (layer for layer in around if _waits_for_ranks(layer, backwards))
     group = next((getattr(layer, "process_group", dist.group.WORLD) for layer in waiting), None)
     # Perhaps only the encoder is sharded, and with copies in other groups.
-    if any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in core.modules()):
+    if sharded_by_fsdp(core):
         group = dist.group.WORLD
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
@@ -113,7 +118,7 @@ def no_grad_sync(model: nn.Module) -> AbstractContextManager:
     return nullcontext()
 
 
-def _waits(layer: nn.Module, backwards: bool) -> bool:
+def _waits_for_ranks(layer: nn.Module, backwards: bool) -> bool:
     if isinstance(layer, DistributedDataParallel):
         # One backward of many calls exchanges gradients once. Buffers are broadcast in every call that will exchange
         # gradients; the Sentence Transformers trainer switches that off.

@@ -27,9 +27,9 @@ from pylate_fastmaxsim.integrations.models.user_code import (
     user_wrapper,
 )
 from pylate_fastmaxsim.integrations.models.wrappers import (
-    divided_by_deepspeed,
     is_compiled,
     layers_of_wrapping,
+    sharded_by_deepspeed,
     unsharded,
     unwrap,
 )
@@ -156,7 +156,7 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
         return f"the weight of Dense's linear layer is a {torch.typename(type(linear.weight))}"
     if "forward" in vars(linear) or not defined_in(nn.Linear.forward, LIBRARIES):
         return "the forward of Dense's linear layer was replaced"
-    if divided_by_deepspeed(linear):
+    if sharded_by_deepspeed(linear):
         return "DeepSpeed divides the weights of the model (ZeRO 3)"
     if has_hooks(linear):
         return "the linear layer of Dense has hooks, which would not be called"

@@ -42,8 +42,7 @@ from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.pylate.gradcache import CachedBatch
 from pylate_fastmaxsim.integrations.pylate.xtr import passing_tokens
-from pylate_fastmaxsim.ops.distributed.gather import gather_documents
-from pylate_fastmaxsim.ops.distributed.layout import DtypesDiffer
+from pylate_fastmaxsim.ops.gathered import DtypesDiffer, gather_documents
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.pooled import state_bytes
 from pylate_fastmaxsim.ops.score_metric import PooledScores

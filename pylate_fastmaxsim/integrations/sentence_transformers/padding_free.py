@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,7 +34,7 @@ from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers, encoder_of, inputs_of
 from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, has_user_hooks
-from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed, layers_of_wrapping
+from pylate_fastmaxsim.integrations.models.wrappers import layers_of_wrapping, sharded_by_deepspeed, sharded_by_fsdp
 from pylate_fastmaxsim.integrations.options import Options, current_options
 
 Features = dict[str, Tensor]
@@ -323,9 +322,9 @@ class TransformerCall(ABC):
             return "DataParallel copies the model in every step; start the script with accelerate launch or torchrun"
         # Only with processes: to look at all modules takes a millisecond.
         if dist.is_available() and dist.is_initialized():
-            if any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in self.model.modules()):
+            if sharded_by_fsdp(self.model):
                 return "FSDP divides the weights of the model"
-            if divided_by_deepspeed(self.model):
+            if sharded_by_deepspeed(self.model):
                 return "DeepSpeed divides the weights of the model (ZeRO 3)"
         if getattr(encoder_of(self.transformer).config, "output_hidden_states", False):
             return "it returns the hidden states of all layers"

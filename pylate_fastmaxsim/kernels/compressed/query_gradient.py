@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.compressed.decoded import from_e4m3, residual_vectors
+from pylate_fastmaxsim.kernels.primitives.stored import from_e4m3, residual_vectors
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
 

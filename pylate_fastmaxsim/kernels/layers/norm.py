@@ -8,7 +8,7 @@ from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
 @triton.jit
 def _row(grad, total, grad_total, mean, rstd, row, num_rows, columns, DIM: tl.constexpr):
-    """What the kernel reads of a row, as it is stored; 0 behind the last row."""
+    """Load the numbers of a row as they are stored; 0 behind the last row."""
     inside = (columns < DIM) & (row < num_rows)
     place = row * DIM + columns
     return (

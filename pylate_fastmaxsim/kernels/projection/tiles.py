@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from pylate_fastmaxsim.kernels.runtime.arch import cdiv, next_power_of_2, table_row
-from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE
+from pylate_fastmaxsim.kernels.runtime.cached_launch import RELEASE
 
 # Programs of a launch of the weight's gradient: a few for each multiprocessor of the largest GPU.
 _ENOUGH_PROGRAMS = 264
@@ -12,7 +12,7 @@ _FEWEST_ROWS = 512
 
 
 class ProjectionTiles(NamedTuple):
-    """Of project_kernel and hidden_gradient_kernel."""
+    """Tiles of project_kernel and hidden_gradient_kernel."""
 
     block_t: int
     block_d: int

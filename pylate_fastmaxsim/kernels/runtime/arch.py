@@ -1,6 +1,7 @@
 """GPU architectures, the arithmetic of float32 products, and how tile tables are looked up."""
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -35,6 +36,17 @@ def architecture(device: torch.device) -> int:
         return ARCHITECTURES[0]
     major, minor = torch.cuda.get_device_capability(device)
     return max((known for known in ARCHITECTURES if known <= 10 * major + minor), default=ARCHITECTURES[0])
+
+
+# Typed, since tiles of two kernels may be equal tuples.
+@functools.lru_cache(maxsize=1024, typed=True)
+def launch_options(tile: NamedTuple) -> dict[str, int | None]:
+    """The constants of a kernel (`block_...`) and the options of Triton among the fields of a tile; not to be changed."""
+    options = {"num_warps": "num_warps", "num_stages": "num_stages", "max_registers": "maxnreg"}
+    fields = tile._asdict().items()
+    return {
+        options.get(name, name.upper()): value for name, value in fields if name in options or name.startswith("block")
+    }
 
 
 def table_row(table: dict, arch: int, kind: str, dim: int):

@@ -1,4 +1,4 @@
-"""What the backward of a value passes on to the product that gave it, and the gradient of the vocabulary rows."""
+"""Gradients of the products that gave the values, and the gradient of the vocabulary rows."""
 
 import triton
 import triton.language as tl

@@ -18,13 +18,13 @@ class QueryGradientTiles(NamedTuple):
 class DocumentGradientTiles(NamedTuple):
     """`block_t` tokens of a document by `block_d` numbers of a vector, `block_r` query rows at a time.
 
-    The counting sort that comes first takes chunks of `block_scan` rows, in programs of `scan_warps` warps.
+    The counting sort that comes first takes chunks of `rows_of_scan` rows, in programs of `scan_warps` warps.
     """
 
     block_t: int
     block_r: int
     block_d: int
-    block_scan: int
+    rows_of_scan: int
     scan_warps: int
     num_warps: int
     num_stages: int

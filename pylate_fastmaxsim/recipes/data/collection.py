@@ -66,7 +66,7 @@ class RecipeData:
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether there is something to evaluate on."""
+        """Tell whether there is something to evaluate on."""
         return self.held_out is not None or bool(self.collections)
 
 

@@ -36,6 +36,13 @@ ROWS_PER_LOOKUP = 200_000
 
 SCORES = "scores"
 
+# The subsets of the layout, their id column and the columns they must have.
+COLUMNS = {
+    "train": ("query_id", "document_ids", "scores"),
+    "queries": ("query_id", "text"),
+    "documents": ("document_id", "text"),
+}
+
 
 @dataclass(frozen=True)
 class TextTable:
@@ -196,14 +203,6 @@ def _lists(flat: pa.ChunkedArray, lengths: pa.Array) -> pa.Array:
     ends = pc.cast(pc.cumulative_sum(pc.cast(lengths, pa.int64())), pa.int32())
     ends = pa.concat_arrays([pa.array([0], pa.int32()), ends])
     return pa.ListArray.from_arrays(ends, flat.combine_chunks() if isinstance(flat, pa.ChunkedArray) else flat)
-
-
-# The subsets of the layout, their id column and the columns they must have.
-COLUMNS = {
-    "train": ("query_id", "document_ids", "scores"),
-    "queries": ("query_id", "text"),
-    "documents": ("document_id", "text"),
-}
 
 
 def load_distillation(data: DataSection) -> Dataset:

@@ -16,6 +16,12 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 
 ROWS_AT_ONCE = 1_000
 
+# Names of the text of a passage, in its keys or in the columns of a collection.
+TEXT_KEYS = ("text", "body", "content", "contents", "passage", "passage_text")
+
+# Names of ids, likewise.
+ID_KEYS = ("_id", "id", "qid", "pid", "docid", "query_id", "document_id", "doc_id")
+
 
 def spread_lists(data: DataSection, dataset: Dataset, section: str = "data") -> Dataset:
     """Rows of a query, a positive and equally many negatives, where a positive or negatives stand in lists.
@@ -169,13 +175,6 @@ def _by_system(value: Any) -> bool:
     """Tell whether negatives are lists by the names of the systems that found them, as in ``{"bm25": [...], "dense": [...]}``."""
     lists = [each for each in value.values() if each is not None] if isinstance(value, dict) else []
     return bool(lists) and all(isinstance(each, list) for each in lists)
-
-
-# Names of the text of a passage, in its keys or in the columns of a collection.
-TEXT_KEYS = ("text", "body", "content", "contents", "passage", "passage_text")
-
-# Names of ids, likewise.
-ID_KEYS = ("_id", "id", "qid", "pid", "docid", "query_id", "document_id", "doc_id")
 
 
 def text_key_of(keys: Iterable[str], text_key: str | None = None) -> str | None:

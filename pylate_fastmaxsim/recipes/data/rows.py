@@ -30,6 +30,14 @@ from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type, parse_json
 from pylate_fastmaxsim.recipes.kind import kind_of
 
+# Streamed rows are shuffled within it, with ``data.seed``.
+BUFFER = 10_000
+ROWS_AT_ONCE = 1_000
+
+# Of ColBERT's JSON lines.
+TRIPLES = {"query": Value("string"), "positive": Value("string"), "negatives": Sequence(Value("string"))}
+SCORED = {"query": Value("string"), "documents": Sequence(Value("string")), "scores": Sequence(Value("float32"))}
+
 
 def load_rows(recipe: Recipe) -> Dataset:
     """Load the rows of a recipe, with the columns that it uses, in the order of the data.
@@ -144,11 +152,6 @@ def open_rows(data: DataSection, section: str, streaming: bool = False) -> Datas
     return load_table(f"{section}.name", data.name, data.config, split=data.split or "train", streaming=streaming)
 
 
-# Rows are shuffled within it, with ``data.seed``.
-BUFFER = 10_000
-ROWS_AT_ONCE = 1_000
-
-
 def stream_rows(recipe: Recipe) -> IterableDataset:
     """The rows of a recipe with the columns that it uses, shuffled within a buffer, again and again in the same order."""
     rows = open_rows(recipe.data, "data", streaming=True)
@@ -213,14 +216,6 @@ class _StreamedRows:
             ) from None
         except RecipeError as error:
             raise RecipeError(f"{str(error).rstrip('.')} (in the rows from number {numbers[0]} on).") from None
-
-
-TRIPLES = {"query": Value("string"), "positive": Value("string"), "negatives": Sequence(Value("string"))}
-SCORED = {
-    "query": Value("string"),
-    "documents": Sequence(Value("string")),
-    "scores": Sequence(Value("float32")),
-}
 
 
 def has_lists(file: str) -> bool:

@@ -35,6 +35,12 @@ from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import prepare
 
 LOCK_ENDING = ".lock"  # of the lock file beside the data
+CARD = "README.md"
+SUMMARY_FILE = "mining.json"  # written last: data with it are complete
+# In the order in which new ones come into place.
+OWN_FILES = ("queries.parquet", "documents.parquet", "train.parquet", CARD, SUMMARY_FILE)
+# Where the summary of data that are being replaced waits, in the folder of unfinished work.
+OLD_SUMMARY = "replaced.json"
 
 
 def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
@@ -194,14 +200,6 @@ def _without_piece_sizes(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings without the sizes of batches and parts."""
     pieces = ("batch_size", "documents_per_part", "rows_per_part")
     return settings | {"mining": {key: value for key, value in settings["mining"].items() if key not in pieces}}
-
-
-CARD = "README.md"
-SUMMARY_FILE = "mining.json"  # written last: data with it are complete
-# In the order in which new ones come into place.
-OWN_FILES = ("queries.parquet", "documents.parquet", "train.parquet", CARD, SUMMARY_FILE)
-# Where the summary of data that are being replaced waits, in the folder of unfinished work.
-OLD_SUMMARY = "replaced.json"
 
 
 def write_data(folder: Path, pairs: Pairs, candidates: Candidates, scores: np.ndarray, summary: dict[str, Any]) -> None:

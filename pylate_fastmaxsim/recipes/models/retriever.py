@@ -100,7 +100,7 @@ class StaticQueries:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether a search scores candidates again."""
+        """Tell whether a search scores candidates again."""
         return self.exact and self.model.bm25_weights is None
 
     def search(self, index: SparseIndex, k: int) -> tuple[Tensor, Tensor]:
@@ -220,7 +220,7 @@ class Retriever:
         return ids if self.model.do_query_expansion else ids[mask.bool()]
 
     def digest(self) -> str:
-        """The same for the same weights and settings, by which documents are encoded."""
+        """A digest of the weights and settings by which documents are encoded."""
         names = (*self.settings, "prompts", "default_prompt_name", "max_seq_length")
         settings = {name: getattr(self.model, name) for name in names}
         modules = [(type(module).__name__, {**module.get_config_dict(), FOUND_OUT: None}) for module in self.model]

@@ -5,8 +5,7 @@ import torch
 from layer_cases import glu_case, gradients, norm_case
 from torch.nn.functional import gelu, layer_norm, linear
 
-from pylate_fastmaxsim.ops.layers.glu import geglu_linear
-from pylate_fastmaxsim.ops.layers.norm import norm_with_residual
+from pylate_fastmaxsim.ops.encoder_layers import geglu_linear, norm_with_residual
 
 
 def plain_glu(x, weight, bias):

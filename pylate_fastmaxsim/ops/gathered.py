@@ -1,17 +1,16 @@
-"""Sizes and layout of the documents of all ranks, exchanged before they are scored."""
+"""Documents of all ranks, gathered before they are scored, with gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache, reduce
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # Each rank's part of a gathered mask begins at a multiple of this, so that kernels are compiled for aligned ones only.
@@ -31,43 +30,6 @@ class DtypesDiffer(ValueError):
         self.widest = reduce(torch.promote_types, dtypes)
 
 
-class _Sizes(NamedTuple):
-    """What is exchanged first: numbers of one rank, or tuples of those of all ranks."""
-
-    rows: Any
-    max_length: Any
-    documents: Any
-    dim: Any
-    dtype: Any
-    floored: Any
-
-
-@dataclass(frozen=True)
-class Shards:
-    """Where the Nd documents of each of R ranks lie in its vectors.
-
-    Parameters
-    ----------
-    rows
-        Token vectors of each rank.
-    max_lengths
-        Of each rank an upper bound on the length of a document.
-    starts, lengths
-        As in :class:`~pylate_fastmaxsim.TokenBatch`, counted in each rank's own vectors, ``[R, Nd]``.
-    keep
-        ``[R, most]``, bool, with ``most`` at least the largest of ``rows``; False past a rank's rows.
-    zero_floor
-        ``[R, Nd]``, bool, or ``None``.
-    """
-
-    rows: list[int]
-    max_lengths: list[int]
-    starts: Tensor
-    lengths: Tensor
-    keep: Tensor
-    zero_floor: Tensor | None
-
-
 def rank_and_ranks() -> tuple[int, int]:
     """This process's rank and the number of ranks in the default process group; 0 and 1 without a group."""
     if dist.is_available() and dist.is_initialized():
@@ -75,27 +37,48 @@ def rank_and_ranks() -> tuple[int, int]:
     return 0, 1
 
 
-def describe(documents: TokenBatch, zero_floor: Tensor | None) -> Shards:
-    """Exchange the layout of the documents of all ranks. Waits for the other ranks once.
+def gather_documents(documents: TokenBatch, zero_floor: Tensor | None = None) -> tuple[TokenBatch, Tensor | None]:
+    """The documents of all ranks of the default process group, those of rank 0 first, and their ``zero_floor``.
+
+    The gradient of a document is the sum over all ranks, in float32 (float64 for float64 vectors). Every rank must take
+    part, also in the backward. Waits for the other ranks once, not for the device.
+
+    Parameters
+    ----------
+    documents
+        The documents of this rank. Their number is the same on all ranks, their lengths are not.
+    zero_floor
+        As in :func:`~pylate_fastmaxsim.maxsim`, ``[Nd]``, bool; on all ranks or on none.
+
+    Returns
+    -------
+    documents
+        Those of all R ranks, ``R * Nd``. Their vectors are a copy unless there is one rank.
+    zero_floor
+        ``[R * Nd]``, bool, or ``None`` if none was given.
 
     Raises
     ------
     ValueError
         The ranks differ in the number of documents, in d, in dtype or in whether there is a ``zero_floor``.
     """
+    _, ranks = rank_and_ranks()
+    if ranks == 1:
+        return documents, zero_floor
     rows, dtype = len(documents.values), _DTYPES.index(documents.values.dtype)
-    sizes = _Sizes(rows, documents.max_length, len(documents), documents.dim, dtype, zero_floor is not None)
-    of_all = _Sizes(*zip(*_numbers_of_all(sizes, documents.device), strict=True))
+    sizes = [rows, documents.max_length, len(documents), documents.dim, dtype, zero_floor is not None]
+    all_rows, max_lengths, counts, dims, dtypes, floored = zip(*_numbers_of_all(sizes, documents.device), strict=True)
     # Every rank raises the same error, before anything is sent in a size that another rank does not expect.
     for what, of_ranks in (
-        ("have the same number of documents", of_all.documents),
-        ("have documents of the same d", of_all.dim),
-        ("give a zero_floor or none must", [bool(given) for given in of_all.floored]),
+        ("have the same number of documents", counts),
+        ("have documents of the same d", dims),
+        ("give a zero_floor or none must", [bool(given) for given in floored]),
     ):
         if len(set(of_ranks)) > 1:
             raise ValueError(f"maxsim across ranks: all must {what}, got {', '.join(map(str, of_ranks))}.")
-    if len(set(of_all.dtype)) > 1:
-        raise DtypesDiffer([_DTYPES[dtype] for dtype in of_all.dtype])
+    if len(set(dtypes)) > 1:
+        raise DtypesDiffer([_DTYPES[dtype] for dtype in dtypes])
+    # Starts, lengths and floors, counted in each rank's own vectors: [R, 2 or 3, Nd].
     layout = [documents.starts, documents.lengths]
     if zero_floor is not None:
         layout.append(zero_floor.long())
@@ -103,15 +86,37 @@ def describe(documents: TokenBatch, zero_floor: Tensor | None) -> Shards:
     keep = documents.keep
     if keep is None:
         keep = torch.ones(rows, dtype=torch.bool, device=documents.device)
-    most = -(-max(of_all.rows) // _ALIGNED) * _ALIGNED
-    return Shards(
-        rows=list(of_all.rows),
-        max_lengths=list(of_all.max_length),
-        starts=layouts[:, 0],
-        lengths=layouts[:, 1],
-        keep=_all_gather(F.pad(keep, (0, most - rows))),
-        zero_floor=None if zero_floor is None else layouts[:, 2] != 0,
+    most = -(-max(all_rows) // _ALIGNED) * _ALIGNED
+    first = torch.arange(ranks, device=documents.device)[:, None] * most
+    batch = TokenBatch(
+        _Gather.apply(documents.values, most),
+        (layouts[:, 0] + first).flatten(),
+        layouts[:, 1].flatten(),
+        max(max_lengths),
+        _all_gather(F.pad(keep, (0, most - rows))).flatten(),
     )
+    return batch, None if zero_floor is None else (layouts[:, 2] != 0).flatten()
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all ranks, ``[R * most, d]``, gathered into one tensor without another copy."""
+
+    @staticmethod
+    def forward(ctx, values, most):
+        _, ranks = rank_and_ranks()
+        ctx.rows, ctx.dtype = len(values), values.dtype
+        gathered = values.new_empty((ranks * most, values.shape[1]))
+        dist.all_gather_into_tensor(gathered, F.pad(values, (0, 0, 0, most - len(values))).contiguous())
+        return gathered
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        _, ranks = rank_and_ranks()
+        gradient = gradient.to(sum_dtype(gradient.dtype)).contiguous()
+        own = gradient.new_empty((len(gradient) // ranks, gradient.shape[1]))
+        dist.reduce_scatter_tensor(own, gradient)
+        return own[: ctx.rows].to(ctx.dtype), None
 
 
 def _numbers_of_all(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
