@@ -33,7 +33,7 @@ def test_a_name_is_loaded_when_it_is_first_asked_for_and_kept():
 # Of each package its rooms from the bottom up. A room may import what stands on a line below it, and nothing else.
 ROOMS = {
     "": (
-        ("_dtypes", "_memory", "_tracing", "_winners"),
+        ("_dtypes", "_memory", "_winners"),
         ("_checks", "files"),
         ("reporting",),
         ("_impacts", "pooling"),
@@ -49,7 +49,7 @@ ROOMS = {
         ("precompile",),
         ("cli", "run", "compare"),
     ),
-    "files": (("replace", "lock"), ("record",)),
+    "files": (("replace",), ("lock", "record")),
     "reporting": (("numbers", "table", "figures", "environment"), ("page",)),
     "kernels": (
         ("runtime",),
@@ -58,9 +58,9 @@ ROOMS = {
         ("xtr", "pooled", "compressed", "splade"),
     ),
     "retrieval": (
-        ("checks", "topk", "impacts", "folders"),
+        ("topk", "impacts"),
         ("formats",),
-        ("corpus", "sparse_blocks"),
+        ("corpus",),
         ("search", "plaid", "sparse_files", "sparse_search"),
         ("sparse_index",),
         ("static",),

@@ -40,8 +40,7 @@ from benchmarks.quality.static_cranfield_table import (
 )
 from pylate_fastmaxsim import BM25, SparseBatch, SparseIndex, StaticLateInteraction, TokenBatch
 from pylate_fastmaxsim.retrieval.search import search
-from pylate_fastmaxsim.retrieval.static.documents import from_neighbours
-from pylate_fastmaxsim.retrieval.static.neighbours import Neighbours, neighbours_above
+from pylate_fastmaxsim.retrieval.static.documents import Neighbours, from_neighbours, neighbours_above
 
 DIMENSIONS = 256
 SIF = 1e-4  # of model2vec

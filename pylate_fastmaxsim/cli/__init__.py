@@ -58,16 +58,7 @@ def main() -> None:
 
 
 def names_script(arguments: Sequence[str]) -> bool:
-    """Whether what ``compare`` is given is a script or a module, and no recipe.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.cli import names_script
-    >>> names_script(["--steps", "50", "train.py", "--lr", "1e-5"]), names_script(["-m", "my.training"])
-    (True, True)
-    >>> names_script(["recipes/quickstart.yaml"]), names_script(["--sweep", "batch_size=8", "quickstart"])
-    (False, False)
-    """
+    """True if the arguments of ``compare`` are those of a script or a module, not of a recipe."""
     return any(word == "-m" or (word.endswith(".py") and "=" not in word) for word in arguments)
 
 

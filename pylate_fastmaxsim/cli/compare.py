@@ -13,7 +13,7 @@ from pylate_fastmaxsim.cli.terminal import (
     plain,
     progress_of_runs,
     quiet_libraries,
-    report_stop,
+    report_interruption,
 )
 from pylate_fastmaxsim.recipes.load import load_recipe
 
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     steps = f"the steps of each run are in {result.parent / 'compare'}"
     quiet_libraries()
     try:
-        with report_stop(lambda: steps, "a comparison is not resumed, the same command starts it again"):
+        with report_interruption(lambda: steps, "a comparison is not resumed, the same command starts it again"):
             with progress_of_runs() as on_progress:
                 comparison = compare(recipe, on_progress, batch_sizes)
             # Before anything that may fail, because measuring took long.

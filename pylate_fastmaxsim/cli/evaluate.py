@@ -9,11 +9,12 @@ from pylate_fastmaxsim.cli.terminal import (
     add_collection,
     add_overrides,
     at_least,
+    from_arguments,
     path,
     plain,
     progress_of_tasks,
     quiet_libraries,
-    report_stop,
+    report_interruption,
 )
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
@@ -55,18 +56,9 @@ def run(options: argparse.Namespace) -> None:
         prepare_file("--json", options.json, inputs)
         if options.per_query is not None and options.per_query.resolve() == options.json.resolve():
             raise RecipeError("--per-query and --json must be two files.")
-    settings = Options(
-        options.run,
-        options.per_query,
-        options.index,
-        options.format,
-        options.batch_size,
-        options.trust_remote_code,
-        options.test,
-        inputs,
-    )
+    settings = from_arguments(Options, options, inputs=inputs)
     targets = find_targets(options.models, options.overrides)
-    with report_stop(lambda: kept_documents(options.index)):
+    with report_interruption(lambda: kept_documents(options.index)):
         name, collection = find_collection(targets, options.beir, options.split)
         with progress_of_tasks() as begin:
             result = evaluate(targets, name, collection, settings, begin)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pylate_fastmaxsim.cli.terminal import add_recipe, add_resume, plain, quiet_libraries, report_stop
+from pylate_fastmaxsim.cli.terminal import add_recipe, add_resume, plain, quiet_libraries, report_interruption
 from pylate_fastmaxsim.cli.train import command_to_resume
 from pylate_fastmaxsim.recipes.load import load_recipe
 
@@ -24,7 +24,9 @@ def run(options: argparse.Namespace) -> None:
     from pylate_fastmaxsim.recipes.tables import mining_table
 
     quiet_libraries()
-    with report_stop(lambda: f"what is done is kept, and {command_to_resume(options.resume)} goes on from there"):
+    with report_interruption(
+        lambda: f"what is done is kept, and {command_to_resume(options.resume)} goes on from there"
+    ):
         result = mine(recipe, options.resume)
     if PartialState().is_main_process:
         plain.print(mining_table(result))

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from pylate_fastmaxsim.cli.terminal import add_collection, add_overrides, at_least, plain, quiet_libraries, report_stop
+from pylate_fastmaxsim.cli.terminal import (
+    add_collection,
+    add_overrides,
+    at_least,
+    plain,
+    quiet_libraries,
+    report_interruption,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     settings = settings_of(options.pooling, options.times, options.tokens, options.append, options.noise, options.seed)
     limits = Limits(options.max_queries, options.max_documents, options.seed)
     quiet_libraries()
-    with report_stop(lambda: "the same command starts again"):
+    with report_interruption(lambda: "the same command starts again"):
         result, pairs, file = robustness(
             options.target, settings, limits, options.overrides, options.beir, options.split, options.output
         )

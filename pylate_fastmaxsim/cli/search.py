@@ -8,11 +8,12 @@ from pathlib import Path
 from pylate_fastmaxsim.cli.terminal import (
     add_collection,
     at_least,
+    from_arguments,
     path,
     plain,
     progress_of_tasks,
     quiet_libraries,
-    report_stop,
+    report_interruption,
 )
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
@@ -82,23 +83,13 @@ def run(options: argparse.Namespace) -> None:
 
     sources = options.corpus, options.queries, options.qrels
     inputs = (path(options.model), *sources, options.index, options.plaid, *files_of_collection(options.beir))
-    settings = Options(
-        options.k,
-        options.run,
-        options.index,
-        options.format,
-        options.batch_size,
-        options.trust_remote_code,
-        options.exact,
-        options.plaid,
-        inputs=inputs,
-    )
+    settings = from_arguments(Options, options, inputs=inputs)
     quiet_libraries()
     if options.json is not None:
         prepare_file("--json", options.json, inputs)
         if options.run is not None and options.run.resolve() == options.json.resolve():
             raise RecipeError("--run and --json must be two files.")
-    with report_stop(lambda: kept_documents(options.index)), progress_of_tasks() as begin:
+    with report_interruption(lambda: kept_documents(options.index)), progress_of_tasks() as begin:
         result = search(options.model, load_inputs(options.beir, options.split, *sources), settings, begin)
         if options.json is not None:
             write_json(options.json, result)

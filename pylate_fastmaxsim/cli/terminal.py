@@ -1,4 +1,4 @@
-"""What commands share: arguments, what they print, errors in one sentence, and progress bars."""
+"""Arguments, output, errors in one sentence and progress bars that commands share."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.table import Column
-from rich.text import Text
+from tqdm import tqdm
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
+
+T = TypeVar("T")
 
 BAD_RECIPE = 2
 INTERRUPTED = 130
@@ -31,9 +32,6 @@ plain = Console(markup=False, emoji=False)
 # file that it cannot write to its end.
 _FULL_DISK = re.compile(r"No space left on device|\(os error (27|28|122)\)")
 _NOT_WRITTEN = re.compile(r"PytorchStreamWriter failed writing|unexpected pos \d+ vs \d+")
-
-# Batches may take a minute each, and a rate needs several of them.
-RATE_OVER = 600.0
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +88,12 @@ def at_least(least: float, number: Callable[[str], float] = int) -> Callable[[st
     return parse
 
 
+def from_arguments(dataclass: type[T], options: argparse.Namespace, **more: Any) -> T:
+    """An instance of a dataclass whose fields are arguments of a command by their names."""
+    given = {field.name: getattr(options, field.name) for field in fields(dataclass) if hasattr(options, field.name)}
+    return dataclass(**given, **more)
+
+
 def quiet_libraries() -> None:
     """Hide the progress bars and log lines of other libraries."""
     import logging
@@ -133,7 +137,7 @@ def report_errors() -> Iterator[None]:
 
 
 @contextmanager
-def report_stop(kept: Callable[[], str], interrupted: str | None = None) -> Iterator[None]:
+def report_interruption(kept: Callable[[], str], interrupted: str | None = None) -> Iterator[None]:
     """End with one sentence on a full disk or after an interrupt.
 
     Parameters
@@ -161,62 +165,28 @@ def report_stop(kept: Callable[[], str], interrupted: str | None = None) -> Iter
         end_with(f"\nfastmaxsim: {reason}; {kept()}.")
 
 
-class _Rate(ProgressColumn):
-    """Items a second."""
-
-    def __init__(self, unit: str) -> None:
-        super().__init__()
-        self.unit = unit
-
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text(f"{speed:,.2f} {self.unit}/s" if speed else "")
-
-
-def _bars(unit: str, *more: ProgressColumn, **options: float) -> Progress:
-    console = Console(stderr=True, emoji=False)
-    return Progress(
-        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        _Rate(unit),
-        TimeRemainingColumn(),
-        *more,
-        console=console,
-        disable=not console.is_terminal,
-        **options,
-    )
-
-
 @contextmanager
 def progress_of_runs() -> Iterator[Callable[..., None]]:
     """A bar for each run of a comparison, with its rate and the time left."""
-    bars = _bars("steps", TextColumn("{task.fields[bar]}", markup=False))
-    tasks = {}
+    with ExitStack() as stack:
+        bars: dict[str, tqdm] = {}
 
-    def on_progress(run: str, bar: str, done: int, of: int | None) -> None:
-        bars.start()
-        if run not in tasks:
-            tasks[run] = bars.add_task(run, total=None, bar="")
-        bars.update(tasks[run], completed=done, total=of, bar=bar)
+        def on_progress(run: str, text: str, done: int, of: int | None) -> None:
+            if run not in bars:
+                bars[run] = stack.enter_context(_bar(run, of, "steps"))
+            bars[run].n, bars[run].total = done, of
+            bars[run].set_postfix_str(text)
 
-    try:
         yield on_progress
-    finally:
-        bars.stop()
 
 
 @contextmanager
-def progress_of_tasks() -> Iterator[Callable[..., Callable[[int], None]]]:
+def progress_of_tasks() -> Iterator[Callable[..., Callable[[int], object]]]:
     """A bar for each task of a search: ``begin(task, total, done)`` returns what is told how many more are done."""
-    bars = _bars("items", speed_estimate_period=RATE_OVER)
+    with ExitStack() as stack:
+        yield lambda task, total, done=0: stack.enter_context(_bar(task, total, "items", done)).update
 
-    def begin(task: str, total: int, done: int = 0) -> Callable[[int], None]:
-        bars.start()
-        number = bars.add_task(task, total=total, completed=done)
-        return lambda more: bars.advance(number, more)
 
-    try:
-        yield begin
-    finally:
-        bars.stop()
+def _bar(task: str, total: int | None, unit: str, done: int = 0) -> tqdm:
+    # The rate is the mean: batches may take a minute each. Only on a terminal.
+    return tqdm(desc=task, total=total, initial=done, unit=f" {unit}", smoothing=0, dynamic_ncols=True, disable=None)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pylate_fastmaxsim.cli.terminal import add_recipe, add_resume, end_with, plain, quiet_libraries, report_stop
+from pylate_fastmaxsim.cli.terminal import add_recipe, add_resume, end_with, plain, quiet_libraries, report_interruption
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.load import load_recipe
 
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> None:
         return f"{checkpoint} is kept, and {command_to_resume(options.resume)} goes on from there"
 
     quiet_libraries()
-    with report_stop(kept), _report_out_of_memory(recipe):
+    with report_interruption(kept), _report_out_of_memory(recipe):
         result = train(recipe, options.resume)
     if "ndcg@10" in result:  # the main process of a distributed run
         plain.print(training_table(result))

@@ -1,18 +1,17 @@
 """The gate of a training process that takes turns with others: it waits for its turn, steps, and reports.
 
-Messages are one line of JSON each. The other end is :func:`pylate_fastmaxsim.comparison.turns.take_turns`.
+The other end is :func:`pylate_fastmaxsim.comparison.turns.take_turns`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import os
 import time
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -21,7 +20,7 @@ from pylate_fastmaxsim._memory import PeakMemory
 if TYPE_CHECKING:
     from typing import Self
 
-# Names two inherited pipes: the one that orders are read from, and the one that reports are written to.
+# Names the file descriptor of an inherited pipe.
 VARIABLE = "FASTMAXSIM_GATE"
 
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -51,10 +50,9 @@ class Gate:
     True
     """
 
-    def __init__(self, orders: TextIO, reports: TextIO) -> None:
+    def __init__(self, pipe: Connection) -> None:
         self._memory: PeakMemory | None = None
-        self._orders = orders
-        self._reports = reports
+        self._pipe = pipe
         self._left: float = 0
         self._steps: list[dict[str, Any]] = []
 
@@ -65,10 +63,8 @@ class Gate:
         named = os.environ.pop(VARIABLE, None)
         if named is None:
             return None
-        orders, reports = map(int, named.split(","))
-        for pipe in (orders, reports):
-            os.set_inheritable(pipe, False)
-        return cls(os.fdopen(orders, encoding="utf-8"), os.fdopen(reports, "w", encoding="utf-8"), *more)
+        os.set_inheritable(int(named), False)
+        return cls(Connection(int(named)), *more)
 
     def before_step(self) -> None:
         """Wait for a turn, if this process has none: before its first step."""
@@ -103,14 +99,14 @@ class Gate:
 
     def wait_for_end(self) -> NoReturn:
         """Wait until the parent ends this process, or has ended: other ranks may wait for it meanwhile."""
-        self._orders.read()
+        self._pipe.poll(None)
         os._exit(1)
 
     def _wait(self) -> None:
-        line = self._orders.readline()
-        if not line:
+        try:
+            self._left = self._pipe.recv()
+        except (EOFError, OSError):  # the parent has ended
             os._exit(1)
-        self._left = json.loads(line).get("steps", math.inf)
         _synchronize()
         self._cpu_begun = cpu_seconds()
         self._begun = time.perf_counter()
@@ -135,9 +131,8 @@ class Gate:
 
     def _send(self, **message: Any) -> None:
         try:
-            self._reports.write(json.dumps(message) + "\n")
-            self._reports.flush()
-        except BrokenPipeError:
+            self._pipe.send(message)
+        except OSError:  # the parent has ended
             os._exit(1)
 
 

@@ -16,9 +16,10 @@ import sys
 import traceback
 from collections.abc import Mapping
 from functools import partial, wraps
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import optimizer as optimizers
@@ -32,7 +33,7 @@ from pylate_fastmaxsim.integrations.run_script import (
     AfterImport,
     parse,
     run_accelerated,
-    run_as_python_does,
+    run_as_main,
     script_parser,
     show_log,
     traceback_of,
@@ -47,22 +48,10 @@ FEWEST_STEPS = 6
 
 
 class ScriptGate(Gate):
-    """The gate of a script, whose process ends behind the last measured step.
+    """The gate of a script, whose process ends after ``steps`` steps and reports the ``warnings`` of the package."""
 
-    Parameters
-    ----------
-    orders, reports
-        As of :class:`~pylate_fastmaxsim.comparison.gate.Gate`.
-    script
-        Its name.
-    steps
-        After how many the process ends.
-    warnings
-        What the package logs, which is reported in the end.
-    """
-
-    def __init__(self, orders: TextIO, reports: TextIO, script: str, steps: int, warnings: list[str]) -> None:
-        super().__init__(orders, reports)
+    def __init__(self, pipe: Connection, script: str, steps: int, warnings: list[str]) -> None:
+        super().__init__(pipe)
         self.script = script
         self.steps = steps
         self.warnings = warnings
@@ -288,7 +277,7 @@ def main() -> None:
         if mode == FAST:
             run_accelerated(words, as_module, options)
         else:
-            run_as_python_does(words, as_module)
+            run_as_main(words, as_module)
     except SystemExit as stop:
         if stop.code:
             code, said = (stop.code, "") if isinstance(stop.code, int) else (1, f"{stop.code}\n")

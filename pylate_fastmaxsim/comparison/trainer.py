@@ -21,16 +21,8 @@ def measure_steps(
 ) -> None:
     """Have a Trainer that begins to train take its steps by turns, and neither save nor evaluate.
 
-    Parameters
-    ----------
-    trainer
-        Of any library that stands on transformers.
-    gate
-        Blocks while another process has its turn.
-    count
-        Numbers of a batch: ``documents``, tokens of them that are ``live``, ``query_tokens``, perhaps ``encoded``.
-    encoder
-        A module whose inputs are the tokens that the encoder is given, padding included; they are counted as ``encoded``.
+    ``count`` gives numbers of a batch: ``documents``, tokens of them that are ``live``, ``query_tokens``, perhaps
+    ``encoded``: tokens that the encoder is given, padding included. Else these are the inputs of the module ``encoder``.
     """
     from transformers import TrainerCallback
 

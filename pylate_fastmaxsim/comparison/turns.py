@@ -5,10 +5,9 @@ The other end, in each of the processes, is :class:`pylate_fastmaxsim.comparison
 
 from __future__ import annotations
 
-import json
 import math
+import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -143,14 +142,13 @@ def take_turns(
     children
         By name, in the order in which they start.
     of
-        How many steps each takes in all; None if they say so themselves, or nobody knows.
+        The steps of each in all; None if they say so themselves, or nobody knows.
     rounds
-        How often each is started where the device does not take all at once.
+        The starts of each where the device does not take all at once.
     on_wait
         Called every tenth of a second, with the name of the process that has its turn. What it raises ends all.
     gather
-        The values of all ranks for that of this one, where several ranks have their processes; called in the same order
-        on each.
+        The values of all ranks for that of this one, called in the same order on each.
 
     Raises
     ------
@@ -265,7 +263,7 @@ class _Session:
     def _give_turn(self, name: str, steps: int | None, pair: int | None = None) -> None:
         """Let a process take some steps, unless it has ended."""
         if name in self._processes:
-            self._processes[name].order({"rest": True} if steps is None else {"steps": steps})
+            self._processes[name].give_turn(math.inf if steps is None else steps)
             self._read_report(name, pair)
 
     def _read_report(self, name: str, pair: int | None = None) -> None:
@@ -273,11 +271,11 @@ class _Session:
         run = self.runs[name]
         begun = time.perf_counter()
         try:
-            message = self._processes[name].message()
+            report = self._processes[name].report()
         except OutOfMemoryElsewhere:
-            message = _OUT_OF_MEMORY
+            report = _OUT_OF_MEMORY
         run.wall_seconds += time.perf_counter() - begun
-        if block := message.get("block"):
+        if block := report.get("block"):
             steps = block.pop("steps")
             run.steps += steps
             run.memory, run.device = block.pop("memory"), block.pop("device")
@@ -285,9 +283,9 @@ class _Session:
             if steps:
                 run.blocks.append({**block, "steps": len(steps), "pair": pair})
                 self._step_seconds[name] = block["seconds"] / len(steps)
-            if message["done"]:
+            if report["done"]:
                 self._stepping.discard(name)
-        result = message.get("finished")
+        result = report.get("finished")
         status = FINISHED if result is None else result.get("status", FINISHED)
         # All ranks go the same way.
         if OUT_OF_MEMORY in self._gather(status):
@@ -331,57 +329,50 @@ _OUT_OF_MEMORY = {"finished": {"status": OUT_OF_MEMORY}}
 
 
 class _Process:
-    """A started process, and the pipes to and from it."""
+    """A started process, and the pipe to it."""
 
     def __init__(self, name: str, child: Child, again: bool, on_wait: Callable[[str], None]) -> None:
         self._name = name
         self._log = child.log
         self._on_wait = on_wait
-        self._received = b""
-        theirs_orders, self._orders = os.pipe()
-        self._reports, theirs_reports = os.pipe()
+        self._pipe, theirs = multiprocessing.Pipe()
         environment = os.environ if child.environment is None else child.environment
-        with open(child.log, "a" if again else "w", encoding="utf-8") as log:
+        with open(child.log, "a" if again else "w", encoding="utf-8") as log, theirs:
             self._process = subprocess.Popen(
                 child.again if again and child.again else child.command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**environment, VARIABLE: f"{theirs_orders},{theirs_reports}"},
-                pass_fds=(theirs_orders, theirs_reports),
+                env={**environment, VARIABLE: str(theirs.fileno())},
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        os.close(theirs_orders)
-        os.close(theirs_reports)
 
-    def order(self, order: dict[str, Any]) -> None:
+    def give_turn(self, steps: float) -> None:
+        """Let it take so many steps."""
         # A process that has ended has said so, which is read next.
-        with suppress(BrokenPipeError):
-            os.write(self._orders, (json.dumps(order) + "\n").encode())
+        with suppress(OSError):
+            self._pipe.send(steps)
 
-    def message(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Wait for the next report."""
-        while b"\n" not in self._received:
+        while True:
             # Before the pipe is looked at, or what it says last would be lost.
             ended = self._process.poll() is not None
-            if select.select([self._reports], [], [], 0 if ended else POLL_SECONDS)[0] and (
-                more := os.read(self._reports, 2**16)
-            ):
-                self._received += more
-            elif ended:
+            with suppress(EOFError, OSError):
+                if self._pipe.poll(0 if ended else POLL_SECONDS):
+                    return self._pipe.recv()
+            if ended:
                 if self._process.returncode == -signal.SIGKILL:  # how the kernel ends a process when memory runs out
                     return _OUT_OF_MEMORY
                 raise ChildFailed(self._name, self._process.returncode, self._log)
             self._on_wait(self._name)
-        line, _, self._received = self._received.partition(b"\n")
-        return json.loads(line)
 
     def end(self) -> None:
-        # With the workers of data loaders, which would outlive it for seconds.
+        """Kill it, with the workers of data loaders, which would outlive it for seconds."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        os.close(self._orders)
-        os.close(self._reports)
+        self._pipe.close()
 
 
 @contextmanager

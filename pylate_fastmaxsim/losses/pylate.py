@@ -18,7 +18,7 @@ from pylate_fastmaxsim.integrations.pylate.gradcache import CachedBatch
 from pylate_fastmaxsim.integrations.pylate.losses import scored_tokens
 from pylate_fastmaxsim.integrations.pylate.normalize import unit
 from pylate_fastmaxsim.losses.columns import Encoded, Features, by_query, texts_in
-from pylate_fastmaxsim.losses.views import View, answering
+from pylate_fastmaxsim.losses.views import View, replaced_model
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
@@ -78,7 +78,7 @@ def sum_of_answers(
                 )
             return {"token_embeddings": values}
 
-        with answering(loss, answer):
+        with replaced_model(loss, answer):
             total = total + view.weight * loss_of(given)
     return total
 

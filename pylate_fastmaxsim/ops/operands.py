@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pylate_fastmaxsim._checks import require_tensor
+from pylate_fastmaxsim._checks import inside_transform, is_plain, require_tensor
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
-from pylate_fastmaxsim._tracing import inside_transform, is_plain
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.tokens import TokenBatch, share_rows

@@ -10,7 +10,7 @@ from typing import get_args, get_type_hints
 import torch
 from torch import SymInt, Tensor
 
-from pylate_fastmaxsim._tracing import is_plain, is_plain_backward
+from pylate_fastmaxsim._checks import is_plain, is_plain_backward
 
 _SCHEMA_TYPES = {
     Tensor: "Tensor",

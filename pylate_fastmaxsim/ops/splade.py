@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._checks import is_plain
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim._operands import SpladeOperands
-from pylate_fastmaxsim._tracing import is_plain
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.cpu import splade as blocked
 from pylate_fastmaxsim.ops.operands import (

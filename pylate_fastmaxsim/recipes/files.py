@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pylate_fastmaxsim.files.lock import locked
-from pylate_fastmaxsim.files.replace import in_the_way, replace_file
+from pylate_fastmaxsim.files.replace import reason_against_replacing, replace_file
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 # Files of rows by their endings, with the names that datasets has for their types.
@@ -74,7 +74,7 @@ def require_outputs(key: str, folder: Path, names: Sequence[str], *sections: Any
 def require_output(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> None:
     """Refuse a file that is no regular one, is one of ``inputs`` or lies in a folder of them. Errors name ``key``."""
     try:
-        what = in_the_way(file)
+        what = reason_against_replacing(file)
     except OSError as error:  # a name that is too long
         raise RecipeError(f"{key} {file} cannot be written: {error.strerror}.") from None
     if what is not None:

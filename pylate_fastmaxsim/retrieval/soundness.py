@@ -1,4 +1,4 @@
-"""Whether what a folder holds is as it was written."""
+"""Checks of whether what a folder holds is as it was written."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from pylate_fastmaxsim.files.lock import writing
 from pylate_fastmaxsim.retrieval import sparse_files
 from pylate_fastmaxsim.retrieval.corpus import Corpus
-from pylate_fastmaxsim.retrieval.folders import writing
 from pylate_fastmaxsim.retrieval.formats import description as corpus_files
 from pylate_fastmaxsim.retrieval.formats.repair import repair_corpus
 from pylate_fastmaxsim.retrieval.static import files as static_files
@@ -19,7 +19,7 @@ from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 
 @dataclass(frozen=True)
 class Checked:
-    """What a folder holds.
+    """Contents of a folder, and whether they are sound.
 
     Parameters
     ----------
@@ -109,9 +109,7 @@ def _sparse(folder: Path, repair: bool) -> Checked:
         count, damage = sparse_files.sound_blocks("check", folder, description)
         if damage and repair:
             description = sparse_files.keep_blocks(folder, description, count)
-    return Checked(
-        folder, what, sum(description.documents), damage and _sentence(damage), repair and damage is not None
-    )
+    return Checked(folder, what, description.documents, damage and _sentence(damage), repair and damage is not None)
 
 
 def _corpus(folder: Path, repair: bool) -> Checked:
@@ -136,5 +134,5 @@ def _static(folder: Path) -> Checked:
 
 
 def _sentence(error: object) -> str:
-    """What an error says behind the name of the function."""
+    """Text of an error behind the name of the function."""
     return str(error).partition(": ")[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from defined_winners import top_k_winners
 from exactness import from_winners, relative_error, uninitialized_memory_as_nan, winner_index
 from torch import Tensor
 
@@ -64,7 +65,7 @@ def check(
     assert torch.equal(alone, scores), "scores without a state"
     if ties:
         plain = [batch.with_values(batch.values.detach()) for batch in doubles]
-        assert torch.equal(winner_index(state), reference.top_k_winners(*plain, numbers.k, candidates)), "winners"
+        assert torch.equal(winner_index(state), top_k_winners(*plain, numbers.k, candidates)), "winners"
     if numbers.k:
         weights = gradient_of_each_winner(grad, operands, numbers.k)
         ranks = [from_winners(queries, documents, candidates, rank, weights) for rank in state.unbind(dim=1)]

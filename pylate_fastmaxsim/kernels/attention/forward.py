@@ -1,6 +1,5 @@
 """Attention within each text: one tile that holds a short text, or the tiles that a tile of a longer one sees."""
 
-import triton
 import triton.language as tl
 
 from pylate_fastmaxsim.kernels.attention.tiles import (
@@ -17,11 +16,10 @@ from pylate_fastmaxsim.kernels.attention.tiles import (
     text_and_head,
     turned,
 )
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 
-@Launcher
-@triton.jit(do_not_specialize=["q_head", "k_head", "v_head", "num_rows", "reach"])
+@kernel("q_head", "k_head", "v_head", "num_rows", "reach")
 def attention_kernel(
     q_states,
     k_states,
@@ -101,8 +99,7 @@ def attention_kernel(
         clear_rows(out + head * DIM, start + length, num_rows, HEADS * DIM, DIM, COLUMNS, BLOCK)
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel("num_rows")
 def rotary_kernel(qkv, cos, sin, num_rows, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """Turn the queries and keys of ``qkv [num_rows, 3, HEADS, DIM]``, BLOCK of them in a program.
 

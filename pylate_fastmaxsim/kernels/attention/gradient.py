@@ -17,7 +17,7 @@ from pylate_fastmaxsim.kernels.attention.tiles import (
     store_turned_back,
     text_and_head,
 )
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 
 @triton.jit
@@ -26,8 +26,7 @@ def _inner(out, grad_tile, rows, length, ROW: tl.constexpr, DIM: tl.constexpr, C
     return tl.sum(load_rows(out, rows, length, ROW, DIM, COLUMNS).to(tl.float32) * grad_tile.to(tl.float32), axis=1)
 
 
-@Launcher
-@triton.jit(do_not_specialize=["q_head", "k_head", "v_head", "grad_head", "num_rows", "num_keys", "reach"])
+@kernel("q_head", "k_head", "v_head", "grad_head", "num_rows", "num_keys", "reach")
 def attention_gradient_kernel(
     q_states,
     k_states,

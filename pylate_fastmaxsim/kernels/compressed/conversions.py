@@ -1,18 +1,16 @@
 """Token vectors rounded to int8 or e4m3, and documents decompressed to 16-bit vectors."""
 
-import triton
 import triton.language as tl
 
 from pylate_fastmaxsim.kernels.primitives.running_maximum import maximum_or_nan
 from pylate_fastmaxsim.kernels.primitives.stored import from_e4m3, residual_vectors
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 # Added to a float32 of at most 2**22 and taken away again, it leaves a whole number, rounded half to even.
 _TO_WHOLE = tl.constexpr(12582912.0)
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel("num_rows")
 def round_rows_kernel(
     values,
     rounded,
@@ -58,8 +56,7 @@ def round_rows_kernel(
         tl.store(rounded + row[:, None] * DIM + first_k + k[None, :], x.to(rounded.dtype.element_ty), mask=mask)
 
 
-@Launcher
-@triton.jit(do_not_specialize=["blocks_per_document", "max_length"])
+@kernel("blocks_per_document", "max_length")
 def decompress_kernel(
     stored,
     scales,

@@ -1,6 +1,5 @@
 """Forward of MaxSim, of compressed MaxSim and of the other poolings: similarities stay on the chip."""
 
-import triton
 import triton.language as tl
 
 from pylate_fastmaxsim.kernels.primitives.documents import document_of_slot, similarities_of_document, tiles_of_slots
@@ -10,13 +9,10 @@ from pylate_fastmaxsim.kernels.primitives.running_maximum import best_of_row, no
 from pylate_fastmaxsim.kernels.primitives.running_sums import no_sums, pooled_of_row, running_sums
 from pylate_fastmaxsim.kernels.primitives.similarities import without_columns_past_the_end
 from pylate_fastmaxsim.kernels.primitives.stored import similarities_as_stored
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 
-@Launcher
-@triton.jit(
-    do_not_specialize=["num_queries", "num_slots", "num_tiles", "num_rows", "row_blocks", "documents_per_program"]
-)
+@kernel("num_queries", "num_slots", "num_tiles", "num_rows", "row_blocks", "documents_per_program")
 def forward_kernel(
     q_values,
     q_scales,

@@ -58,3 +58,9 @@ def table_row(table: dict, arch: int, kind: str, dim: int):
     """
     rows = [*table.get((arch, kind), []), *table.get(kind, [])]
     return next((tiles for largest, tiles in rows if largest is None or dim <= largest), None)
+
+
+def shrunk(tiles: NamedTuple, **sizes: int):
+    """Tiles whose blocks, by name, are no longer than the power of 2 that holds a size; at least 16."""
+    blocks = {name: max(16, min(getattr(tiles, name), next_power_of_2(size))) for name, size in sizes.items()}
+    return tiles._replace(**blocks)

@@ -82,3 +82,8 @@ class Launcher:
             grid[0], grid[1] if len(grid) > 1 else 1, 1, driver.get_current_stream(device),
             program.function, program.packed_metadata, None, None, None, *arguments, *values,
         )  # fmt: skip
+
+
+def kernel(*numbers: str) -> Callable[[Callable], Launcher]:
+    """Decorator of a Triton kernel: a launcher of it. `numbers` are its parameters that are integers, by name."""
+    return lambda function: Launcher(triton.jit(function, do_not_specialize=numbers))

@@ -3,12 +3,11 @@
 Tokens stand in slots: each text begins at a multiple of 8, so that 8 slots are of one text.
 """
 
-import triton
 import triton.language as tl
 
 from pylate_fastmaxsim.kernels.primitives.matmul import product
 from pylate_fastmaxsim.kernels.primitives.similarities import key_value, order_key
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 # The key of a text without a token, where values need not be positive.
 NO_KEY = tl.constexpr(-(2**63))
@@ -16,8 +15,7 @@ NO_KEY = tl.constexpr(-(2**63))
 KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_rows", "row_blocks", "num_tiles"])
+@kernel("num_rows", "row_blocks", "num_tiles")
 def maxima_kernel(
     hidden,
     weight,
@@ -93,8 +91,7 @@ def maxima_kernel(
         tl.atomic_max(keys + text[None, :] * num_rows + row[:, None], packed, mask=wanted, sem="relaxed")
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_rows", "row_blocks"])
+@kernel("num_rows", "row_blocks")
 def values_kernel(
     keys,
     slot_rows,
@@ -134,8 +131,7 @@ def values_kernel(
         tl.store(winners + text * num_rows + row, tl.where(has_winner, token, SENTINEL).to(tl.int32), mask=in_rows)
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_texts"])
+@kernel("num_texts")
 def slots_kernel(
     starts,
     lengths,

@@ -10,7 +10,7 @@ then read once for all of them.
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 # Tiles that are counted at once: a field of 16 bits for each in 64 bits.
 _TILES_AT_ONCE = tl.constexpr(4)
@@ -20,8 +20,7 @@ _SET = tl.constexpr(LONGEST_TILE)
 _NOWHERE = tl.constexpr(2**31 - 1)
 
 
-@Launcher
-@triton.jit
+@kernel()
 def row_query_kernel(q_starts, q_lengths, row_query, BLOCK: tl.constexpr):
     """row_query[row] = the query that row belongs to; rows of no query keep what they hold."""
     query = tl.program_id(0)
@@ -112,8 +111,7 @@ def _one_in_fields(tokens, BLOCK_T: tl.constexpr):
     return packed
 
 
-@Launcher
-@triton.jit(do_not_specialize=["first_document", "num_documents", "num_rows", "num_chunks", "tiles_per_document"])
+@kernel("first_document", "num_documents", "num_rows", "num_chunks", "tiles_per_document")
 def count_kernel(
     grad_scores,
     winners,
@@ -173,8 +171,7 @@ def count_kernel(
                 tl.store(counts + 1 + tile * num_chunks + chunk, count, mask=tile < num_tiles)
 
 
-@Launcher
-@triton.jit(do_not_specialize=["first_document", "num_documents", "num_rows", "num_chunks", "tiles_per_document"])
+@kernel("first_document", "num_documents", "num_rows", "num_chunks", "tiles_per_document")
 def place_kernel(
     grad_scores,
     winners,
@@ -239,8 +236,7 @@ def place_kernel(
                 tl.store(weights + place, weight, mask=own != 0)
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_pairs", "num_documents"])
+@kernel("num_pairs", "num_documents")
 def candidate_order_kernel(
     candidates, pairs, pair_offsets, num_pairs, num_documents, BLOCK: tl.constexpr, BLOCK_SCAN: tl.constexpr
 ):

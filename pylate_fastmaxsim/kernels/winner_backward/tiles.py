@@ -3,7 +3,7 @@
 import functools
 from typing import NamedTuple
 
-from pylate_fastmaxsim.kernels.runtime.arch import ALL_REGISTERS, next_power_of_2, table_row
+from pylate_fastmaxsim.kernels.runtime.arch import ALL_REGISTERS, next_power_of_2, shrunk, table_row
 
 
 class QueryGradientTiles(NamedTuple):
@@ -83,11 +83,9 @@ def query_gradient_tiles(arch: int, kind: str, dim: int) -> QueryGradientTiles:
 
 @functools.lru_cache(maxsize=256)
 def document_gradient_tiles(arch: int, kind: str, dim: int) -> DocumentGradientTiles:
-    tiles = table_row(_DOCUMENT_GRADIENT, arch, kind, dim)
-    return tiles._replace(block_d=max(16, min(tiles.block_d, next_power_of_2(dim))))
+    return shrunk(table_row(_DOCUMENT_GRADIENT, arch, kind, dim), block_d=dim)
 
 
 @functools.lru_cache(maxsize=256)
 def candidate_gradient_tiles(arch: int, kind: str, dim: int) -> CandidateGradientTiles:
-    tiles = table_row(_CANDIDATE_GRADIENT, arch, kind, dim)
-    return tiles._replace(block_d=max(16, min(tiles.block_d, next_power_of_2(dim))))
+    return shrunk(table_row(_CANDIDATE_GRADIENT, arch, kind, dim), block_d=dim)

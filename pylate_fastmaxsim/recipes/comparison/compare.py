@@ -61,23 +61,14 @@ def compare(
     other work on the machine meets both alike; they are evaluated one after the other. ``output_dir`` receives
     ``compare.json`` and, in ``compare/``, a log and the measured steps of each run.
 
-    Parameters
-    ----------
-    recipe
-        What to run; ``fast.enabled`` is set for each of the two.
-    on_progress
-        Called again and again while a run goes on.
-    batch_sizes
-        Of these sizes a few steps each are measured as well, both ways. Sizes larger than the first that ran out of
-        memory are not run.
+    Of ``batch_sizes`` a few steps each are measured as well, both ways; not of sizes larger than the first that ran out
+    of memory.
 
     Returns
     -------
-    The content of ``compare.json``, in which None stands for a number that is NaN or infinite. ``speedup`` in its
-    ``summary`` is the ratio of blocks that stood beside each other (see :func:`~pylate_fastmaxsim.comparison.verdict.verdict`,
-    whose result is ``turns``). ``wall_seconds`` is how long each of the two had its turn, from its start to its end,
-    less what one of them does for both (what is prepared, and the evaluation of the untrained model), and how long the
-    whole took, with all that and the sweep.
+    The content of ``compare.json``: :func:`~pylate_fastmaxsim.comparison.verdict.summarize_turns`, the recipe and
+    the ``sweep``. None stands for a number that is NaN or infinite. ``wall_seconds`` are less what one run does for both
+    (what is prepared, and the evaluation of the untrained model); ``whole`` is with all that and the sweep.
 
     Raises
     ------

@@ -55,10 +55,6 @@ def measure(
 
     Parameters
     ----------
-    recipe
-        As the user wrote it; ``fast.enabled`` says which of the two runs this is.
-    gate
-        Where steps take turns with those of another process; all that follows them is one more turn.
     untrained
         Evaluate the model as it was before training as well.
     steps_only
@@ -66,19 +62,13 @@ def measure(
     batch_size
         Measure only a few steps of this size, on all rows.
     largest_batch
-        The largest batch size that will be asked for.
+        The largest batch size that will be asked for; RecipeError if the data has fewer rows.
 
     Returns
     -------
     ``status`` unless it finished (out of memory or, with ``batch_size``, no batch of this size), ``phases`` in seconds a
-    step, ``ndcg@10`` and other metrics of the evaluation, ``untrained`` with the same metrics and ``untrained_seconds``,
-    how long they took, ``prepare_seconds``, the ``warnings`` of the package (what it could not accelerate, and why) and
-    the environment.
-
-    Raises
-    ------
-    RecipeError
-        The recipe does not fit its data or this machine, or no batch could be made, without ``batch_size``.
+    step, metrics of the evaluation, ``untrained`` with the same metrics and ``untrained_seconds``, how long they took,
+    ``prepare_seconds``, the ``warnings`` of the package and the environment.
     """
     warnings = KeptWarnings()
     logging.getLogger("pylate_fastmaxsim").addHandler(warnings)

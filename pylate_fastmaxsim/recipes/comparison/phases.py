@@ -17,7 +17,7 @@ STEPS = WARM_UP_STEPS + 5
 
 
 class Stopwatch:
-    """Splits time into named phases that do not overlap.
+    """Splits time into named phases, one after the other.
 
     On a CUDA device the marks are events in the stream, so that only :meth:`lap` waits for the device. Elsewhere they
     are times of the host.
@@ -28,35 +28,29 @@ class Stopwatch:
     >>> from pylate_fastmaxsim.recipes.comparison.phases import Stopwatch
     >>> watch = Stopwatch(torch.device("cpu"))
     >>> watch.start("score")
-    >>> watch.enter("encode")
-    >>> watch.leave()
+    >>> watch.start("encode")
     >>> sorted(watch.lap())
     ['encode', 'score']
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._open: list[str] = []
+        self.phase = ""
         self._marks: list[tuple[str, Any]] = []
 
     def start(self, phase: str) -> None:
-        """Begin ``phase`` and forget those that were entered."""
-        self._open = [phase]
-        self._mark()
-
-    def enter(self, phase: str) -> None:
-        """Begin ``phase``, until the matching :meth:`leave`."""
-        self._open.append(phase)
-        self._mark()
-
-    def leave(self) -> None:
-        """Return to the phase before the last :meth:`enter`."""
-        self._open.pop()
-        self._mark()
+        """End the phase that was started last, and begin another one."""
+        self.phase = phase
+        if self.device.type == "cuda":
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        else:
+            now = time.perf_counter()
+        self._marks.append((phase, now))
 
     def lap(self) -> dict[str, float]:
         """Seconds of each phase since the first :meth:`start` after the last lap. Waits for the device."""
-        self._mark()
+        self.start(self.phase)
         marks, self._marks = self._marks, []
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -65,14 +59,6 @@ class Stopwatch:
             passed = begin.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - begin
             seconds[phase] = seconds.get(phase, 0.0) + passed
         return seconds
-
-    def _mark(self) -> None:
-        if self.device.type == "cuda":
-            now = torch.cuda.Event(enable_timing=True)
-            now.record()
-        else:
-            now = time.perf_counter()
-        self._marks.append((self._open[-1], now))
 
 
 class PhaseTimer(TrainerCallback):
@@ -85,11 +71,12 @@ class PhaseTimer(TrainerCallback):
     def __init__(self, trainer: Trainer) -> None:
         self.laps: list[dict[str, float]] = []
         self._watch = Stopwatch(trainer.args.device)
+        self._interrupted = ""
         trainer.compute_loss = self._timed(trainer.compute_loss, "score", "backward")
         trainer.training_step = self._timed(trainer.training_step, None, "optimise")
         self._hooks = [
-            trainer.model.register_forward_pre_hook(lambda *_: self._watch.enter("encode")),
-            trainer.model.register_forward_hook(lambda *_: self._watch.leave()),
+            trainer.model.register_forward_pre_hook(self._enter_model),
+            trainer.model.register_forward_hook(self._leave_model),
         ]
         trainer.add_callback(self)
 
@@ -102,6 +89,13 @@ class PhaseTimer(TrainerCallback):
             return result
 
         return timed
+
+    def _enter_model(self, *_: Any) -> None:
+        self._interrupted = self._watch.phase
+        self._watch.start("encode")
+
+    def _leave_model(self, *_: Any) -> None:
+        self._watch.start(self._interrupted)
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self._watch.start("tokenise")

@@ -11,7 +11,7 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from pylate_fastmaxsim.ops.pooled import Max
+from pylate_fastmaxsim.pooling import Max
 from pylate_fastmaxsim.recipes.config.kinds import LateModelSection
 from pylate_fastmaxsim.recipes.config.schema import LossSection, Recipe
 from pylate_fastmaxsim.recipes.data.text import require_scored_documents, require_text, scores_as_floats

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pylate_fastmaxsim.retrieval.folders import writing
+from pylate_fastmaxsim.files.lock import writing
 from pylate_fastmaxsim.retrieval.formats import description
 from pylate_fastmaxsim.retrieval.formats.part import Part, mapped_part
 from pylate_fastmaxsim.retrieval.formats.ranks import folders
@@ -21,35 +21,15 @@ def repair_corpus(folder: str | os.PathLike) -> int:
     corpus of several ranks, those before the last must be sound: without some of their documents, those of later ranks
     would be at other positions.
 
-    Raises
-    ------
-    ValueError
-        There is no complete corpus, its description, checksums or codec is damaged, a rank before the last is, or no
-        document is sound.
-    OSError
-        Writing fails.
-
-    Examples
-    --------
-    >>> import tempfile, torch
-    >>> from pathlib import Path
-    >>> from pylate_fastmaxsim import TokenBatch
-    >>> from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
-    >>> from pylate_fastmaxsim.retrieval.formats.repair import repair_corpus
-    >>> documents = TokenBatch.from_list([torch.randn(300, 64) for _ in range(4)])  # of 37.5 KiB each
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     corpus = write_corpus(folder, [documents])
-    ...     with open(Path(folder, "values.bin"), "r+b") as file:
-    ...         _ = file.seek(140_000), file.write(b"damaged")  # in the third chunk of 64 KiB
-    ...     repair_corpus(folder), len(Corpus(folder))
-    (3, 3)
+    ValueError if there is no complete corpus, its description, checksums or codec is damaged, a rank before the last is,
+    or no document is sound.
     """
     *others, last = folders(Path(folder))
     for each in others:
         mapped_part(each, description.read(each)).verify()
     with writing("repair_corpus", last):
         held = description.read(last)
-        for name, size in description.sizes(*held[:3]).items():
+        for name, size in held.sizes.items():
             with (last / name).open("ab") as file:
                 if file.tell() < size:  # zeros, which are damage like any other
                     file.truncate(size)
@@ -59,17 +39,16 @@ def repair_corpus(folder: str | os.PathLike) -> int:
             raise ValueError(f"repair_corpus: {last} has no sound document; write the corpus again with write_corpus.")
         if kept < len(part):
             tokens = int(part.bounds[kept])
-            checksums = [
-                part.checked[name].checksums_of(kept if column.per_document else tokens)
-                for name, column in held.format.columns.items()
-            ]
-            checksums = np.concatenate([*checksums, part.checked_bounds.checksums_of(kept + 1)])
+            rows = {name: kept if column.per_document else tokens for name, column in held.format.columns.items()} | {
+                "bounds": kept + 1
+            }
+            checksums = np.concatenate([part.checked[name].checksums_of(count) for name, count in rows.items()])
             description.finish(last, held._replace(documents=kept, tokens=tokens, checksums=checksums))
     return kept + sum(description.read(each).documents for each in others)
 
 
 def _sound_documents(part: Part) -> int:
-    kept = max(0, part.checked_bounds.sound_rows() - 1)
+    kept = max(0, part.checked["bounds"].sound_rows() - 1)
     for name, column in part.format.columns.items():
         rows = part.checked[name].sound_rows()
         if not column.per_document:

@@ -16,17 +16,18 @@ from torch import Tensor
 from pylate_fastmaxsim._checks import require_count, require_tensor
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
-from pylate_fastmaxsim.retrieval.static import documents as vectors
 from pylate_fastmaxsim.retrieval.static import files
 from pylate_fastmaxsim.retrieval.static.certificate import certified_search
-from pylate_fastmaxsim.retrieval.static.neighbours import (
+from pylate_fastmaxsim.retrieval.static.documents import (
     Neighbours,
     equal_tokens,
+    from_maxsim,
+    from_neighbours,
     neighbours_above,
     neighbours_at_least,
     token_thresholds,
 )
-from pylate_fastmaxsim.retrieval.static.tokens import TokenIds, check_ids, tokenize, unlimited
+from pylate_fastmaxsim.retrieval.static.tokens import TokenIds, check_ids, tokenize, without_truncation
 from pylate_fastmaxsim.retrieval.static.weights import BM25, Statistics
 from pylate_fastmaxsim.sparse import SparseBatch
 
@@ -134,7 +135,7 @@ class StaticLateInteraction:
                 f"{query_vectors.device} and {tuple(document_vectors.shape)} on {document_vectors.device}."
             )
         self.vocabulary, self.device = len(query_vectors), query_vectors.device
-        self.tokenizer = unlimited(tokenizer)
+        self.tokenizer = without_truncation(tokenizer)
         self.neighbours = None if neighbours is None else require_count(where, "neighbours", neighbours)
         self.bm25_weights = document_weights if isinstance(document_weights, BM25) else None
         self._set_threshold(where, threshold)
@@ -296,12 +297,10 @@ class StaticLateInteraction:
                     "StaticLateInteraction: too many tokens match for BM25; raise the threshold, or set neighbours."
                 )
             mean_length = self._fitted("BM25").mean_length
-            return vectors.from_neighbours(
-                tokens, table, None, lambda *each: self.bm25_weights.of_counts(*each, mean_length)
-            )
+            return from_neighbours(tokens, table, None, lambda *each: self.bm25_weights.of_counts(*each, mean_length))
         if table is None:
-            return vectors.from_maxsim(tokens, self.query_vectors, self.document_vectors, self.thresholds)
-        return vectors.from_neighbours(tokens, table, (-self.thresholds).clamp(min=0).float(), None)
+            return from_maxsim(tokens, self.query_vectors, self.document_vectors, self.thresholds)
+        return from_neighbours(tokens, table, (-self.thresholds).clamp(min=0).float(), None)
 
     @torch.no_grad()
     def queries(self, texts: Texts) -> SparseBatch:
@@ -316,7 +315,7 @@ class StaticLateInteraction:
         return SparseBatch._from_entries(where, rows, terms, weights, len(tokens), self.vocabulary).to(self.device)
 
     def bound(self, queries: Texts | SparseBatch) -> Tensor:
-        """What added to the sparse scores of queries gives upper bounds of MaxSim, ``[Nq]``, float64.
+        """Summands that make the sparse scores of queries upper bounds of MaxSim, ``[Nq]``, float64.
 
         The sum of the query's tokens' thresholds times their weights. Of the threshold ``"lowest"`` the sum is MaxSim.
 
@@ -477,7 +476,7 @@ class StaticLateInteraction:
         return model
 
     def to(self, device: str | torch.device) -> StaticLateInteraction:
-        """The same model on another device."""
+        """Copy the model to another device."""
         model = copy.copy(self)
         model.__dict__.pop("neighbour_table", None)
         model.query_vectors = model.document_vectors = self.query_vectors.to(device)
@@ -488,7 +487,7 @@ class StaticLateInteraction:
         return model
 
     def with_threshold(self, threshold: float | str) -> StaticLateInteraction:
-        """The same model at another threshold."""
+        """Copy the model with another threshold."""
         model = copy.copy(self)
         for made in ("thresholds", "neighbour_table"):
             model.__dict__.pop(made, None)
@@ -508,13 +507,13 @@ class StaticLateInteraction:
 
     @property
     def _rounding(self) -> float:
-        """More than a similarity in float64 may be off by, in up to 8,192 dimensions."""
+        """Bound of the error of a similarity in float64, in up to 8,192 dimensions."""
         norms = (table.norm(dim=1).amax().item() for table in (self.query_vectors, self.document_vectors))
         return 2.0**-40 * math.prod(norms)
 
     @property
     def query_weights(self) -> Tensor | None:
-        """What each query token counts, ``[V]``, float64, on the CPU; ``None``: 1."""
+        """Weight of each query token, ``[V]``, float64, on the CPU; ``None``: 1."""
         return self._fitted("idf").idf if self.uses_idf else self._query_weights
 
     @cached_property

@@ -87,9 +87,9 @@ def test_a_slow_part_shows_under_its_name(loss, fast, tmp_path, clock):
 def test_no_moment_counts_twice(clock):
     watch = Stopwatch(torch.device("cpu"))
     watch.start("score")
-    watch.enter("encode")
+    watch.start("encode")
     clock.pass_by()
-    watch.leave()
+    watch.start("score")
     clock.pass_by(seconds=4.0)
     watch.start("backward")
     clock.pass_by(seconds=2.0)
