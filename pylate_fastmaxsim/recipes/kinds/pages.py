@@ -20,6 +20,7 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
+from pylate_fastmaxsim.comparison.trainer import count_tokens
 from pylate_fastmaxsim.pooling import LogSumExp, Max
 from pylate_fastmaxsim.recipes.config.kinds import WITH_NEGATIVES, LoraSection, PagesLoss, PagesSection
 from pylate_fastmaxsim.recipes.config.schema import Recipe
@@ -165,15 +166,7 @@ class Pages(Kind):
 
     def count(self, trainer: PageTrainer, inputs: dict[str, Any]) -> dict[str, Any]:
         """Numbers of tokens; stock and fast, every page is padded to the longest of its batch."""
-        queries = inputs[f"{trainer.query_prefix}input_ids"].numel()
-        masks = [inputs.get(f"{prefix}attention_mask") for prefix in (trainer.pos_prefix, trainer.neg_prefix)]
-        masks = [mask for mask in masks if mask is not None]
-        return {
-            "query_tokens": queries,
-            "documents": sum(mask.shape[:-1].numel() for mask in masks),
-            "live": sum(mask.sum() for mask in masks),
-            "encoded": queries + sum(mask.numel() for mask in masks),
-        }
+        return count_tokens(inputs)
 
 
 KIND = Pages()
