@@ -75,7 +75,6 @@ class Pages(Kind):
     arguments_class = SentenceTransformerTrainingArguments
     # The collator needs the images; with adapters the inputs of a layer have no gradient.
     arguments = {"remove_unused_columns": False, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    plain_trainer = PageTrainer
     # colpali-engine's cards say nothing of the training or the evaluation.
     writes_card = False
 
@@ -126,19 +125,14 @@ class Pages(Kind):
         return dataset
 
     def build_trainer(
-        self,
-        loss: PagesLoss,
-        model: PageModel,
-        rows: Dataset,
-        arguments: TrainingArguments,
-        trainer_class: type[PageTrainer] | None = None,
+        self, loss: PagesLoss, model: PageModel, rows: Dataset, arguments: TrainingArguments
     ) -> PageTrainer:
         """colpali-engine's trainer, with its collator and the loss of the recipe."""
         query, page, *negatives = rows.column_names
         columns = {"query_column_name": query, "pos_target_column_name": page}
         if negatives:
             columns["neg_target_column_name"] = negatives[0]
-        return (trainer_class or PageTrainer)(
+        return PageTrainer(
             loss_func=LOSSES[loss.name](**loss.options),
             is_vision_model=True,
             retriever=model,

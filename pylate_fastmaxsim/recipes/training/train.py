@@ -118,7 +118,7 @@ def _train(
             with unsharded_loading(arguments):
                 begun, model = model, load_trained(prepared.model, checkpoint, arguments.device)
             if kind.writes_card:
-                trainer = kind.build_trainer(trained_with.loss, model, data.train, arguments, kind.plain_trainer)
+                trainer = kind.build_trainer(trained_with.loss, model, data.train, arguments)
                 restore_card_metadata(trainer, state, begun)
             del begun
         result = {
