@@ -34,6 +34,7 @@ from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import (
     TEXT_METADATA,
     Features,
     TransformerCall,
+    noise_outside,
     noting_model,
     pad_to_widest_seen,
     running_model,
@@ -159,7 +160,7 @@ def _reader_of_padding(
     padding = features["attention_mask"][..., None] == 0
 
     def trial() -> None:
-        for weights in ({}, _noise_behind(model, transformer)):
+        for weights in ({}, noise_outside(model, transformer)):
             states, expected = _run(model, transformer, features, kwargs, weights)
             others = torch.where(padding, _LARGE * states.flip(0, 1), states)
             _, made = _run(model, transformer, features, kwargs, weights, others)
@@ -174,12 +175,6 @@ def _reader_of_padding(
         trial, features["input_ids"].device, "the model cannot be run with other states of padding ({})"
     )
     return next(iter(found), failed)
-
-
-def _noise_behind(model: nn.Module, transformer: nn.Module) -> dict[str, Tensor]:
-    encoder = set(map(id, transformer.parameters()))
-    behind = ((name, weight) for name, weight in model.named_parameters() if id(weight) not in encoder)
-    return {name: torch.randn_like(weight) for name, weight in behind if weight.is_floating_point()}
 
 
 def _run(

@@ -107,7 +107,7 @@ class LossColumns:
 
     def keep(self, transformer: nn.Module, made: Tensor, lengths: list[int]) -> Tensor:
         """Keep the rows of all texts for later calls, and return those of the queries."""
-        self._made, self._lengths, self._made_by = made, lengths, _circumstances(transformer, made)
+        self._made, self._lengths, self._origin = made, lengths, _origin_of(transformer, made)
         return self._next(len(self.columns[0]["input_ids"]))
 
     def take(self, transformer: nn.Module, features: Features) -> Tensor | None:
@@ -117,7 +117,7 @@ class LossColumns:
         count, width = features["input_ids"].shape
         lengths = self._lengths[:count]
         is_next = len(lengths) == count and max(lengths) <= width
-        if is_next and self._made_by == _circumstances(transformer, self._made):
+        if is_next and self._origin == _origin_of(transformer, self._made):
             return self._next(count)
         self._made, self._lengths = None, []
         return None
@@ -130,7 +130,7 @@ class LossColumns:
         return taken
 
 
-def _circumstances(transformer: nn.Module, made: Tensor) -> tuple:
+def _origin_of(transformer: nn.Module, made: Tensor) -> tuple:
     return transformer, torch.is_grad_enabled(), torch.is_autocast_enabled(made.device.type)
 
 
@@ -384,6 +384,13 @@ def pad_to_widest_seen(encoder: nn.Module, columns: list[Features]) -> list[Feat
         return columns
     first = {key: F.pad(values, (0, widest - values.shape[1])) for key, values in columns[0].items()}
     return [first, *columns[1:]]
+
+
+def noise_outside(model: nn.Module, *parts: nn.Module) -> dict[str, Tensor]:
+    """Noise in the place of the weights of a model that are in none of its parts, by name."""
+    known = {id(weight) for part in parts for weight in part.parameters()}
+    others = ((name, weight) for name, weight in model.named_parameters() if id(weight) not in known)
+    return {name: torch.randn_like(weight) for name, weight in others if weight.is_floating_point()}
 
 
 def _has_texts(features: Features) -> bool:

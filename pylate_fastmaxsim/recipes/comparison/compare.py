@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from pylate_fastmaxsim.comparison.report import RESULT_FILE, SUFFIXES, finite, write_comparison
+from pylate_fastmaxsim.comparison.report import RESULT_FILE, SUFFIXES, write_comparison
 from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY, ROUNDS, Child, ChildFailed, Turns, python, take_turns
 from pylate_fastmaxsim.comparison.verdict import (
     FAST,
@@ -30,6 +30,7 @@ from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import hold_lock, make_directory, require_outputs
 from pylate_fastmaxsim.recipes.load import dump_recipe
+from pylate_fastmaxsim.reporting.numbers import without_nan
 
 LOCK_FILE = "compare.lock"
 LOGS = "compare"
@@ -117,7 +118,7 @@ def _compare(
             comparison["sweep"] = points
         comparison["summary"]["wall_seconds"]["whole"] = time.perf_counter() - begun
         # As in the file, so that the terminal and the file show the same.
-        comparison = finite(comparison)
+        comparison = without_nan(comparison)
         write_comparison(comparison, directory / RESULT_FILE)
     return comparison
 
@@ -133,18 +134,12 @@ def _run(
     """Train in processes that take turns, one for each mode in ``options``: keywords of ``measure``."""
     made = make_directory("output_dir", logs)
     environment = {name: value for name, value in os.environ.items() if name != SWITCH_VARIABLE}
-
-    def command(mode: str, **keywords: Any) -> list[str]:
-        words = f"{str(recipe_file)!r}, fast={mode == FAST}, **{keywords!r}"
-        return python(f"from {_MODULE} import main; main({words})")
-
     stems = {mode: (mode + what).removesuffix(" run").replace(", batch of ", "-") for mode in options}
     children = {
         mode: Child(
-            command(mode, **keywords),
+            python(f"from {_MODULE} import main; main({str(recipe_file)!r}, {mode == FAST}, **{keywords!r})"),
             logs / f"{stems[mode]}.log",
             environment,
-            again=command(mode, **keywords | {"steps_only": True}),
         )
         for mode, keywords in options.items()
     }
