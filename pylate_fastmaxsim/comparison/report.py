@@ -225,11 +225,6 @@ def show_comparison(
         show_warning(warning)
 
 
-def finite(value: Any) -> Any:
-    """A value as JSON has it, with None for each number that is NaN or infinite."""
-    return json.loads(json.dumps(value), parse_constant=lambda name: None)
-
-
 def write_comparison(comparison: dict[str, Any], file: Path) -> None:
     """Write ``compare.json``."""
     replace_file(file, (json.dumps(comparison, indent=2, allow_nan=False) + "\n").encode())

@@ -16,7 +16,6 @@ from pylate_fastmaxsim.comparison.ranks import Ranks
 from pylate_fastmaxsim.comparison.report import (
     RESULT_FILE,
     SUFFIXES,
-    finite,
     show_comparison,
     write_comparison,
     write_pictures,
@@ -26,6 +25,7 @@ from pylate_fastmaxsim.comparison.turns import Child, ChildFailed, python, take_
 from pylate_fastmaxsim.comparison.verdict import FAST, MODES, summarize_turns
 from pylate_fastmaxsim.files.replace import require_replaceable
 from pylate_fastmaxsim.integrations.run_script import parse
+from pylate_fastmaxsim.reporting.numbers import without_nan
 
 INTERRUPTED = 130
 # How many characters at the end of a log are repeated where a script fails without a traceback.
@@ -129,7 +129,7 @@ def _exit_as_the_script(failed: ChildFailed, scratch: Path) -> NoReturn:
 
 def _report(comparison: dict[str, Any], file: Path) -> None:
     """Print and write what was measured."""
-    comparison = finite(comparison)
+    comparison = without_nan(comparison)
     try:
         from rich.console import Console
 

@@ -26,7 +26,7 @@ from torch.optim import optimizer as optimizers
 
 from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.comparison.gate import Gate, KeptWarnings
-from pylate_fastmaxsim.comparison.trainer import measure_steps
+from pylate_fastmaxsim.comparison.trainer import count_tokens, measure_steps
 from pylate_fastmaxsim.comparison.turns import FINISHED, OUT_OF_MEMORY
 from pylate_fastmaxsim.comparison.verdict import FAST, STOCK
 from pylate_fastmaxsim.integrations.run_script import (
@@ -167,7 +167,7 @@ def _change_trainer(trainer: type, gate: ScriptGate, loop: LoopWatch, folder: Pa
     def measured_train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         loop.trainer = True
         _last_for(self, gate.steps)
-        measure_steps(self, gate, partial(_count, padded))
+        measure_steps(self, gate, partial(count_tokens, padded=padded))
         return train(self, None, *args, **kwargs)
 
     trainer.__init__, trainer.train = quiet_init, measured_train
@@ -207,22 +207,6 @@ def _last_for(trainer: Any, steps: int) -> None:
     batch = arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
     if math.floor(arguments.num_train_epochs * rows / batch) < steps:
         arguments.max_steps = steps
-
-
-def _count(padded: bool, inputs: Any) -> dict[str, Any]:
-    """Numbers of a batch from the masks of its columns, of which the first are queries."""
-    columns = inputs if isinstance(inputs, Mapping) else {}  # a collator of the user's own may return a list
-    masks = [mask for name, mask in columns.items() if name.endswith("attention_mask")]
-    if len(masks) < 2:
-        return {}
-    queries, *documents = masks
-    found = {
-        "documents": sum(mask.shape[:-1].numel() for mask in documents),
-        "live": sum(mask.sum() for mask in documents),
-    }
-    if padded:
-        found |= {"encoded": sum(mask.numel() for mask in masks), "query_tokens": queries.numel()}
-    return found
 
 
 def _seed() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +47,25 @@ def measure_steps(
             gate.steps_done()
 
     trainer.add_callback(Measure())
+
+
+def count_tokens(inputs: Any, padded: bool = True) -> dict[str, Any]:
+    """Numbers of a batch from the masks of its columns, of which the first are queries.
+
+    What the encoder is given is as long as the masks where it encodes texts ``padded``, and else unknown.
+    """
+    columns = inputs if isinstance(inputs, Mapping) else {}  # a collator of the user's own may return a list
+    masks = [mask for name, mask in columns.items() if name.endswith("attention_mask")]
+    if len(masks) < 2:
+        return {}
+    queries, *documents = masks
+    found = {
+        "documents": sum(mask.shape[:-1].numel() for mask in documents),
+        "live": sum(mask.sum() for mask in documents),
+    }
+    if padded:
+        found |= {"encoded": sum(mask.numel() for mask in masks), "query_tokens": queries.numel()}
+    return found
 
 
 class _CountedStep:

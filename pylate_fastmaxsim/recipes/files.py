@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -112,15 +111,6 @@ def hold_lock(key: str, directory: Path, name: str, sentence: str) -> Iterator[N
                     for path in made:
                         path.rmdir()
             raise
-
-
-def without_nan(value: Any) -> Any:
-    """A result with None for each number that is NaN or infinite, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse_json(text: str) -> Any:

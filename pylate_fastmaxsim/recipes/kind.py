@@ -40,8 +40,6 @@ class Kind:
         The library that trains it, by its name on PyPI.
     arguments_class, arguments
         Of the trainer's arguments, and values that the host needs.
-    plain_trainer
-        The host's trainer. That of recipes saves whole models, also under FSDP and DeepSpeed.
     writes_card
         Whether the host's card of a saved model says something of its training.
     nano_beir_evaluator
@@ -53,7 +51,6 @@ class Kind:
     host: str
     arguments_class: type[TrainingArguments]
     arguments: dict[str, Any] = {}
-    plain_trainer: type[Trainer]
     writes_card = True
     nano_beir_evaluator: Callable[..., NanoBEIREvaluator]
     encoder_class: type[PreTrainedModel] = ModernBertModel
@@ -89,15 +86,8 @@ class Kind:
         """Rows under names that the host's collator knows; refuse columns that do not fit it or the loss."""
         raise NotImplementedError
 
-    def build_trainer(
-        self,
-        loss: LossSection,
-        model: Any,
-        rows: Dataset,
-        arguments: TrainingArguments,
-        trainer_class: type[Trainer] | None = None,
-    ) -> Trainer:
-        """A trainer with the collator of the host and the loss of a recipe, by default that of recipes."""
+    def build_trainer(self, loss: LossSection, model: Any, rows: Dataset, arguments: TrainingArguments) -> Trainer:
+        """The host's trainer, with its collator and the loss of a recipe, which saves whole models under FSDP too."""
         raise NotImplementedError
 
     def gradient_logger(self, recipe: Recipe, trainer: Trainer) -> TrainerCallback:

@@ -17,7 +17,6 @@ from pylate_fastmaxsim.comparison import report
 from pylate_fastmaxsim.comparison.figures import draw_sweep
 from pylate_fastmaxsim.comparison.report import (
     comparison_table,
-    finite,
     headline,
     sweep_rows,
     sweep_sentence,
@@ -29,6 +28,7 @@ from pylate_fastmaxsim.comparison.turns import Run, Turns
 from pylate_fastmaxsim.comparison.verdict import contrast, summarize_turns
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.reporting.figures import svg
+from pylate_fastmaxsim.reporting.numbers import without_nan
 
 MEBIBYTE = 2**20
 MODES = ("stock", "fast")
@@ -100,7 +100,7 @@ def test_a_loss_that_is_not_a_number_is_seen(modes, lost, tmp_path):
         runs[mode]["losses"] = [1.5, lost, 0.1, lost]
     summary = contrast(runs["stock"], runs["fast"])
     assert math.isnan(summary["largest_loss_difference"]) and summary["loss_difference_nan_from"] == 2
-    comparison = finite({"recipe": {"name": "x"}, "runs": runs, "summary": summary | WALL})
+    comparison = without_nan({"recipe": {"name": "x"}, "runs": runs, "summary": summary | WALL})
     write_comparison(comparison, tmp_path / "compare.json")
     comparison = json.loads((tmp_path / "compare.json").read_text(), parse_constant=pytest.fail)
     assert comparison["runs"][modes[0]]["losses"] == [1.5, None, 0.1, None]

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from pylate_fastmaxsim.comparison.report import RESULT_FILE, SUFFIXES, finite, write_comparison
+from pylate_fastmaxsim.comparison.report import RESULT_FILE, SUFFIXES, write_comparison
 from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY, ROUNDS, Child, ChildFailed, Turns, python, take_turns
 from pylate_fastmaxsim.comparison.verdict import (
     FAST,
@@ -30,6 +30,7 @@ from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import hold_lock, make_directory, require_outputs
 from pylate_fastmaxsim.recipes.load import dump_recipe
+from pylate_fastmaxsim.reporting.numbers import without_nan
 
 LOCK_FILE = "compare.lock"
 LOGS = "compare"
@@ -117,7 +118,7 @@ def _compare(
             comparison["sweep"] = points
         comparison["summary"]["wall_seconds"]["whole"] = time.perf_counter() - begun
         # As in the file, so that the terminal and the file show the same.
-        comparison = finite(comparison)
+        comparison = without_nan(comparison)
         write_comparison(comparison, directory / RESULT_FILE)
     return comparison
 

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from pylate import losses, models, utils
 from pylate.evaluation import NanoBEIREvaluator
-from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers import SentenceTransformerTrainingArguments
 from torch import Tensor, nn
 from transformers import Trainer
 
@@ -38,7 +38,6 @@ class ColBERT(TextKind):
 
     host = "PyLate"
     arguments_class = SentenceTransformerTrainingArguments
-    plain_trainer = SentenceTransformerTrainer
     recipe_trainer = RecipeTrainer
     nano_beir_evaluator = NanoBEIREvaluator
     score_attribute = "score_metric"
@@ -81,7 +80,11 @@ class ColBERT(TextKind):
         return scores_as_floats(dataset) if recipe.loss.name == "distillation" else dataset
 
     def build_trainer(
-        self, loss: ColBERTLoss, model: models.ColBERT, rows: Dataset, *args: Any, **kwargs: Any
+        self,
+        loss: ColBERTLoss,
+        model: models.ColBERT,
+        rows: Dataset,
+        arguments: SentenceTransformerTrainingArguments,
     ) -> Trainer:
         # The columns of distillation end with the scores.
         scaled = loss.name == "distillation" and loss.normalize_scores is not False
@@ -90,7 +93,7 @@ class ColBERT(TextKind):
                 "loss.normalize_scores scales the model's scores of each query to [0, 1], and with two documents to 0 and 1 "
                 "whatever they are: nothing is learned. Set it to false, or use more documents (data.n_ways)."
             )
-        return super().build_trainer(loss, model, rows, *args, **kwargs)
+        return super().build_trainer(loss, model, rows, arguments)
 
     def build_collator(self, model: models.ColBERT, rows: Dataset) -> utils.ColBERTCollator:
         return utils.ColBERTCollator(tokenize_fn=model.tokenize)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import sentence_transformers
 import torch
 from datasets import Dataset
-from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers import (
+    MultiVectorEncoder,
+    MultiVectorEncoderTrainer,
+    MultiVectorEncoderTrainingArguments,
+)
+from sentence_transformers.multi_vector_encoder import MultiVectorEncoderDataCollator, losses
+from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorNanoBEIREvaluator
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.recipes.config.kinds import MultiVectorLoss, MultiVectorSection
@@ -27,29 +32,21 @@ from pylate_fastmaxsim.recipes.models.load import json_of, model_type
 from pylate_fastmaxsim.recipes.pooling import score_metric
 from pylate_fastmaxsim.recipes.trainers.sharded import TextTrainerMixin
 
-if TYPE_CHECKING:
-    from sentence_transformers import MultiVectorEncoder
-    from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorNanoBEIREvaluator
-
 # The tokens of a ColBERT's query, where neither the recipe nor the checkpoint says how many.
 EXPANDED_LENGTH = 32
 # Keys of what the first module does with texts.
 TEXT_KEYS = ("query_length", "document_length", "do_query_expansion", "attend_to_expansion_tokens")
-# Of release 6. Beside an earlier one this module can be imported, but `kind_of` refuses the kind.
-PLAIN_TRAINER = getattr(sentence_transformers, "MultiVectorEncoderTrainer", SentenceTransformerTrainer)
 
 
-class MultiVectorTrainer(TextTrainerMixin, PLAIN_TRAINER):
+class MultiVectorTrainer(TextTrainerMixin, MultiVectorEncoderTrainer):
     """The trainer of MultiVectorEncoders, which saves and resumes as that of the other text recipes."""
 
 
 class MultiVector(SentenceTransformersKind):
     """``model.kind: multi_vector``."""
 
-    arguments_class = getattr(
-        sentence_transformers, "MultiVectorEncoderTrainingArguments", SentenceTransformerTrainingArguments
-    )
-    plain_trainer = PLAIN_TRAINER
+    arguments_class = MultiVectorEncoderTrainingArguments
+    nano_beir_evaluator = MultiVectorNanoBEIREvaluator
     recipe_trainer = MultiVectorTrainer
     score_attribute = "similarity_fct"
 
@@ -82,9 +79,7 @@ class MultiVector(SentenceTransformersKind):
         if section.attn_implementation is not None:
             options["model_kwargs"] = {"attn_implementation": section.attn_implementation}
         name = section.name_or_path
-        model = sentence_transformers.MultiVectorEncoder(
-            name, device=str(device), trust_remote_code=section.trust_remote_code, **options
-        )
+        model = MultiVectorEncoder(name, device=str(device), trust_remote_code=section.trust_remote_code, **options)
         if section.embedding_size is not None and not _has_projection(name):
             for projection in _projections(model):  # the one that was added, of another size
                 projection.linear = nn.Linear(
@@ -95,14 +90,10 @@ class MultiVector(SentenceTransformersKind):
         return model
 
     def build_collator(self, model: MultiVectorEncoder, rows: Dataset) -> EachDocument:
-        from sentence_transformers.multi_vector_encoder import MultiVectorEncoderDataCollator
-
         prompts = prompts_of(model, sides_of(texts_in_columns(model, rows)))
         return EachDocument(MultiVectorEncoderDataCollator(model.preprocess, prompts=prompts))
 
     def build_loss(self, section: MultiVectorLoss, model: MultiVectorEncoder) -> nn.Module:
-        from sentence_transformers.multi_vector_encoder import losses
-
         names = ("mini_batch_size", "mini_batch_num_tokens", "score_mini_batch_size", "gather_across_devices")
         options = {name: value for name in names if (value := getattr(section, name)) is not None}
         distillation = section.name == "distillation"
@@ -116,11 +107,6 @@ class MultiVector(SentenceTransformersKind):
         if section.objective == "margin_mse":
             return losses.MultiVectorMarginMSELoss(model, **options)
         return losses.MultiVectorDistillKLDivLoss(model, temperature=section.temperature or 1.0, **options)
-
-    def nano_beir_evaluator(self, names: list[str], **options: Any) -> MultiVectorNanoBEIREvaluator:
-        from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorNanoBEIREvaluator
-
-        return MultiVectorNanoBEIREvaluator(names, **options)
 
     def divergence(self, loss: MultiVectorLoss, scores: Tensor, teacher: Tensor) -> Tensor:
         """Of scores divided by the temperature of the loss, times the square of that."""

@@ -45,7 +45,6 @@ class Splade(SentenceTransformersKind):
     """``model.kind: splade``."""
 
     arguments_class = SparseEncoderTrainingArguments
-    plain_trainer = SparseEncoderTrainer
     recipe_trainer = SpladeTrainer
     nano_beir_evaluator = SparseNanoBEIREvaluator
     encoder_class = ModernBertForMaskedLM

@@ -80,15 +80,10 @@ class TextKind(Kind):
         )
 
     def build_trainer(
-        self,
-        loss: LossSection,
-        model: nn.Module,
-        rows: Dataset,
-        arguments: SentenceTransformerTrainingArguments,
-        trainer_class: type[Trainer] | None = None,
+        self, loss: LossSection, model: nn.Module, rows: Dataset, arguments: SentenceTransformerTrainingArguments
     ) -> Trainer:
         collator, function = self.build_collator(model, rows), self.build_loss(loss, model)
-        trainer = (trainer_class or self.recipe_trainer)(
+        trainer = self.recipe_trainer(
             model=model,
             args=arguments,
             train_dataset=rows,

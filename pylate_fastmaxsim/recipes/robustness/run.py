@@ -9,13 +9,14 @@ from typing import Any
 from pylate_fastmaxsim.recipes.config.shipped import is_recipe
 from pylate_fastmaxsim.recipes.data.collection import load_collection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files import inputs_of, prepare_file, without_nan, write_json
+from pylate_fastmaxsim.recipes.files import inputs_of, prepare_file, write_json
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.robustness.measure import Pair, Settings, measure
 from pylate_fastmaxsim.recipes.robustness.task import Limits, collection_task, task_of
 from pylate_fastmaxsim.recipes.search.run import best_device
 from pylate_fastmaxsim.recipes.targets import find_targets
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
+from pylate_fastmaxsim.reporting.numbers import without_nan
 
 RESULT_FILE = "robustness.json"
 

@@ -18,7 +18,7 @@ from pylate_fastmaxsim.recipes.config.schema import Recipe, TrainingSection
 from pylate_fastmaxsim.recipes.data.collection import RecipeData
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
-from pylate_fastmaxsim.recipes.files import hold_lock, require_outputs, without_nan, write_json
+from pylate_fastmaxsim.recipes.files import hold_lock, require_outputs, write_json
 from pylate_fastmaxsim.recipes.kind import Kind, kind_of
 from pylate_fastmaxsim.recipes.models.load import HostModel, load_model, load_trained
 from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin
@@ -41,6 +41,7 @@ from pylate_fastmaxsim.recipes.training.run_directory import (
     require_own_checkpoints,
     trained_state,
 )
+from pylate_fastmaxsim.reporting.numbers import without_nan
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ def _train(
             with unsharded_loading(arguments):
                 begun, model = model, load_trained(prepared.model, checkpoint, arguments.device)
             if kind.writes_card:
-                trainer = kind.build_trainer(trained_with.loss, model, data.train, arguments, kind.plain_trainer)
+                trainer = kind.build_trainer(trained_with.loss, model, data.train, arguments)
                 restore_card_metadata(trainer, state, begun)
             del begun
         result = {
