@@ -218,16 +218,16 @@ class TokenBatch:
             raise ValueError("TokenBatch.from_list: an empty list has no token dimension; pass at least one [L, d].")
         for sequence in sequences:
             require_tensor("TokenBatch.from_list", "each of sequences", sequence, "[L, d]")
-        kinds = [(sequence.shape, sequence.dtype, sequence.device) for sequence in sequences]
-        first_shape, first_dtype, first_device = kinds[0]
-        for shape, dtype, device in kinds:
+        layouts = [(sequence.shape, sequence.dtype, sequence.device) for sequence in sequences]
+        first_shape, first_dtype, first_device = layouts[0]
+        for shape, dtype, device in layouts:
             if len(shape) != 2 or shape[1] != first_shape[1] or dtype != first_dtype or device != first_device:
                 raise ValueError(
                     "TokenBatch.from_list: each of sequences must be [L, d], of the d, dtype and device of the first, "
                     f"got {first_dtype} {tuple(first_shape)} on {first_device} "
                     f"and {dtype} {tuple(shape)} on {device}."
                 )
-        sizes = [shape[0] for shape, _, _ in kinds]
+        sizes = [shape[0] for shape, _, _ in layouts]
         lengths = torch.tensor(sizes, dtype=torch.int64, device=first_device)
         # Autocast to bfloat16 refuses to concatenate float16. The meta device has no autocast.
         with nullcontext() if first_device.type == "meta" else torch.autocast(first_device.type, enabled=False):

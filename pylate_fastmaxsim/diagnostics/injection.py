@@ -43,21 +43,6 @@ def injected_tokens(queries: TokenBatch, count: int, noise: float = NOISE, seed:
     expected squared length 1; its cosine with q is about ``1 / sqrt(1 + noise**2)``. The query's tokens take turns in a
     random order. Random tokens are uniform on the unit sphere. The numbers are drawn on a CPU, so that they are the same
     on every device.
-
-    Raises
-    ------
-    ValueError
-        A query has no live token.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from pylate_fastmaxsim import TokenBatch
-    >>> from pylate_fastmaxsim.diagnostics.injection import injected_tokens
-    >>> queries = TokenBatch.from_list([torch.eye(4)[:2]])
-    >>> targeted, random = injected_tokens(queries, count=3, noise=0.0)
-    >>> targeted.sum(dim=(0, 1)).sort().values, random.norm(dim=2)
-    (tensor([0., 0., 1., 2.]), tensor([[1., 1., 1.]]))
     """
     values, mask = queries.to_padded()
     counts = mask.sum(dim=1)

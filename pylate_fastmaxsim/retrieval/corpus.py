@@ -231,7 +231,7 @@ class Corpus:
         pieces = self._pieces(tokens_per_batch, begin, end)
         if device.type == "cuda":
             # Here, because each thread has its own current device.
-            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+            device = torch.empty(0, device=device).device
             return streamed(device, list(pieces))
         return (batch_on(device, part.format, *part.views(first, last))[0] for part, first, last in pieces)
 

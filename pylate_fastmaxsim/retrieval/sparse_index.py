@@ -492,11 +492,8 @@ def _all_live(documents: int, device: torch.device) -> Tensor:
 
 def _device(where: str, device: str | torch.device) -> torch.device:
     """Device as tensors have it; ValueError if it cannot search."""
-    device = torch.device(device)
-    require_device(where, device)
-    if device.type == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    require_device(where, torch.device(device))
+    return torch.empty(0, device=device).device
 
 
 def _require_same_on_all_ranks(

@@ -80,7 +80,7 @@ def sparse_search(queries: SparseBatch, documents: Iterable[SparseBatch], k: int
         scores, positions = merge_results([(scores, positions), found], k)
         first += len(stretch) * postings.DOCUMENTS_PER_BLOCK
         stretch.clear()
-        del blocks
+        del blocks, block
     return scores, positions
 
 

@@ -16,8 +16,8 @@ from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim.files.record import read_record
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.formats import checksums, description
-from pylate_fastmaxsim.retrieval.formats.repair import repair_corpus
 from pylate_fastmaxsim.retrieval.search import search
+from pylate_fastmaxsim.retrieval.soundness import repair_corpus
 
 FORMATS = {"bfloat16": None, "int8": "int8", "fp8": "fp8", "residual": codec()}
 SEQUENCES = unit_documents(24, seed=5)

@@ -24,7 +24,7 @@ def chunks(size: int) -> int:
     return -(-size // CHUNK)
 
 
-class Checked:
+class CheckedRows:
     """Rows of ``row`` bytes of a mapped file, with the XXH3 of each chunk.
 
     Threads may share it: at worst two of them look at the same chunk.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.cpu.live_tokens import live_tokens
-from pylate_fastmaxsim.retrieval.formats.checksums import WRITE_AGAIN, Checked
+from pylate_fastmaxsim.retrieval.formats.checksums import WRITE_AGAIN, CheckedRows
 from pylate_fastmaxsim.retrieval.formats.description import BOUNDS_FILE, Held, file_of
 from pylate_fastmaxsim.retrieval.formats.format import Arrays, Column, Format
 
@@ -30,7 +30,7 @@ class Part:
     bounds: Tensor  # of documents in the rows of tokens, as cu_seqlens: [n + 1], int64
     file: Path  # of the bounds, for errors
     # Of mapped files, by column or "bounds": every row goes through it before it is handed on.
-    checked: dict[str, Checked] = field(default_factory=dict)
+    checked: dict[str, CheckedRows] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -135,7 +135,7 @@ def mapped_part(folder: Path, held: Held) -> Part:
     def add(column: str, file: str, stored: Column, documents: int) -> None:
         content = _mapped(folder / file, sizes[file])
         arrays[column] = content.view(stored.dtype).view(stored.shape(documents, held.tokens))
-        checks[column] = Checked(folder / file, content.numpy(), stored.nbytes(1, 1), checksums[file])
+        checks[column] = CheckedRows(folder / file, content.numpy(), stored.nbytes(1, 1), checksums[file])
 
     for name, column in held.format.columns.items():
         add(name, file_of(name), column, held.documents)

@@ -152,13 +152,10 @@ class StaticLateInteraction:
             factors = self._weights(where, "document_weights", weights)
         elif weights not in (None, "norms", self.bm25_weights):
             raise ValueError(f'{where}: document_weights must be None, a BM25, "norms" or a tensor, got {weights!r}.')
-        same = documents is queries and (weights is None or self.bm25_weights is not None)
-        self.query_vectors = _unit(queries) if normalize else queries.float()
-        if same:
-            self.document_vectors = self.query_vectors
-            return
-        scaled = _unit(documents) if normalize and not isinstance(weights, str) else documents.float()
-        self.document_vectors = scaled if factors is None else (scaled * factors[:, None]).float()
+        self.query_vectors = self.document_vectors = _unit(queries) if normalize else queries.float()
+        if documents is not queries or (weights is not None and self.bm25_weights is None):
+            scaled = _unit(documents) if normalize and not isinstance(weights, str) else documents.float()
+            self.document_vectors = scaled if factors is None else (scaled * factors[:, None]).float()
 
     def _set_query_weights(self, where: str, queries: Tensor, normalize: bool, weights: object) -> None:
         self.uses_idf = isinstance(weights, str) and weights == "idf"
@@ -495,7 +492,11 @@ class StaticLateInteraction:
         return model
 
     def _set_threshold(self, where: str, threshold: float | str) -> None:
-        self.threshold = _threshold(where, threshold)
+        if threshold == "lowest":
+            threshold = -torch.inf
+        elif isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or threshold != threshold:
+            raise ValueError(f'{where}: threshold must be a number or "lowest", got {threshold!r}.')
+        self.threshold = float(threshold)
         if self.bm25_weights is not None and self.threshold <= 0:
             raise ValueError(f"{where}: with BM25 the threshold must be above 0, got {threshold}.")
 
@@ -576,14 +577,6 @@ class StaticLateInteraction:
 
 def _are_texts(texts: object) -> bool:
     return isinstance(texts, Sequence) and not isinstance(texts, str) and all(isinstance(text, str) for text in texts)
-
-
-def _threshold(where: str, threshold: object) -> float:
-    if threshold == "lowest":
-        return -torch.inf
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or threshold != threshold:
-        raise ValueError(f'{where}: threshold must be a number or "lowest", got {threshold!r}.')
-    return float(threshold)
 
 
 def _unit(vectors: Tensor) -> Tensor:
