@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
     from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
     from pylate_fastmaxsim.recipes.search.run import Options, search
     from pylate_fastmaxsim.recipes.tables import search_table
-    from pylate_fastmaxsim.recipes.targets import load_inputs
+    from pylate_fastmaxsim.recipes.targets import load_searched_collection
 
     sources = options.corpus, options.queries, options.qrels
     inputs = (path(options.model), *sources, options.index, options.plaid, *files_of_collection(options.beir))
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
         if options.run is not None and options.run.resolve() == options.json.resolve():
             raise RecipeError("--run and --json must be two files.")
     with report_interruption(lambda: kept_documents(options.index)), progress_of_tasks() as begin:
-        result = search(options.model, load_inputs(options.beir, options.split, *sources), settings, begin)
+        result = search(options.model, load_searched_collection(options.beir, options.split, *sources), settings, begin)
         if options.json is not None:
             write_json(options.json, result)
     plain.print(search_table(result))

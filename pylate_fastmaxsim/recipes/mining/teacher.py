@@ -36,7 +36,7 @@ Candidates = list[tuple[int, list[int]]]
 Scorer = Callable[[Pairs, Candidates], np.ndarray]
 
 
-def scored(
+def score_part(
     source: str, score: Scorer, pairs: Pairs, candidates: Candidates, at_once: int, part: slice, bar: tqdm
 ) -> np.ndarray:
     """The scores of a part of the candidates, ``at_once`` rows at a time. ``source`` names the model in errors."""
@@ -151,7 +151,7 @@ def _has_projection(name: str, config: PretrainedConfig) -> bool:
 def grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: MiningSection, work: Work) -> np.ndarray:
     """The teacher's scores of the documents of each row, ``[rows, 1 + num_negatives]``."""
     at_once = max(1, BATCHES_AT_ONCE * section.batch_size // (1 + section.num_negatives))
-    compute = functools.partial(scored, f"mining.teacher {section.teacher}", teacher, pairs, candidates, at_once)
+    compute = functools.partial(score_part, f"mining.teacher {section.teacher}", teacher, pairs, candidates, at_once)
     settings = {
         "mining.teacher": section.teacher,
         "mining.teacher_type": section.teacher_type,

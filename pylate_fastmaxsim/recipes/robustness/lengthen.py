@@ -50,7 +50,7 @@ class Lengthened:
         if length is None:
             self.append = "text"
         else:
-            self._choose(max(self.times) * length, has_tokens)
+            self._choose_append(max(self.times) * length, has_tokens)
         usable = sum(bool(text.split()) for text in self.task.fillers)
         # None may be the document itself.
         if max(self.times) > 1 and usable < 1 + any(own is not None for own in self.task.own):
@@ -59,7 +59,7 @@ class Lengthened:
                 "the lengths out with --times 1."
             )
 
-    def _choose(self, longest: int, has_tokens: bool) -> None:
+    def _choose_append(self, longest: int, has_tokens: bool) -> None:
         """Set ``append`` and ``limit`` for documents of up to ``longest`` tokens."""
         transformer = self.retriever.document_transformer
         limit, fast = positions(encoder_of(transformer)), transformer.tokenizer.is_fast
