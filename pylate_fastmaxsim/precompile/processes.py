@@ -88,13 +88,7 @@ def warmup(shapes: BatchShape | Iterable[BatchShape] | str | os.PathLike, *, pro
 
 
 def compile_calls(calls: Sequence[Call], processes: int | None = None) -> Compiled:
-    """Compile what some calls run.
-
-    Raises
-    ------
-    RuntimeError
-        There is no GPU that runs the kernels, or a call fails.
-    """
+    """Compile what some calls run."""
     most = min(os.cpu_count() or 1, _MOST_PROCESSES)
     most = most if processes is None else require_count("warmup", "processes", processes)
     require_gpu()

@@ -61,13 +61,7 @@ class Warmed:
 
 
 def reason_against_warmup(recipe: Recipe) -> str | None:
-    """A sentence that says why training this recipe compiles no kernel; None if it does.
-
-    Raises
-    ------
-    RecipeError
-        This is one of several processes of a launcher, or ``PYLATE_FASTMAXSIM`` says neither on nor off.
-    """
+    """A sentence that says why training this recipe compiles no kernel; None if it does."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError("warmup needs one process, whose cache all of them share; start it without a launcher.")
     if (reason := reason_against_plugin(recipe.fast)) is not None:
@@ -96,11 +90,6 @@ def warm_up(recipe: Recipe, processes: int | None = None) -> Warmed:
     Returns
     -------
     The steps have one entry per batch size. The difference between its two steps is the time that training saves.
-
-    Raises
-    ------
-    RecipeError
-        The recipe does not fit its data, or its model cannot be loaded.
     """
     prepared = prepare(recipe)
     rows = load_data(prepared).train

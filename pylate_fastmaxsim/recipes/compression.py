@@ -34,11 +34,6 @@ def train_codec(key: str, name: str, batches: Iterable[TokenBatch]) -> ResidualC
     """The codec of a format for documents like these, of which no more are asked for than are needed.
 
     ``key`` is what errors call the format.
-
-    Raises
-    ------
-    RecipeError
-        The embeddings do not suit the format, or fastkmeans is missing.
     """
     some, tokens = [], 0
     for batch in batches:

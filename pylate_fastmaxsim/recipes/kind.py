@@ -32,42 +32,19 @@ NEEDED = {"colbert": ("PyLate", "pylate,recipes"), "pages": ("colpali-engine", "
 
 
 class Kind:
-    """A kind of model that recipes train: how it is made, given rows, trained, and counted in a comparison.
+    """A kind of model that recipes train: how it is made, given rows, trained, and counted in a comparison."""
 
-    Attributes
-    ----------
-    host
-        The library that trains it, by its name on PyPI.
-    arguments_class, arguments
-        Of the trainer's arguments, and values that the host needs.
-    writes_card
-        Whether the host's card of a saved model says something of its training.
-    nano_beir_evaluator
-        The host's evaluator of NanoBEIR, of which only the queries, documents and judgements are used.
-    encoder_class
-        Of a model from scratch.
-    """
-
-    host: str
+    host: str  # the library that trains it, by its name on PyPI
     arguments_class: type[TrainingArguments]
-    arguments: dict[str, Any] = {}
-    writes_card = True
-    nano_beir_evaluator: Callable[..., NanoBEIREvaluator]
-    encoder_class: type[PreTrainedModel] = ModernBertModel
+    arguments: dict[str, Any] = {}  # that the host needs
+    writes_card = True  # whether the host's card of a saved model says something of its training
+    nano_beir_evaluator: Callable[..., NanoBEIREvaluator]  # of which only queries, documents and judgements are used
+    encoder_class: type[PreTrainedModel] = ModernBertModel  # of a model from scratch
 
     def load(self, section: ModelSection, device: torch.device | str, key: str, checkpoint: Path | None = None) -> Any:
-        """The model of a section; what its checkpoint lacks is drawn from the random numbers in force.
+        """The model of a section, or of a ``checkpoint`` of its training; an error calls it ``key``.
 
-        Parameters
-        ----------
-        section
-            A section of this kind.
-        device
-            Where the weights go.
-        key
-            What an error calls the model.
-        checkpoint
-            A checkpoint of the training of this section, which is loaded instead.
+        What its checkpoint lacks is drawn from the random numbers in force.
         """
         raise NotImplementedError
 
@@ -108,13 +85,7 @@ class Kind:
 
 
 def kind_of(model: ModelSection) -> Kind:
-    """The kind of a model.
-
-    Raises
-    ------
-    RecipeError
-        The library that trains it is not installed, or in an earlier release.
-    """
+    """The kind of a model."""
     module = MODULES[model.kind]
     if module == "multi_vector" and not hasattr(sentence_transformers, "MultiVectorEncoder"):
         raise RecipeError(

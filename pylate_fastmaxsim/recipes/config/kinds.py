@@ -365,13 +365,7 @@ MODELS: dict[str, type[ModelSection]] = {kind: get_type_hints(recipe)["model"] f
 
 
 def build_recipe(values: dict[str, Any]) -> Recipe:
-    """The recipe of plain values, with the sections of its kind.
-
-    Raises
-    ------
-    RecipeError
-        There is no such kind or key, or a value is not what its key takes.
-    """
+    """The recipe of plain values, with the sections of its kind."""
     model = values.get("model")
     kind = model.get("kind", "colbert") if isinstance(model, dict) else "colbert"
     if kind not in list(RECIPES):  # a list, because it may be anything

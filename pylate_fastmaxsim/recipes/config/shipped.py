@@ -35,12 +35,6 @@ def recipe_file(name: str | Path) -> Path:
     """The file of a recipe that is given by path or by name.
 
     A file of that name in the working directory, with or without ``.yaml``, goes before a shipped recipe.
-
-    Raises
-    ------
-    RecipeError
-        There is no shipped recipe of this name. A file that is missing is left for the reader, unless a shipped recipe
-        has its name.
     """
     path, shipped = Path(name), shipped_recipes()
     if path.suffix in SUFFIXES:
@@ -58,13 +52,7 @@ def recipe_file(name: str | Path) -> Path:
 
 
 def copy_recipe(name: str, folder: Path) -> Path:
-    """Copy a shipped recipe into a folder, which is made if it is not there. Returns the new file.
-
-    Raises
-    ------
-    RecipeError
-        There is no recipe of this name, the folder cannot be written, or it has a file of this name.
-    """
+    """Copy a shipped recipe into a folder, which is made if it is not there. Returns the new file."""
     shipped = shipped_recipes()
     if name not in shipped:
         raise RecipeError(f"there is no recipe {name}; the package has {', '.join(shipped)}.")

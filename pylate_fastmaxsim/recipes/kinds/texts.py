@@ -30,18 +30,10 @@ MEASURED_PAIRS = 32
 
 
 class TextKind(Kind):
-    """A kind of text encoder.
+    """A kind of text encoder."""
 
-    Attributes
-    ----------
-    recipe_trainer
-        The host's trainer, which saves, resumes and returns whole models.
-    score_attribute
-        Of late interaction, the attribute of a loss that computes its scores.
-    """
-
-    recipe_trainer: type[Trainer]
-    score_attribute: str
+    recipe_trainer: type[Trainer]  # that of the host, which saves, resumes and returns whole models
+    score_attribute: str  # of late interaction, the attribute of a loss that computes its scores
 
     def check_lengths(self, section: LateModelSection, model: nn.Module) -> None:
         """Refuse lengths beyond the encoder's positions.

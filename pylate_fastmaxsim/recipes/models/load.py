@@ -89,12 +89,6 @@ def load_retriever(
 
     Beside Sentence Transformers 6 a ColBERT of PyLate is loaded as a MultiVectorEncoder, which scores the same. ``key`` is what
     an error calls the model.
-
-    Raises
-    ------
-    RecipeError
-        There is no such model, it is of another class, it cannot be loaded, or a sparse model has another similarity than
-        the inner product.
     """
     saved_by, path = saved_class(name, key), Path(name).expanduser()
     if saved_by == "StaticLateInteraction":
@@ -121,13 +115,7 @@ def load_retriever(
 
 
 def saved_class(name: str, key: str = "MODEL") -> str:
-    """The class that has saved the model in this folder or of this name on the Hub, as its files say.
-
-    Raises
-    ------
-    RecipeError
-        There is no such model, or it is of another class.
-    """
+    """The class that has saved the model in this folder or of this name on the Hub, as its files say."""
     if is_missing_folder(name):
         raise RecipeError(f"{key}: there is no folder {name}.")
     path = Path(name).expanduser()

@@ -76,18 +76,10 @@ class StaticDocuments:
 
 @dataclass(frozen=True, eq=False)
 class StaticQueries:
-    """Queries as sparse vectors, with the model that scores them.
+    """Queries as sparse vectors, with the model that scores them: by MaxSim, or with BM25 weights by sparse scores.
 
-    Parameters
-    ----------
-    model
-        With BM25 weights the ranking is that of sparse scores; otherwise that of MaxSim.
-    vectors
-        Of Nq queries.
-    tokens
-        Token ids of all documents, if they are known before the search.
-    exact
-        Whether MaxSim is certified; otherwise the ranking is that of its upper bounds.
+    ``tokens`` are the token ids of all documents, if they are known before the search. Without ``exact`` MaxSim is not
+    certified: the ranking is that of its upper bounds.
     """
 
     model: StaticLateInteraction
@@ -119,25 +111,13 @@ class NotFiniteError(Exception):
 class Retriever:
     """A loaded model of late interaction, a ColBERT of PyLate by default.
 
-    Parameters
-    ----------
-    model
-        Of a host library, or a static one.
-    finite
-        Whether to refuse embeddings that are NaN or infinite, of which an order would look like any other.
-
-    Attributes
-    ----------
-    kind
-        In reports.
-    has_token_embeddings
-        Whether documents are token embeddings, and not sparse vectors.
-    settings
-        What the host does to documents beside its modules, by the names of attributes.
+    With ``finite`` it raises NotFiniteError for embeddings that are NaN or infinite, of which an order would look like any
+    other.
     """
 
-    kind = "late interaction"
-    has_token_embeddings = True
+    kind = "late interaction"  # in reports
+    has_token_embeddings = True  # whether documents are token embeddings, and not sparse vectors
+    # Attributes of the host that change documents beside its modules.
     settings: tuple[str, ...] = ("document_length", "document_prefix", "skiplist_words")
 
     def __init__(self, model: Any, finite: bool = False) -> None:
@@ -147,11 +127,6 @@ class Retriever:
         """Texts as the model makes them: one vector for each token, without padding and skipped tokens, or a sparse one.
 
         Of a static model token ids and sparse vectors; documents of a model of pages are images.
-
-        Raises
-        ------
-        NotFiniteError
-            Some are NaN or infinite, and the retriever refuses them.
         """
         return self._batch(
             self._host_output(texts, is_query, {"batch_size": batch_size, "show_progress_bar": show_progress})
@@ -177,11 +152,6 @@ class Retriever:
 
         K is ``k``; with late interaction no more than there are documents. Those of a static model are ranked by MaxSim,
         which is certified, or with BM25 weights by its sparse scores.
-
-        Raises
-        ------
-        RecipeError
-            ``pooling`` is another than the maximum, and the model is a sparse or a static one.
         """
         return search(queries, documents, k, pooling=pooling)
 

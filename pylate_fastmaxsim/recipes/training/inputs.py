@@ -36,11 +36,6 @@ def prepare(recipe: Recipe, anew: bool = False) -> Recipe:
 
     Runs with the same keys share the files, so that they start from the same rows, tokenizer and weights, also after
     the packages or the data have changed. ``anew`` makes them again, and removes checkpoints, which need the old ones.
-
-    Raises
-    ------
-    RecipeError
-        The rows do not fit the recipe, or its model cannot be loaded.
     """
     if recipe.data.source != "docstrings" and recipe.model.name_or_path is not None:
         return recipe

@@ -61,11 +61,6 @@ def open_run_directory(recipe: Recipe, resume: bool, writes: bool, processes: in
     -------
     The checkpoint, and the recipe that the model is trained with. If the checkpoint has no step left to do, that is
     the recorded recipe with the name and the evaluation of now.
-
-    Raises
-    ------
-    RecipeError
-        The checkpoints are of another recipe, of an unknown one, or of another number of processes.
     """
     directory = Path(recipe.output_dir)
     record = directory / RECIPE_FILE

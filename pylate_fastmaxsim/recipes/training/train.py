@@ -176,13 +176,7 @@ def _run_trainer(recipe: Recipe, kind: Kind, trainer: Trainer, checkpoint: Path 
 
 
 def require_steps(section: TrainingSection, state: TrainerState) -> None:
-    """Refuse a training without a single batch, of which the trainer only warns.
-
-    Raises
-    ------
-    RecipeError
-        No step was taken.
-    """
+    """Refuse a training without a single batch, of which the trainer only warns."""
     if state.global_step:
         return
     incomplete = " or set training.dataloader_drop_last to false" if section.dataloader_drop_last else ""
