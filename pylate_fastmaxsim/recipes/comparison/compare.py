@@ -134,18 +134,12 @@ def _run(
     """Train in processes that take turns, one for each mode in ``options``: keywords of ``measure``."""
     made = make_directory("output_dir", logs)
     environment = {name: value for name, value in os.environ.items() if name != SWITCH_VARIABLE}
-
-    def command(mode: str, **keywords: Any) -> list[str]:
-        words = f"{str(recipe_file)!r}, fast={mode == FAST}, **{keywords!r}"
-        return python(f"from {_MODULE} import main; main({words})")
-
     stems = {mode: (mode + what).removesuffix(" run").replace(", batch of ", "-") for mode in options}
     children = {
         mode: Child(
-            command(mode, **keywords),
+            python(f"from {_MODULE} import main; main({str(recipe_file)!r}, {mode == FAST}, **{keywords!r})"),
             logs / f"{stems[mode]}.log",
             environment,
-            again=command(mode, **keywords | {"steps_only": True}),
         )
         for mode, keywords in options.items()
     }

@@ -45,7 +45,6 @@ def measure(
     gate: Gate,
     *,
     untrained: bool = False,
-    steps_only: bool = False,
     batch_size: int | None = None,
     largest_batch: int = 0,
 ) -> dict[str, Any]:
@@ -57,8 +56,6 @@ def measure(
     ----------
     untrained
         Evaluate the model as it was before training as well.
-    steps_only
-        Measure only the steps.
     batch_size
         Measure only a few steps of this size, on all rows.
     largest_batch
@@ -97,7 +94,7 @@ def measure(
         if batch_size is not None and not state.global_step:
             return result | {"status": NO_BATCH}
         require_steps(recipe.training, state)
-        if steps_only or batch_size is not None:
+        if batch_size is not None:
             return result
         result |= evaluate(recipe, model, data)
         result["phases"] = _phases(recipe, model, data.train)
