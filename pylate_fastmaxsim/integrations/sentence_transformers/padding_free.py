@@ -81,10 +81,10 @@ def noting_model(stock: Callable, accelerates: Callable[[nn.Module], bool] = lam
     return call
 
 
-def running_model(kind: type[nn.Module]) -> tuple[nn.Module, dict] | None:
+def running_model(model_class: type[nn.Module]) -> tuple[nn.Module, dict] | None:
     """The model of a class whose forward is running, and its keywords."""
     running = None if torch.compiler.is_compiling() else _running.get()
-    return running if running is not None and isinstance(running[0], kind) else None
+    return running if running is not None and isinstance(running[0], model_class) else None
 
 
 class LossColumns:

@@ -208,10 +208,10 @@ def _reason_in_modules(model: SparseEncoder, transformer: nn.Module, pooling: nn
     for module in (transformer, pooling):
         if has_hooks(module) or "forward" in vars(module) or is_compiled(module):
             return f"a hook or another forward is on {type(module).__name__}"
-    for module, kind in ((model, SparseEncoder), (transformer, MaskedLanguageModel), (pooling, SpladePooling)):
-        if type(module).forward is not kind.forward:
+    for module, stock in ((model, SparseEncoder), (transformer, MaskedLanguageModel), (pooling, SpladePooling)):
+        if type(module).forward is not stock.forward:
             return f"{type(module).__name__} has a forward of its own"
-        if (part := unknown_part(kind.forward)) is not None:
+        if (part := unknown_part(stock.forward)) is not None:
             return not_known(part)
     module = pooling
     while (module := _behind(model, module)) is not None:

@@ -27,3 +27,11 @@ def contiguous(operands: Operands) -> Operands:
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
+
+
+def gradient_of(values: Tensor, needed: bool, written: bool) -> Tensor:
+    """Memory for the gradient of `values`, of zeros unless the kernel writes every row."""
+    if not needed:
+        return values.new_empty(0)
+    make = torch.empty_like if written else torch.zeros_like
+    return make(values, memory_format=torch.contiguous_format)
