@@ -146,11 +146,9 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) 
         )
     if not autocast:
         require_one_dtype("project_normalize", "hidden states", hidden, "weight", weight)
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
-        raise ValueError(
-            f"project_normalize: bias must be {weight.dtype} [d] with d = {weight.shape[0]}, "
-            f"got {bias.dtype} of shape {tuple(bias.shape)}."
-        )
+    if bias is not None:
+        allowed = f"{weight.dtype} [d] with d = {weight.shape[0]}"
+        require_tensor("project_normalize", "bias", bias, allowed, (weight.shape[0],), (weight.dtype,))
     require_device_of_hidden("project_normalize", hidden, weight, bias)
 
 

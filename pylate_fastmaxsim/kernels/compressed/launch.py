@@ -24,7 +24,6 @@ from pylate_fastmaxsim.kernels.maxsim.plan import (
     sum_of_blocks,
     zero_scores,
 )
-from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
 from pylate_fastmaxsim.kernels.runtime.arch import architecture, cdiv, next_power_of_2
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, gradient_of, on_device_of
 
@@ -32,9 +31,7 @@ from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, grad
 _TOKENS_AT_ONCE = 2**20
 
 
-def forward(
-    operands: CompressedOperands, want_winners: bool, precision: str, tiles: ForwardTiles | None = None
-) -> tuple[Tensor, Tensor | None]:
+def forward(operands: CompressedOperands, want_winners: bool, precision: str) -> tuple[Tensor, Tensor | None]:
     """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]``, which are ``None`` unless wanted."""
     operands = contiguous(operands)
     q_values = operands.q_values
@@ -47,9 +44,7 @@ def forward(
     if nothing:
         return zero_scores(operands, sizes), winners
     index_dtype = winner_dtype(operands.max_d_length) if want_winners else None
-    plan = _plan(
-        architecture(q_values.device), operands.format, operands.per_token, operands.bits, sizes, index_dtype, tiles
-    )
+    plan = _plan(architecture(q_values.device), operands.format, operands.per_token, operands.bits, sizes, index_dtype)
     with on_device_of(q_values):
         q_scales = None
         if operands.format != "residual":
@@ -86,9 +81,8 @@ def _plan(
     bits: int,
     sizes: ForwardSizes,
     winners: torch.dtype | None,
-    tiles: ForwardTiles | None,
 ) -> ForwardPlan:
-    tile = tiles or forward_tiles(arch, "int8 by token" if per_token else format, sizes.dim, sizes.query_rows)
+    tile = forward_tiles(arch, "int8 by token" if per_token else format, sizes.dim, sizes.query_rows)
     stored = {"FORMAT": format, "PER_TOKEN": per_token, "BITS": bits}
     # No product is of float32, whose precision would make another program.
     return forward_plan(tile, "highest", sizes, winners, **stored, POOLING="max", K=1)

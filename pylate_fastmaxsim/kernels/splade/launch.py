@@ -17,17 +17,14 @@ from pylate_fastmaxsim.kernels.runtime.arch import (
 from pylate_fastmaxsim.kernels.runtime.tensors import contiguous, gradient_of, on_device_of
 from pylate_fastmaxsim.kernels.splade.maxima import NO_KEY, maxima_kernel, slots_kernel, values_kernel
 from pylate_fastmaxsim.kernels.splade.slopes import slopes_kernel, vocabulary_gradient_kernel
-from pylate_fastmaxsim.kernels.splade.tiles import MaximaTiles, maxima_tiles
+from pylate_fastmaxsim.kernels.splade.tiles import maxima_tiles
 from pylate_fastmaxsim.kernels.winner_backward.launch import document_gradient
-from pylate_fastmaxsim.kernels.winner_backward.tiles import FROM_TABLES
 
 # Slots whose maximum is taken at once: those of 4 threads of a matrix unit.
 _GROUP = 8
 
 
-def forward(
-    operands: SpladeOperands, want_winners: bool, precision: str, tiles: MaximaTiles | None = None
-) -> tuple[Tensor, Tensor | None]:
+def forward(operands: SpladeOperands, want_winners: bool, precision: str) -> tuple[Tensor, Tensor | None]:
     """Values ``[N, V]`` (float32) and winners ``[N, V]``, which are ``None`` unless wanted."""
     operands = contiguous(operands)
     hidden, weight = operands.hidden, operands.weight
@@ -39,7 +36,7 @@ def forward(
         winners = torch.full(size, no_winner(index_dtype), dtype=index_dtype, device=hidden.device)
         return values, winners if want_winners else None
     kind = arithmetic(hidden.dtype, precision)
-    tile = tiles or maxima_tiles(architecture(hidden.device), kind, dim)
+    tile = maxima_tiles(architecture(hidden.device), kind, dim)
     # Where texts may overlap, each may be as long as the longest.
     longest = cdiv(operands.max_length, _GROUP) * _GROUP
     most_slots = num_texts * longest
@@ -111,7 +108,7 @@ def backward(
                     weight, row, row, None, hidden, operands.starts, operands.lengths, None, None, None,
                     1, operands.max_length, True, operands.gapless,
                 )  # fmt: skip
-                document_gradient(slopes, winners, row, scored, precision, FROM_TABLES, grad_hidden)
+                document_gradient(slopes, winners, row, scored, precision, grad_hidden)
     # Only now, in the memory that the gradient of hidden states took for its buckets.
     grad_weight = gradient_of(weight, need_weight, not nothing_pooled)
     grad_bias = gradient_of(bias if need_bias else values, need_bias, not nothing_pooled)

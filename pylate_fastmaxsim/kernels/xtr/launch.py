@@ -19,7 +19,7 @@ from pylate_fastmaxsim.kernels.runtime.arch import (
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
 from pylate_fastmaxsim.kernels.xtr.kth_largest import bisect_kernel, bound_kernel, collect_kernel, select_kernel
 from pylate_fastmaxsim.kernels.xtr.scores import xtr_scores_kernel
-from pylate_fastmaxsim.kernels.xtr.tiles import FROM_TABLES, XtrTiles, collect_tiles, maxima_tiles
+from pylate_fastmaxsim.kernels.xtr.tiles import collect_tiles, maxima_tiles
 from pylate_fastmaxsim.kernels.xtr.token_maxima import negative_maxima_kernel, token_maxima_kernel
 
 # Bounds how many query rows are handled at once, by their groups and collected similarities.
@@ -39,7 +39,6 @@ def forward(
     count_retrieved: bool,
     want_winners: bool,
     precision: str,
-    tiles: XtrTiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums and counts ``[Nq, P]`` (float32) and winners ``[P, Tq]`` (``[0, 0]`` unless wanted)."""
     operands = contiguous(operands)
@@ -64,7 +63,7 @@ def forward(
         queries = live_rows_of(operands.q_starts, operands.q_lengths, operands.q_keep, operands.max_q_length)
         documents = live_rows_of(operands.d_starts, operands.d_lengths, operands.d_keep, operands.max_d_length)
         _thresholds_and_maxima(
-            operands, queries, documents, k, thresholds, maxima, token_winners, precision, tiles,
+            operands, queries, documents, k, thresholds, maxima, token_winners, precision,
             zeros_compete=not count_retrieved,
         )  # fmt: skip
         sums = torch.empty((num_queries, num_slots), dtype=torch.float32, device=device)
@@ -107,7 +106,6 @@ def _thresholds_and_maxima(
     maxima: Tensor,
     winners: Tensor,
     precision: str,
-    tiles: XtrTiles,
     zeros_compete: bool,
 ) -> None:
     """Write `thresholds`, which come as -infinity, `maxima` and `winners` of all live query rows.
@@ -121,8 +119,8 @@ def _thresholds_and_maxima(
     num_rows = maxima.shape[1]
     most_rows, most_tokens = len(queries.rows), len(documents.rows)
     arch, kind = architecture(device), arithmetic(q_values.dtype, precision)
-    tile = tiles.forward or maxima_tiles(arch, kind, dim, most_rows)
-    collect = tiles.collect or collect_tiles(arch, kind, dim, most_rows)
+    tile = maxima_tiles(arch, kind, dim, most_rows)
+    collect = collect_tiles(arch, kind, dim, most_rows)
     want_winners = winners.numel() > 0
     constants = {"DIM": dim, "PRECISION": INPUT_PRECISION[precision]}
     # All products have chunks of one size, so that similarities are equal bit by bit.

@@ -15,16 +15,6 @@ class CollectTiles(NamedTuple):
     num_stages: int
 
 
-class XtrTiles(NamedTuple):
-    """Tiles of XTR's forward; None: those of the tables."""
-
-    forward: ForwardTiles | None = None
-    collect: CollectTiles | None = None
-
-
-FROM_TABLES = XtrTiles()
-
-
 # Of the maxima where MaxSim's forward tiles have too few registers, and of collecting, which uses the maxima's block_k.
 _MAXIMA = {(90, "bf16x6"): [(None, ForwardTiles(128, 64, 32, 1, 8, 3))]}
 _COLLECT = {
