@@ -208,7 +208,7 @@ def _rescored(queries: TokenBatch, positions: Tensor, corpus: Corpus, pooling: P
     ends = torch.searchsorted(ascending, ascending.new_tensor([int(block[-1]) for block in blocks]), right=True)
     begin = 0
     # One block is read while another is scored.
-    reading = read_ahead(blocks, (None, None), lambda block, *_: corpus.select(block), lambda: None)
+    reading = read_ahead(len(blocks), 2, lambda number, _: corpus.select(blocks[number]))
     for block, batch, end in zip(blocks, reading, ends.tolist(), strict=True):
         batch, block = batch_to(batch, queries.device), block.to(queries.device)
         for inside in pairs[begin:end].split(PAIRS_AT_ONCE):
