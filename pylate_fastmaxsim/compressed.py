@@ -24,6 +24,11 @@ _FP8_SCALE = 2.0**-8
 _FP8_LEAST = 2.0**-8
 
 
+def _tensors_on(device: str | torch.device, batch: object, non_blocking: bool) -> dict[str, Tensor]:
+    fields = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    return {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in fields.items()}
+
+
 class _Tokens:
     """Token vectors in a compressed format, whose numbers lie in ``values [T, d]``."""
 
@@ -43,11 +48,7 @@ class _Tokens:
         return tuple(value for value in vars(self).values() if isinstance(value, Tensor))
 
     def to(self, device: torch.device, non_blocking: bool = False) -> _Tokens:
-        return replace(self, **self._fields_on(device, non_blocking))
-
-    def _fields_on(self, device: torch.device, non_blocking: bool) -> dict[str, object]:
-        fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in fields.items()}
+        return replace(self, **_tensors_on(device, self, non_blocking))
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,8 +138,8 @@ class Residual(_Tokens):
     def dim(self) -> int:
         return self.codec.dim
 
-    def _fields_on(self, device: torch.device, non_blocking: bool) -> dict[str, object]:
-        return {**super()._fields_on(device, non_blocking), "codec": self.codec.to(device)}
+    def to(self, device: torch.device, non_blocking: bool = False) -> Residual:
+        return replace(self, codec=self.codec.to(device), **_tensors_on(device, self, non_blocking))
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,9 +234,8 @@ class CompressedBatch:
 
     def to(self, device: str | torch.device, non_blocking: bool = False) -> CompressedBatch:
         """The batch on a device; ``non_blocking`` as in ``torch.Tensor.to``."""
-        fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in fields.items()}
-        return replace(self, tokens=self.tokens.to(device, non_blocking), **moved)
+        tokens = self.tokens.to(device, non_blocking)
+        return replace(self, tokens=tokens, **_tensors_on(device, self, non_blocking))
 
     def decompress(self, dtype: torch.dtype = torch.float32) -> TokenBatch:
         """Decompress to the vectors that are scored, a copy of dtype ``dtype``.
@@ -450,10 +450,6 @@ def _to_fp8(values: Tensor, live: Tensor, largest: Tensor, scale: float | None) 
     if scale is None:
         usual = most == 0 or _FP8_LEAST <= most <= _FP8_MAX * _FP8_SCALE
         scale = _FP8_SCALE if usual else float(_fitting_powers(torch.tensor(most, device="cpu")))
-    if most > _FP8_MAX * scale:
-        raise ValueError(
-            f"compress: numbers must be at most {_FP8_MAX * scale:g} in magnitude for the fp8 scale {scale:g}, got {most:g}."
-        )
     tokens = Fp8(torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device), scale)
     for rows in chunks(*values.shape):
         tokens.values[rows] = (_live(values, live, rows) / scale).to(torch.float8_e4m3fn)

@@ -139,8 +139,6 @@ def test_the_scale_of_fp8_fits_the_numbers():
     assert scale_of(-448.0, 3.0) == 1
     assert scale_of(448.5, 3.0) == 2
     assert scale_of(0.5, 0.5, _scale=2.0**-3) == 2**-3
-    with pytest.raises(ValueError, match="at most 1.75 in magnitude for the fp8 scale 0.00390625, got 2"):
-        scale_of(2.0, _scale=2.0**-8)
 
 
 def test_rounded_queries():
