@@ -72,7 +72,7 @@ def replaced_model(loss: nn.Module, answer: Callable) -> Iterator[None]:
         asked.append(None)
         return answer(*args, **kwargs)
 
-    holders = list(_holders(loss, model))
+    holders = [module for module in loss.modules() if getattr(module, "model", None) is model]
     for holder in holders:
         holder.model = StandIn(model, asking)
     try:
@@ -84,11 +84,3 @@ def replaced_model(loss: nn.Module, answer: Callable) -> Iterator[None]:
         raise ValueError(
             f"Matryoshka: {type(loss).__name__} does not call self.model, so its embeddings cannot be cut."
         )
-
-
-def _holders(loss: nn.Module, model: nn.Module) -> Iterator[nn.Module]:
-    if getattr(loss, "model", None) is model:
-        yield loss
-    for child in loss.children():
-        if child is not model:
-            yield from _holders(child, model)

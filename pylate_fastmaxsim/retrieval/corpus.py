@@ -271,12 +271,12 @@ class Corpus:
 
     def blocks(self, positions: Tensor, tokens_per_block: int) -> list[Tensor]:
         """Ascending positions in blocks for :meth:`select`, with about that many tokens at most, each of one part."""
-        by_part = self._by_part(positions)
-        return [
-            block
-            for part, places, documents in by_part
-            for block in part.blocks(documents, positions[places], tokens_per_block)
-        ]
+        blocks = []
+        for part, places, documents in self._by_part(positions):
+            starts, ends = part.bounds_of(documents)
+            sizes = ((ends - starts).cumsum(0) // tokens_per_block).unique_consecutive(return_counts=True)[1]
+            blocks += positions[places].split(sizes.tolist())
+        return blocks
 
     def _by_part(self, positions: Tensor) -> list[tuple[Part, Tensor, Tensor]]:
         """Parts that hold some of the positions: each with their places in ``positions`` and numbers in the part."""

@@ -83,11 +83,10 @@ class AppendedFile:
                 self._file.truncate(size)
                 # Before anything is written behind them.
                 os.fsync(self._file.fileno())
-        # Of chunks that are complete, and of the one that is not, with its bytes so far.
+        # Of chunks that are complete, and the bytes of the one that is not.
         self._whole = array("Q", checksums[: size // CHUNK].tolist())
-        left = self._left_of(size)
-        self._last, self._in_last = xxhash.xxh3_64(left), len(left)
-        if left and self._last.intdigest() != int(checksums[-1]):
+        self._left = self._left_of(size)
+        if self._left and xxhash.xxh3_64_intdigest(self._left) != int(checksums[-1]):
             raise ValueError(f"Corpus: {file} is damaged at its end; {WRITE_AGAIN}.")
         self._file.seek(size)
 
@@ -97,21 +96,18 @@ class AppendedFile:
         with naming(self._path):
             while left:
                 left = left[self._file.write(left) :]
-        while content:
-            part = content[: CHUNK - self._in_last]
-            self._last.update(part)
-            self._in_last += len(part)
-            if self._in_last == CHUNK:
-                self._whole.append(self._last.intdigest())
-                self._last, self._in_last = xxhash.xxh3_64(), 0
-            content = content[len(part) :]
+        content = self._left + content
+        whole = len(content) // CHUNK * CHUNK
+        for begin in range(0, whole, CHUNK):
+            self._whole.append(xxhash.xxh3_64_intdigest(content[begin : begin + CHUNK]))
+        self._left = content[whole:]
 
     def synced(self, size: int) -> np.ndarray:
         """Checksums of the first ``size`` bytes, once these are on the disk."""
         with naming(self._path):
             os.fsync(self._file.fileno())
         found = self._whole[: size // CHUNK]
-        # Not the running one: an interrupted append may have written more than counts.
+        # From the file: an interrupted append may have written more than counts.
         if left := self._left_of(size):
             found.append(xxhash.xxh3_64_intdigest(left))
         return np.array(found, np.uint64)

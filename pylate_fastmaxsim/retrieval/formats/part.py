@@ -62,7 +62,7 @@ class Part:
 
     def gathered(self, documents: Tensor) -> tuple[Arrays, Tensor]:
         """A copy of the rows of some documents (int64), one after another, and the lengths of the documents."""
-        starts, ends = self._bounds_of(documents)
+        starts, ends = self.bounds_of(documents)
         rows = live_tokens(starts, ends - starts, None).row
         arrays = {}
         for name, column in self.format.columns.items():
@@ -71,18 +71,13 @@ class Part:
         self._require_codes(arrays)
         return arrays, ends - starts
 
-    def blocks(self, documents: Tensor, positions: Tensor, tokens_per_block: int) -> tuple[Tensor, ...]:
-        """The positions of ascending documents in runs with about that many tokens at most."""
-        starts, ends = self._bounds_of(documents)
-        sizes = ((ends - starts).cumsum(0) // tokens_per_block).unique_consecutive(return_counts=True)[1]
-        return positions.split(sizes.tolist())
-
     def verify(self) -> None:
         """Read all that was not read before. ValueError if something is damaged."""
         for begin, end in self.cuts(_TOKENS_AT_ONCE, 0, len(self)):
             self.views(begin, end)
 
-    def _bounds_of(self, documents: Tensor) -> tuple[Tensor, Tensor]:
+    def bounds_of(self, documents: Tensor) -> tuple[Tensor, Tensor]:
+        """First row of tokens of some documents, and the one behind the last."""
         self._require("bounds", documents, documents + 2)
         return self.bounds[documents], self.bounds[documents + 1]
 
