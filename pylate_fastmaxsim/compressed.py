@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import has_numbers, require_integer, require_tensor
+from pylate_fastmaxsim._checks import require_integer
 from pylate_fastmaxsim.codec import ResidualCodec, chunks
 from pylate_fastmaxsim.tokens import TokenBatch, check_sequences, share_rows
 
@@ -63,14 +62,6 @@ class Int8(_Tokens):
     scales: Tensor
     per_token: bool
 
-    def __post_init__(self) -> None:
-        require_tensor("Int8", "values", self.values, "int8 [T, d]", 2, (torch.int8,))
-        require_tensor("Int8", "scales", self.scales, "float32 [T] or [N]", 1, (torch.float32,), self.device)
-        if self.per_token and len(self.scales) != len(self.values):
-            raise ValueError(
-                f"Int8: scales must be [T] with T = {len(self.values)} where per_token, got [{len(self.scales)}]."
-            )
-
 
 @dataclass(frozen=True, eq=False)
 class Fp8(_Tokens):
@@ -78,12 +69,6 @@ class Fp8(_Tokens):
 
     values: Tensor
     scale: float
-
-    def __post_init__(self) -> None:
-        require_tensor("Fp8", "values", self.values, "float8_e4m3fn [T, d]", 2, (torch.float8_e4m3fn,))
-        scale = self.scale
-        if not (isinstance(scale, float) and 2.0**-126 <= scale <= 2.0**127 and math.frexp(scale)[0] == 0.5):
-            raise ValueError(f"Fp8: scale must be a power of two from 2**-126 to 2**127, got {scale!r}.")
 
     def __reduce__(self):
         # As bytes, because PyTorch 2.11 pickles float8 but cannot read it.
@@ -99,40 +84,13 @@ class Residual(_Tokens):
     """Token vectors as residual codes: (centroid + bucket weights) * scale, in float32.
 
     ``codes`` int32 or int64 ``[T]``, ``packed`` uint8 ``[T, d * bits / 8]``, ``scales`` float32 ``[T]``. Scales are None
-    where every vector has length 1, as in PLAID's files. Whether the codec has a centroid for each code is checked on a CPU
-    only.
+    where every vector has length 1, as in PLAID's files.
     """
 
     codes: Tensor
     packed: Tensor
     scales: Tensor | None
     codec: ResidualCodec
-
-    def __post_init__(self) -> None:
-        require_tensor("Residual", "codes", self.codes, "int32 or int64 [T]", 1, (torch.int32, torch.int64))
-        require_tensor("Residual", "packed", self.packed, "uint8 [T, d * bits / 8]", 2, (torch.uint8,), self.device)
-        if self.scales is not None:
-            require_tensor("Residual", "scales", self.scales, "float32 [T]", 1, (torch.float32,), self.device)
-        lengths = {len(tensor) for tensor in self.tensors}
-        if len(lengths) > 1:
-            raise ValueError(
-                f"Residual: codes, packed and scales must have one length T, got {', '.join(map(str, sorted(lengths)))}."
-            )
-        codec = self.codec
-        if self.packed.shape[1] * 8 != codec.dim * codec.bits:
-            raise ValueError(
-                f"Residual: the codec has d = {codec.dim} and {codec.bits} bits, so packed must have "
-                f"{codec.dim * codec.bits // 8} bytes a token, got {self.packed.shape[1]}; they belong to another codec."
-            )
-        if codec.device != self.device:
-            raise ValueError(f"Residual: the codec is on {codec.device} and the codes on {self.device}; use codec.to.")
-        if len(self) and has_numbers(self.codes):
-            low, high = map(int, torch.aminmax(self.codes))
-            if low < 0 or high >= len(codec.centroids):
-                raise ValueError(
-                    f"Residual: codes must be from 0 to C - 1 = {len(codec.centroids) - 1}, got {low} to {high}; they "
-                    "belong to another codec."
-                )
 
     @property
     def dim(self) -> int:

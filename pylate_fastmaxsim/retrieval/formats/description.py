@@ -73,11 +73,6 @@ def read_unfinished(folder: Path) -> Held | None:
     return complete
 
 
-def begin(folder: Path) -> None:
-    """Write the journal of a call that has written nothing yet."""
-    write_record(folder / JOURNAL_FILE, {"format": FORMAT, "documents": 0})
-
-
 def note(folder: Path, held: Held) -> None:
     """Write the journal of what is on the disk."""
     _write(folder / JOURNAL_FILE, held)

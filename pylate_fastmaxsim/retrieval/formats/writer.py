@@ -15,10 +15,11 @@ from torch import Tensor
 from pylate_fastmaxsim._checks import require_batches
 from pylate_fastmaxsim.cpu.live_tokens import live_tokens
 from pylate_fastmaxsim.files.lock import holds_something
+from pylate_fastmaxsim.files.record import write_record
 from pylate_fastmaxsim.files.replace import sync
 from pylate_fastmaxsim.retrieval.formats import description
 from pylate_fastmaxsim.retrieval.formats.checksums import AppendedFile
-from pylate_fastmaxsim.retrieval.formats.description import JOURNAL_FILE, Held, file_of
+from pylate_fastmaxsim.retrieval.formats.description import FORMAT, JOURNAL_FILE, Held, file_of
 from pylate_fastmaxsim.retrieval.formats.format import CODEC_FILE, Chosen, format_of, require_chosen
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -150,7 +151,7 @@ def _require_empty(folder: Path, held: Held | None) -> None:
 
 def clear(folder: Path) -> None:
     """Remove what a :class:`Writer` has written to a folder without a corpus, but the journal, which says so first."""
-    description.begin(folder)
+    write_record(folder / JOURNAL_FILE, {"format": FORMAT, "documents": 0})
     columns = map(file_of, ("values", "scales", "codes", "packed", "bounds"))
     checksums = (file.name for file in folder.glob("checksums-*.bin"))
     for name in (*columns, CODEC_FILE, *checksums):
