@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_integer
+from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.codec import ResidualCodec, chunks
 from pylate_fastmaxsim.tokens import TokenBatch, check_sequences, share_rows
 
@@ -211,27 +212,18 @@ class CompressedBatch:
         if isinstance(tokens, Residual):
             values = tokens.codec.decode(tokens.codes, tokens.packed, tokens.scales, dtype)
         else:
-            exact = torch.float64 if dtype == torch.float64 else torch.float32
-            scales = row_scales(self)
+            exact = sum_dtype(dtype)
+            if isinstance(tokens, Fp8):
+                scales = torch.full((len(tokens),), tokens.scale, device=self.device)
+            elif tokens.per_token:
+                scales = tokens.scales
+            else:
+                document, inside = _documents_of_rows(self, len(tokens))
+                scales = tokens.scales[document].where(inside, 0) if len(self) else torch.zeros_like(inside)
             values = torch.empty(len(tokens), tokens.dim, dtype=dtype, device=self.device)
             for rows in chunks(*values.shape):
-                scale = scales if isinstance(scales, float) else scales[rows, None].to(exact)
-                values[rows] = tokens.values[rows].to(exact) * scale
+                values[rows] = tokens.values[rows].to(exact) * scales[rows, None].to(exact)
         return TokenBatch(values, self.starts, self.lengths, self.max_length, self.keep, self.gapless)
-
-
-def row_scales(batch: CompressedBatch) -> Tensor | float:
-    """Factors of the values of int8 or fp8: a scale for each of the T rows, float32 ``[T]``, or one number.
-
-    0 for a row of no document where scales are those of documents. Does not wait for the device.
-    """
-    tokens = batch.tokens
-    if isinstance(tokens, Fp8):
-        return tokens.scale
-    if tokens.per_token:
-        return tokens.scales
-    document, inside = _documents_of_rows(batch, len(tokens))
-    return torch.where(inside, tokens.scales[document], 0.0) if len(batch) else tokens.scales.new_zeros(len(tokens))
 
 
 def compress(
