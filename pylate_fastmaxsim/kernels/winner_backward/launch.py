@@ -80,7 +80,29 @@ def backward(
             # Rows of no query stay unwritten. They have no winner, so nothing reads them.
             row_query = torch.empty(q_values.shape[0], dtype=torch.int32, device=q_values.device)
         if need_q:
-            _query_gradient(grad_scores, winners, operands, precision, grad_q, row_query)
+            dim, ranks = d_values.shape[1], _ranks(winners)
+            tile = query_gradient_tiles(architecture(d_values.device), arithmetic(d_values.dtype, precision), dim)
+            row_blocks = cdiv(operands.max_q_length, tile.block_rows)
+            grid = (operands.q_starts.shape[0] * row_blocks, cdiv(dim, tile.block_d))
+            query_gradient_kernel[grid](
+                grad_scores,
+                winners,
+                operands.q_starts,
+                operands.q_lengths,
+                operands.d_values,
+                operands.d_starts,
+                operands.candidates,
+                grad_q,
+                row_query,
+                grad_scores.shape[1],
+                winners.shape[-1],
+                row_blocks,
+                DIM=dim,
+                SENTINEL=no_winner(winners.dtype),
+                **in_flight(tile, ranks, grid[0] * grid[1] * tile.num_warps),
+                **launch_options(tile),
+                maxnreg=None if ranks == 1 else ALL_REGISTERS,
+            )
         elif row_query is not None:
             grid = (operands.q_starts.shape[0],)
             row_query_kernel[grid](operands.q_starts, operands.q_lengths, row_query, BLOCK=128, num_warps=1)
@@ -106,42 +128,6 @@ def in_flight(tile: QueryGradientTiles, ranks: int, warps: int) -> dict[str, int
         "RANKS_AT_ONCE": cdiv(ranks, cdiv(ranks, unroll)),
         "UNROLL": max(1, unroll // ranks),
     }
-
-
-def _query_gradient(
-    grad_scores: Tensor,
-    winners: Tensor,
-    operands: ScoringOperands,
-    precision: str,
-    grad_q: Tensor,
-    row_query: Tensor | None,
-) -> None:
-    d_values = operands.d_values
-    dim = d_values.shape[1]
-    kind = arithmetic(d_values.dtype, precision)
-    tile = query_gradient_tiles(architecture(d_values.device), kind, dim)
-    row_blocks = cdiv(operands.max_q_length, tile.block_rows)
-    ranks = _ranks(winners)
-    grid = (operands.q_starts.shape[0] * row_blocks, cdiv(dim, tile.block_d))
-    query_gradient_kernel[grid](
-        grad_scores,
-        winners,
-        operands.q_starts,
-        operands.q_lengths,
-        d_values,
-        operands.d_starts,
-        operands.candidates,
-        grad_q,
-        row_query,
-        grad_scores.shape[1],
-        winners.shape[-1],
-        row_blocks,
-        DIM=dim,
-        SENTINEL=no_winner(winners.dtype),
-        **in_flight(tile, ranks, grid[0] * grid[1] * tile.num_warps),
-        **launch_options(tile),
-        maxnreg=None if ranks == 1 else ALL_REGISTERS,
-    )
 
 
 def document_gradient(

@@ -54,18 +54,14 @@ def forward(
         sums = torch.zeros((num_queries, num_slots), dtype=torch.float32, device=device)
         return sums, torch.zeros_like(sums), winners
 
-    maxima = torch.empty((num_documents, num_rows), dtype=torch.float32, device=device)
     token_winners = winners
     if want_winners and operands.candidates is not None:
-        token_winners = torch.empty(maxima.shape, dtype=index_dtype, device=device)
-    thresholds = torch.full((num_rows,), -torch.inf, dtype=torch.float32, device=device)
+        token_winners = torch.empty((num_documents, num_rows), dtype=index_dtype, device=device)
     with on_device_of(q_values):
-        queries = live_rows_of(operands.q_starts, operands.q_lengths, operands.q_keep, operands.max_q_length)
         documents = live_rows_of(operands.d_starts, operands.d_lengths, operands.d_keep, operands.max_d_length)
-        _thresholds_and_maxima(
-            operands, queries, documents, k, thresholds, maxima, token_winners, precision,
-            zeros_compete=not count_retrieved,
-        )  # fmt: skip
+        thresholds, maxima = _thresholds_and_maxima(
+            operands, documents, k, token_winners, precision, zeros_compete=not count_retrieved
+        )
         sums = torch.empty((num_queries, num_slots), dtype=torch.float32, device=device)
         counts = torch.empty_like(sums)
         block_s = 16
@@ -98,25 +94,19 @@ def forward(
 
 
 def _thresholds_and_maxima(
-    operands: ScoringOperands,
-    queries: LiveRows,
-    documents: LiveRows,
-    k: int,
-    thresholds: Tensor,
-    maxima: Tensor,
-    winners: Tensor,
-    precision: str,
-    zeros_compete: bool,
-) -> None:
-    """Write `thresholds`, which come as -infinity, `maxima` and `winners` of all live query rows.
+    operands: ScoringOperands, documents: LiveRows, k: int, winners: Tensor, precision: str, zeros_compete: bool
+) -> tuple[Tensor, Tensor]:
+    """Thresholds ``[Tq]`` and maxima ``[Nd, Tq]`` of all live query rows; their tokens are written to `winners`.
 
     With `zeros_compete`, a token that does not pass counts as 0 in the maximum of its document.
     """
     q_values, d_values = operands.q_values, operands.d_values
-    dim = q_values.shape[1]
+    num_rows, dim = q_values.shape
     device = q_values.device
-    num_queries, num_documents = len(queries.offsets) - 1, len(documents.offsets) - 1
-    num_rows = maxima.shape[1]
+    queries = live_rows_of(operands.q_starts, operands.q_lengths, operands.q_keep, operands.max_q_length)
+    num_queries, num_documents = len(operands.q_starts), len(operands.d_starts)
+    maxima = torch.empty((num_documents, num_rows), dtype=torch.float32, device=device)
+    thresholds = torch.full((num_rows,), -torch.inf, dtype=torch.float32, device=device)
     most_rows, most_tokens = len(queries.rows), len(documents.rows)
     arch, kind = architecture(device), arithmetic(q_values.dtype, precision)
     tile = maxima_tiles(arch, kind, dim, most_rows)
@@ -239,3 +229,4 @@ def _thresholds_and_maxima(
             SENTINEL=no_winner(winners.dtype),
             **of_tile,
         )
+    return thresholds, maxima
