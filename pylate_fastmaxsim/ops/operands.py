@@ -189,21 +189,11 @@ def require_vector_dtype(operator: str, name: str, values: Tensor) -> None:
         raise ValueError(f"{operator}: {name} must be bfloat16, float16, float32 or float64, got {values.dtype}.")
 
 
-def require_projection(operator: str, weight: Tensor, bias: Tensor | None, shape: str) -> None:
-    """Raise TypeError unless a weight of ``shape`` and its bias are tensors."""
-    require_tensor(operator, "weight", weight, shape)
+def require_projection(operator: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: str) -> None:
+    """Raise TypeError or ValueError unless a weight of ``shape`` and its bias are on the device of the hidden states."""
+    require_tensor(operator, "weight", weight, shape, 2, device=hidden.device)
     if bias is not None:
-        require_tensor(operator, "bias", bias, f"{shape.partition(',')[0]}]")
-
-
-def require_device_of_hidden(operator: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError unless hidden states, weight and bias are on one device."""
-    if any(tensor is not None and tensor.device != hidden.device for tensor in (weight, bias)):
-        raise ValueError(
-            f"{operator}: hidden states are on {hidden.device} and weight on {weight.device}"
-            + ("" if bias is None else f", bias on {bias.device}")
-            + "; all must be on one."
-        )
+        require_tensor(operator, "bias", bias, f"{shape.partition(',')[0]}]", 1, device=hidden.device)
 
 
 def require_one_device_and_dim(operator: str, queries: TokenBatch, documents: TokenBatch | CompressedBatch) -> None:

@@ -20,7 +20,6 @@ from pylate_fastmaxsim.ops.operands import (
     raise_shared_rows,
     refuse_meta,
     refuse_transforms,
-    require_device_of_hidden,
     require_one_dtype,
     require_projection,
     require_vector_dtype,
@@ -118,7 +117,7 @@ def _prepared(
     refuse_transforms("splade_pool")
     rectified, logs = _activation(activation_function, log1p)
     texts = as_batch("splade_pool", "hidden states", hidden, mask, "mask")
-    require_projection("splade_pool", weight, bias, "[V, d]")
+    require_projection("splade_pool", texts.values, weight, bias, "[V, d]")
     refuse_meta("splade_pool", "hidden states", texts.values)
     values, weight = cast_by_autocast(texts.values, weight)
     _check(values, weight, bias)
@@ -150,7 +149,6 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if bias is not None:
         rows, floating = weight.shape[0], (*KERNEL_DTYPES, torch.float64)
         require_tensor("splade_pool", "bias", bias, f"floating point [V] with V = {rows}", (rows,), floating)
-    require_device_of_hidden("splade_pool", hidden, weight, bias)
 
 
 def _recording(operands: SpladeOperands) -> bool:

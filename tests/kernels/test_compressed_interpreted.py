@@ -12,7 +12,7 @@ from ragged_batches import CANDIDATES, batches
 
 from pylate_fastmaxsim._operands import CompressedOperands
 from pylate_fastmaxsim.compressed import rounded_queries
-from pylate_fastmaxsim.kernels.compressed import launch, tiles
+from pylate_fastmaxsim.kernels.compressed import launch
 from pylate_fastmaxsim.kernels.maxsim import tiles as forward_tiles
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
 from pylate_fastmaxsim.ops.compressed import _prepared
@@ -62,11 +62,11 @@ def test_documents_that_are_decompressed_first(format, candidates, monkeypatch):
 
 
 def test_many_rows_decompress_first(monkeypatch):
-    monkeypatch.setattr(tiles, "_FUSED_ROWS", 0)
+    monkeypatch.setattr(launch, "_FUSED_ROWS", 0)
     queries, documents = problem()
     documents = compressed_as(documents, "residual 4")
     first = check(queries, documents)
-    monkeypatch.setattr(tiles, "_FUSED_ROWS", 1 << 20)
+    monkeypatch.setattr(launch, "_FUSED_ROWS", 1 << 20)
     torch.testing.assert_close(check(queries, documents), first, rtol=1e-3, atol=1e-3)
 
 

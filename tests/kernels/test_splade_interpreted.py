@@ -13,7 +13,7 @@ from splade_problems import random_splade_problem
 from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim._winners import no_winner
 from pylate_fastmaxsim.kernels.splade import launch
-from pylate_fastmaxsim.kernels.splade.tiles import MaximaTiles
+from pylate_fastmaxsim.kernels.splade.launch import MaximaTiles
 
 pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 

@@ -18,7 +18,7 @@ from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.cpu import xtr as blocked
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
 from pylate_fastmaxsim.kernels.xtr import launch as xtr_launch
-from pylate_fastmaxsim.kernels.xtr.tiles import CollectTiles
+from pylate_fastmaxsim.kernels.xtr.launch import CollectTiles
 
 pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 

@@ -174,7 +174,7 @@ WEIGHT = torch.ones(5, 4)
         (ValueError, "must be bfloat16, float16, float32 or float64", (HIDDEN.to(torch.float8_e5m2), WEIGHT.to(torch.float8_e5m2)), {}),
         (ValueError, "bias must be floating point .V. with V = 5, got torch.float32 of shape .4", (HIDDEN, WEIGHT, torch.ones(4)), {}),
         (ValueError, "bias must be floating point", (HIDDEN, WEIGHT, torch.ones(5).long()), {}),
-        (ValueError, "hidden states are on cpu and weight on meta", (HIDDEN, WEIGHT.to("meta")), {}),
+        (ValueError, "weight must be on cpu, as the rest, got meta", (HIDDEN, WEIGHT.to("meta")), {}),
         (ValueError, "hidden states are on the meta device", (HIDDEN.to("meta"), WEIGHT.to("meta")), {}),
         (ValueError, 'activation_function must be "relu", "log1p_relu" or None, got .gelu', (HIDDEN, WEIGHT), {"activation_function": "gelu"}),
         (ValueError, "activation_function=None needs log1p=False", (HIDDEN, WEIGHT), {"activation_function": None}),

@@ -1,5 +1,8 @@
 """SPLADE's pooling on CUDA: launches the Triton kernels. Never waits for the device."""
 
+import functools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -7,21 +10,53 @@ from pylate_fastmaxsim._operands import ScoringOperands, SpladeOperands
 from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_of
 from pylate_fastmaxsim.kernels.runtime.arch import (
+    ALL_REGISTERS,
     INPUT_PRECISION,
     architecture,
     arithmetic,
     cdiv,
     launch_options,
     next_power_of_2,
+    shrunk,
+    table_row,
 )
 from pylate_fastmaxsim.kernels.runtime.tensors import contiguous, gradient_of, on_device_of
 from pylate_fastmaxsim.kernels.splade.maxima import NO_KEY, maxima_kernel, slots_kernel, values_kernel
 from pylate_fastmaxsim.kernels.splade.slopes import slopes_kernel, vocabulary_gradient_kernel
-from pylate_fastmaxsim.kernels.splade.tiles import maxima_tiles
 from pylate_fastmaxsim.kernels.winner_backward.launch import document_gradient
 
 # Slots whose maximum is taken at once: those of 4 threads of a matrix unit.
 _GROUP = 8
+
+
+class MaximaTiles(NamedTuple):
+    """`block_m` vocabulary rows by `block_n` slots, `block_k` numbers of a vector at a time.
+
+    `tiles_together` tiles of slots take turns, so that they share vocabulary rows in L2.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    tiles_together: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = ALL_REGISTERS
+
+
+_MAXIMA = {
+    (90, "half"): [(None, MaximaTiles(128, 256, 64, 8, 8, 4))],
+    (100, "half"): [(None, MaximaTiles(128, 256, 64, 8, 8, 3))],
+    (80, "half"): [(None, MaximaTiles(128, 128, 32, 8, 4, 3))],
+    **dict.fromkeys([(86, "half"), (120, "half")], [(None, MaximaTiles(128, 64, 32, 8, 4, 3))]),
+    **dict.fromkeys([(90, "bf16x6"), (90, "bf16x3")], [(None, MaximaTiles(128, 64, 32, 8, 8, 3))]),
+    **dict.fromkeys(("bf16x6", "bf16x3", "tf32"), [(None, MaximaTiles(64, 64, 16, 8, 4, 2))]),
+}
+
+
+@functools.lru_cache(maxsize=256)
+def maxima_tiles(arch: int, kind: str, dim: int) -> MaximaTiles:
+    return shrunk(table_row(_MAXIMA, arch, kind, dim), block_k=dim)
 
 
 def forward(operands: SpladeOperands, want_winners: bool, precision: str) -> tuple[Tensor, Tensor | None]:

@@ -1,11 +1,13 @@
 """XTR scores on CUDA: launches the Triton kernels. Never waits for the device."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_layout
-from pylate_fastmaxsim.kernels.maxsim.tiles import documents_per_program
+from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles, documents_per_program, fitted, forward_row
 from pylate_fastmaxsim.kernels.primitives.live_rows import LiveRows, live_rows_of
 from pylate_fastmaxsim.kernels.runtime.arch import (
     ALL_REGISTERS,
@@ -15,11 +17,11 @@ from pylate_fastmaxsim.kernels.runtime.arch import (
     cdiv,
     launch_options,
     next_power_of_2,
+    table_row,
 )
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
 from pylate_fastmaxsim.kernels.xtr.kth_largest import bisect_kernel, bound_kernel, collect_kernel, select_kernel
 from pylate_fastmaxsim.kernels.xtr.scores import xtr_scores_kernel
-from pylate_fastmaxsim.kernels.xtr.tiles import collect_tiles, maxima_tiles
 from pylate_fastmaxsim.kernels.xtr.token_maxima import negative_maxima_kernel, token_maxima_kernel
 
 # Bounds how many query rows are handled at once, by their groups and collected similarities.
@@ -31,6 +33,42 @@ _PLACES = 2**23
 _ROUNDS = 2
 # Programs of a launch of collecting: those of one tile of query rows share the document tokens.
 _PROGRAMS = 2048
+
+
+class CollectTiles(NamedTuple):
+    """`block_m` query rows by `block_n` document tokens, with the `block_k` of the maxima."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# Of the maxima where MaxSim's forward tiles have too few registers, and of collecting, which uses the maxima's block_k.
+_MAXIMA = {(90, "bf16x6"): [(None, ForwardTiles(128, 64, 32, 1, 8, 3))]}
+_COLLECT = {
+    (90, "half"): [(128, CollectTiles(64, 32, 4, 3)), (None, CollectTiles(64, 64, 4, 2))],
+    "half": [(128, CollectTiles(128, 64, 8, 3)), (None, CollectTiles(64, 64, 4, 2))],
+    **dict.fromkeys(
+        [(arch, kind) for arch in (90, 100) for kind in ("tf32", "bf16x3", "bf16x6")],
+        [(128, CollectTiles(128, 64, 8, 2)), (None, CollectTiles(64, 32, 4, 2))],
+    ),
+    **dict.fromkeys(("tf32", "bf16x3", "bf16x6"), [(None, CollectTiles(64, 32, 4, 2))]),
+}
+
+
+def maxima_tiles(arch: int, kind: str, dim: int, rows_in_all: int) -> ForwardTiles:
+    """Tiles of the maxima for `rows_in_all` query rows."""
+    # Never the tiles for few rows: maxima are compared bit by bit with collected similarities, and fewer than 64 rows
+    # use other matrix instructions.
+    return fitted(table_row(_MAXIMA, arch, kind, dim) or forward_row(arch, kind, dim, True, 1), arch, dim, rows_in_all)
+
+
+def collect_tiles(arch: int, kind: str, dim: int, rows_in_all: int) -> CollectTiles:
+    """Tiles of collecting for `rows_in_all` query rows."""
+    tiles = table_row(_COLLECT, arch, kind, dim)
+    block_m = max(64, min(tiles.block_m, next_power_of_2(rows_in_all)))
+    return tiles._replace(block_m=block_m, num_warps=max(4, tiles.num_warps * block_m // tiles.block_m))
 
 
 def forward(
