@@ -75,7 +75,6 @@ HOSTS = (
         below="2",
         providers=(
             "pylate.scores",
-            "pylate.xtr",
             "pylate.losses",
             "encoding.masks",
             "pylate.kv_cache",
@@ -101,7 +100,6 @@ HOSTS = (
         below="7",
         providers=(
             "sentence_transformers.scores",
-            "sentence_transformers.xtr",
             "sentence_transformers.encoder",
             "sentence_transformers.losses",
             "encoding.masks",
@@ -117,9 +115,7 @@ HOSTS = (
         below="7",
         providers=(
             "sparse_encoder.encoder",
-            "sparse_encoder.training",
             "sparse_encoder.search",
-            "sparse_encoder.evaluation",
             "encoding.masks",
         ),
         gains={

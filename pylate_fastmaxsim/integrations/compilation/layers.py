@@ -14,7 +14,13 @@ from torch.nn.parallel import DataParallel
 from pylate_fastmaxsim.integrations.compilation import checkpointing, modernbert
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, layers_share_keys, transformer_of
-from pylate_fastmaxsim.integrations.models.wrappers import is_compiled, layers_of_wrapping, sharded_by_deepspeed, unwrap
+from pylate_fastmaxsim.integrations.models.wrappers import (
+    is_compiled,
+    is_data_parallel_copy,
+    layers_of_wrapping,
+    sharded_by_deepspeed,
+    unwrap,
+)
 from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet, detached
 
 try:
@@ -42,11 +48,12 @@ def compile_layers(model: nn.Module) -> None:
     user compiled is left as it is.
     """
     core = unwrap(model)
-    if any(isinstance(layer, DataParallel) for layer in layers_of_wrapping(model)):
+    is_copy = is_data_parallel_copy(core)
+    if is_copy or any(isinstance(layer, DataParallel) for layer in layers_of_wrapping(model)):
         log_once(
             "compile=True does nothing: DataParallel copies the layers in every step; start the script with accelerate "
             "launch or torchrun.",
-            about=core,
+            about=None if is_copy else core,
         )
         _uncompile(_compiled.pop(core, []))
         return

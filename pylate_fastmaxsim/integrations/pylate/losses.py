@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
-from pylate_fastmaxsim.integrations.encoding.collated import counting_tokens_of_batches
 from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
 from pylate_fastmaxsim.integrations.encoding.masks import (
     MasksChanged,
@@ -30,7 +29,7 @@ from pylate_fastmaxsim.integrations.encoding.masks import (
     with_copied_masks,
 )
 from pylate_fastmaxsim.integrations.encoding.plans import live_tokens
-from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
+from pylate_fastmaxsim.integrations.encoding.token_counts import counting_tokens_of_batches, without_total
 from pylate_fastmaxsim.integrations.encoding.views import current as current_views
 from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_over_views_of_leaves
 from pylate_fastmaxsim.integrations.log import log_once
@@ -41,7 +40,6 @@ from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unk
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.pylate.gradcache import CachedBatch
-from pylate_fastmaxsim.integrations.pylate.xtr import passing_tokens
 from pylate_fastmaxsim.ops.gathered import DtypesDiffer, gather_documents
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.pooled import state_bytes
@@ -113,7 +111,7 @@ def _reason_to_leave(loss: nn.Module, stock: Callable) -> str | None:
     if (part := unknown_part(stock, loss)) is not None:
         return not_known(part)
     metric = loss.score_metric
-    if passing_tokens(loss) is not None:
+    if _passing_tokens(loss) is not None:
         return None
     if type(metric) is PooledScores:
         if metric.own_documents != isinstance(loss, Distillation):
@@ -135,6 +133,13 @@ def _reason_to_leave(loss: nn.Module, stock: Callable) -> str | None:
     if (backend := asked_backend("PYLATE_SCORES_BACKEND")) is not None:
         return f"the environment asks for PYLATE_SCORES_BACKEND={backend}"
     return None
+
+
+def _passing_tokens(loss: nn.Module) -> int | None:
+    """Number of document tokens that pass for each query token with PyLate's XTR scores; None with others."""
+    own = stock_scores.XTRKDScores if isinstance(loss, Distillation) else stock_scores.XTRScores
+    metric = loss.score_metric
+    return metric.k if type(metric) is own and unknown_part(own.__call__, metric) is None else None
 
 
 def _reason_in_model(loss: nn.Module) -> str | None:
@@ -291,7 +296,7 @@ def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: 
         )
     order = torch.arange(len(documents), device=documents.device).view(len(columns), -1).t().reshape(-1)
     zero_floor = None
-    k = passing_tokens(loss)
+    k = _passing_tokens(loss)
     metric = loss.score_metric if type(loss.score_metric) is PooledScores else None
     if k is not None and not isinstance(options.pooling, Max):
         log_once("pooling=%s has no effect with XTR scores: they choose tokens in a way of their own.", options.pooling)
