@@ -61,15 +61,9 @@ class Documents:
 
 
 def attended_index(attention_mask: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
-    """Find the attended tokens of a mask ``[N, L]``, 0/1, and where each row begins among them.
+    """Positions ``row * L + column`` of the attended tokens of a mask ``[N, L]``, 0/1, int64, and their ``cu_seqlens``.
 
-    Waits for the device if the ``total``, T, is not known. With a wrong one the positions are wrong, but inside the
-    batch.
-
-    Returns
-    -------
-    tuple of Tensor
-        Positions ``row * L + column``, ``[T]``, int64, and ``cu_seqlens``, ``[N + 1]``, int32.
+    Waits for the device if the ``total`` is not known. With a wrong one positions are wrong, but inside the batch.
 
     Examples
     --------

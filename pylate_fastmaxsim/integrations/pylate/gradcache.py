@@ -15,28 +15,13 @@ from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
 
 
 class CachedBatch:
-    """Unit token embeddings of a batch, made without gradients.
+    """Unit token embeddings of a batch, made without gradients: ``queries`` ``[Nq, Lq, d]``, ``documents`` a TokenBatch.
 
     While gradients are computed, ``queries`` and ``documents.values`` are leaves: differentiate the loss by them, and
     then return it from :meth:`with_second_passes`.
 
-    Parameters
-    ----------
-    model
-        A ``pylate.models.ColBERT``, possibly wrapped.
-    features
-        The tokenized columns: the queries, and then the documents.
-    mini_batch_size, mini_batch_tokens
-        One of them, as in :func:`~pylate_fastmaxsim.integrations.encoding.encode.plan_documents`.
-    progress
-        Goes through the calls of the first pass.
-
-    Attributes
-    ----------
-    queries
-        ``[Nq, Lq, d]``.
-    documents
-        A ``TokenBatch``, column after column.
+    ``features`` are the tokenized columns, the queries and then the documents. Give ``mini_batch_size`` or
+    ``mini_batch_tokens``, as to ``plan_documents``. ``progress`` goes through the calls of the first pass.
     """
 
     def __init__(

@@ -143,18 +143,7 @@ def _reader_of_padding(
 
     The model runs as it is, in training, on the same random numbers each time: with the encoder's states and with
     others in the place of padding; then again with noise as the weights behind the encoder, since a convolution whose
-    weights are 0 now may be trained.
-
-    Parameters
-    ----------
-    model
-        The whole model.
-    transformer
-        The encoder in it, which returns hidden states ``[N, L, d]``.
-    features
-        Tokenized texts, some of them with padding.
-    kwargs
-        Keywords that the model is called with.
+    weights are 0 now may be trained. Some of the tokenized texts have padding.
     """
     found: list[str] = []
     padding = features["attention_mask"][..., None] == 0

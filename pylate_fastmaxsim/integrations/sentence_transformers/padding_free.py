@@ -160,16 +160,9 @@ def noted(columns: LossColumns) -> AbstractContextManager[None]:
 
 
 class TransformerCall(ABC):
-    """A call of a Transformer in a model that is running.
+    """A call of a Transformer, with padded texts ``[N, L]``, in a model that is running.
 
     A class for each kind of model says what it makes of hidden states, and when.
-
-    Parameters
-    ----------
-    model, transformer
-        The model, and the Transformer in it.
-    features, kwargs
-        What the Transformer is called with: padded texts ``[N, L]``.
     """
 
     # Of the model and of the modules that it begins with, whose calls are left out for documents beside queries.

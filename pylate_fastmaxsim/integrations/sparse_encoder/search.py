@@ -83,13 +83,7 @@ def semantic_search(query_embeddings, corpus_embeddings, *options) -> list[list[
 def _reader_for(score_function: Callable) -> Callable[[Tensor | list[Tensor]], SparseBatch]:
     """A reader of vectors whose inner products are the scores of a function of Sentence Transformers.
 
-    It takes sparse embeddings ``[N, vocabulary]``, one ``[vocabulary]``, or a list of these.
-
-    Raises
-    ------
-    FallbackToHost
-        The function is neither the dot product nor the cosine, or its code was edited; by the reader: embeddings are not
-        sparse or of another shape, or a weight is negative or not finite.
+    It takes sparse embeddings ``[N, vocabulary]``, one ``[vocabulary]``, or a list of these, with weights from 0.
     """
     if getattr(score_function, "__func__", None) is SparseEncoder.similarity:
         # Before release 6 a property that returns the function.
@@ -128,12 +122,6 @@ def _top(queries: SparseBatch, documents: SparseBatch, k: int) -> tuple[Tensor, 
     """Scores and positions ``[Nq, min(k, Nd)]`` of the documents with the largest inner products, found where queries are.
 
     A document that shares no term scores 0, as in Sentence Transformers. Equal scores: lower positions first.
-
-    Raises
-    ------
-    FallbackToHost
-        Queries and documents have different vocabularies, or queries are neither on a CPU nor on a CUDA GPU, or the
-        kernels cannot be compiled here.
 
     Examples
     --------
