@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pylate_fastmaxsim._checks import require_count
-from pylate_fastmaxsim.integrations.pylate.normalize import unit
+from pylate_fastmaxsim.integrations.encoding.plans import unit
 from pylate_fastmaxsim.tokens import TokenBatch
 
 

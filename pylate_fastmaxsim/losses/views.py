@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from pylate_fastmaxsim.integrations.encoding.plans import unit
 from pylate_fastmaxsim.integrations.models.wrappers import StandIn
-from pylate_fastmaxsim.integrations.pylate.normalize import unit
 from pylate_fastmaxsim.losses.tokens import first_live, first_tokens, padded_to, pool_padded, pooled_tokens
 from pylate_fastmaxsim.ops.pooled import live_counts
 from pylate_fastmaxsim.tokens import TokenBatch

@@ -69,6 +69,12 @@ def asked_backend(variable: str) -> str | None:
     return None if backend.lower() == "auto" else backend
 
 
+def check_backend(variable: str) -> None:
+    """Leave scores to stock where an environment variable asks for an implementation. Raises FallbackToHost."""
+    if (backend := asked_backend(variable)) is not None:
+        raise FallbackToHost(f"the environment asks for it with {variable}={backend}")
+
+
 def own_documents(documents: Tensor) -> Tensor:
     """Candidates ``[B, N]`` of queries that have the documents ``[B, N, L, d]``, one after the other."""
     count, ways = documents.shape[:2]

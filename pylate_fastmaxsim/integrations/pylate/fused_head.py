@@ -18,6 +18,7 @@ from torch.nn.parallel import DataParallel
 from torch.utils import _pytree
 
 from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged, changed, masks_of, masks_unread
+from pylate_fastmaxsim.integrations.encoding.plans import unit
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.user_code import (
     custom_module,
@@ -36,7 +37,6 @@ from pylate_fastmaxsim.integrations.models.wrappers import (
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.known_sources import LIBRARIES, defined_in
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.pylate.normalize import unit
 from pylate_fastmaxsim.ops.projection import project_normalize
 
 # In the features: which module is asked for unit embeddings, by its id, and the answer.

@@ -31,7 +31,7 @@ from pylate_fastmaxsim.integrations.encoding.masks import (
 from pylate_fastmaxsim.integrations.encoding.plans import live_tokens
 from pylate_fastmaxsim.integrations.encoding.token_counts import counting_tokens_of_batches, without_total
 from pylate_fastmaxsim.integrations.encoding.views import current as current_views
-from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_over_views_of_leaves
+from pylate_fastmaxsim.integrations.encoding.views import sum_over_views
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.wrappers import StandIn, group_in_step, wrapper_attribute
 from pylate_fastmaxsim.integrations.options import Options, current_options
@@ -176,7 +176,7 @@ def contrastive(self: Contrastive, options: Options, features: Features, labels:
         loss = F.cross_entropy(scores / self.temperature, targets, reduction=reduction)
         return loss * get_world_size() if self.gather_across_devices else loss
 
-    return _seen(sum_over_views, loss_of, queries, _scored(self, options, documents, features))
+    return _seen(loss_of, queries, _scored(self, options, documents, features))
 
 
 @_replaces(Distillation.forward)
@@ -193,7 +193,7 @@ def distillation(self: Distillation, options: Options, features: Features, label
             scores = (scores - lowest) / (highest - lowest + 1e-8)
         return self.loss_function(F.log_softmax(scores, dim=-1), F.log_softmax(labels, dim=-1))
 
-    return _seen(sum_over_views, loss_of, queries, _scored(self, options, documents, features))
+    return _seen(loss_of, queries, _scored(self, options, documents, features))
 
 
 @_replaces(CachedContrastive.forward)
@@ -216,15 +216,17 @@ def cached_contrastive(
         return loss / len(queries) if self.size_average else loss
 
     scored = _scored(self, options, batch.documents, features)
-    loss = _seen(sum_over_views_of_leaves, loss_of, batch.queries, scored)
+    loss = _seen(loss_of, batch.queries, scored, of_leaves=True)
     return batch.with_second_passes(loss) if torch.is_grad_enabled() else loss
 
 
-def _seen(total: Callable, loss_of: Callable[[Tensor, _Scored], Tensor], queries: Tensor, scored: _Scored) -> Tensor:
+def _seen(
+    loss_of: Callable[[Tensor, _Scored], Tensor], queries: Tensor, scored: _Scored, of_leaves: bool = False
+) -> Tensor:
     def of_view(queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None) -> Tensor:
         return loss_of(queries, replace(scored, documents=documents, zero_floor=zero_floor))
 
-    return total(of_view, queries, scored.documents, scored.zero_floor)
+    return sum_over_views(of_view, queries, scored.documents, scored.zero_floor, of_leaves)
 
 
 def _losses_of_chunks(

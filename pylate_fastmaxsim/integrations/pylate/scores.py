@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
-from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, asked_backend, check, own_documents
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, check, check_backend, own_documents
 from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 from pylate_fastmaxsim.ops.maxsim import maxsim
@@ -120,12 +120,10 @@ def _rerank_one(options: Options, ids, query, documents: list, device) -> list[s
 
 
 def _check_backend(backend: str | None) -> None:
-    if backend is not None:
-        if backend.lower() != "auto":
-            raise FallbackToHost(f"the call asks for backend={backend!r}")
-        return
-    if (backend := asked_backend("PYLATE_SCORES_BACKEND")) is not None:
-        raise FallbackToHost(f"the environment asks for it with PYLATE_SCORES_BACKEND={backend}")
+    if backend is None:
+        check_backend("PYLATE_SCORES_BACKEND")
+    elif backend.lower() != "auto":
+        raise FallbackToHost(f"the call asks for backend={backend!r}")
 
 
 def _score(
