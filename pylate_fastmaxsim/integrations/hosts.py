@@ -77,7 +77,7 @@ HOSTS = (
             "pylate.scores",
             "pylate.losses",
             "encoding.masks",
-            "pylate.kv_cache",
+            "models.encoders",
             "pylate.fused_head",
         ),
         gains={"pylate.scores": _MAXSIM},
@@ -101,7 +101,6 @@ HOSTS = (
         providers=(
             "sentence_transformers.scores",
             "sentence_transformers.encoder",
-            "sentence_transformers.losses",
             "encoding.masks",
         ),
         gains={"sentence_transformers.scores": _MAXSIM},

@@ -20,13 +20,7 @@ from torch.utils import _pytree
 from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged, changed, masks_of, masks_unread
 from pylate_fastmaxsim.integrations.encoding.plans import unit
 from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.integrations.models.user_code import (
-    custom_module,
-    has_class_forward,
-    has_hooks,
-    has_user_hooks,
-    user_wrapper,
-)
+from pylate_fastmaxsim.integrations.models.user_code import custom_module, has_hooks, reason_in_calls, user_wrapper
 from pylate_fastmaxsim.integrations.models.wrappers import (
     is_compiled,
     layers_of_wrapping,
@@ -129,9 +123,8 @@ def _reason_to_leave(model: nn.Module, core: nn.Module, last: nn.Module) -> str 
         return "the linear layer of Dense is not PyTorch's, or has no whole weight, as in DeepSpeed (ZeRO 3)"
     if "forward" in vars(linear) or has_hooks(linear) or not defined_in(nn.Linear.forward, LIBRARIES):
         return "a hook or another forward is on the linear layer of Dense"
-    for module in (*around, core, *map(unsharded, core.children())):
-        if not has_class_forward(module) or has_user_hooks(module):
-            return f"a hook or another forward is on {type(module).__name__}"
+    if (reason := reason_in_calls([*around, core, *map(unsharded, core.children())])) is not None:
+        return reason
     if (module := user_wrapper(model) or custom_module(core)) is not None:
         return f"{type(module).__name__} may change what the model is given or returns"
     return None

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
-from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
+from pylate_fastmaxsim.integrations.encoding.gradcache import CachedCall, losses_of_chunks, with_second_passes
 from pylate_fastmaxsim.integrations.encoding.masks import (
     MasksChanged,
     agree_on_mask_changes,
@@ -39,7 +39,6 @@ from pylate_fastmaxsim.integrations.patching.fallback import asked_backend
 from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
-from pylate_fastmaxsim.integrations.pylate.gradcache import CachedBatch
 from pylate_fastmaxsim.ops.gathered import DtypesDiffer, gather_documents
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.pooled import state_bytes
@@ -218,6 +217,47 @@ def cached_contrastive(
     scored = _scored(self, options, batch.documents, features)
     loss = _seen(loss_of, batch.queries, scored, of_leaves=True)
     return batch.with_second_passes(loss) if torch.is_grad_enabled() else loss
+
+
+class CachedBatch:
+    """Unit token embeddings of a batch, made without gradients: ``queries`` ``[Nq, Lq, d]``, ``documents`` a TokenBatch.
+
+    While gradients are computed, ``queries`` and ``documents.values`` are leaves: differentiate the loss by them, and
+    then return it from :meth:`with_second_passes`.
+
+    ``features`` are the tokenized columns, the queries and then the documents. Give ``mini_batch_size`` or
+    ``mini_batch_tokens``, as to ``plan_documents``. ``progress`` goes through the calls of the first pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        features: Sequence[dict[str, Tensor]],
+        *,
+        mini_batch_size: int | None = None,
+        mini_batch_tokens: int | None = None,
+        progress: Callable[[Sequence[CachedCall]], Iterable[CachedCall]] = iter,
+    ) -> None:
+        size = {"mini_batch_size": mini_batch_size, "mini_batch_tokens": mini_batch_tokens}
+        plan = encoding_encode.plan_documents(model, features[1:], wrapper_attribute(model, "skiplist"), **size)
+        query_calls = encoding_encode.query_calls(model, features[0], plan, **size)
+        self._model, self._queries = model, len(query_calls)
+        self._calls = [CachedCall(partial(unit_embeddings, model, call), call) for call in query_calls + plan.calls]
+        embeddings = [call.first() for call in progress(self._calls)]
+        self._shapes = [part.shape for part in embeddings]
+        self.queries = torch.cat(embeddings[: self._queries])
+        self.documents = plan.batch(embeddings[self._queries :])
+        del embeddings  # of large batches the most memory, now held once more
+        if torch.is_grad_enabled():
+            self.queries.requires_grad_()
+            self.documents.values.requires_grad_()
+
+    def with_second_passes(self, loss: Tensor) -> Tensor:
+        """The loss, whose ``backward()`` embeds the batch again and goes on from the gradients of the leaves."""
+        of_queries, of_documents = self._shapes[: self._queries], self._shapes[self._queries :]
+        gradients = [*self.queries.grad.split([shape[0] for shape in of_queries])]
+        gradients += self.documents.values.grad.split([shape[:-1].numel() for shape in of_documents])
+        return with_second_passes(loss, self._model, self._calls, gradients)
 
 
 def _seen(

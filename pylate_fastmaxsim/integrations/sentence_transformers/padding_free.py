@@ -33,7 +33,7 @@ from pylate_fastmaxsim.integrations.encoding.token_counts import take_total
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers, encoder_of, inputs_of
-from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, has_user_hooks
+from pylate_fastmaxsim.integrations.models.user_code import reason_in_calls
 from pylate_fastmaxsim.integrations.models.wrappers import (
     is_data_parallel_copy,
     layers_of_wrapping,
@@ -343,13 +343,9 @@ class TransformerCall(ABC):
         modules = self.first_modules
         if core is not self.model or list(core.children())[: len(modules)] != modules:
             return "the model does not begin with the encoder"
-        for module in (core, *modules):
-            # A subclass may have a __call__ or a forward of its own.
-            if type(module) not in self.known:
-                return f"{type(module).__name__} is a class of your own"
-            if not has_class_forward(module) or has_user_hooks(module):
-                return f"a hook or another forward is on {type(module).__name__}"
-        return None
+        # A subclass may have a __call__ or a forward of its own.
+        own = next((module for module in (core, *modules) if type(module) not in self.known), None)
+        return reason_in_calls([core, *modules]) if own is None else f"{type(own).__name__} is a class of your own"
 
     def _counts_calls(self) -> bool:
         """True if DistributedDataParallel may count the calls of checkpointed layers. Groups make more."""

@@ -22,7 +22,7 @@ from pylate_fastmaxsim.integrations.encoding.batch import Documents
 from pylate_fastmaxsim.integrations.encoding.modes import UNDERSTOOD, mode_for, understood
 from pylate_fastmaxsim.integrations.encoding.token_counts import counting_tokens_of_batches
 from pylate_fastmaxsim.integrations.models.encoders import HiddenStates, encoder_of, hidden_states_of, inputs_of
-from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, has_hooks, has_user_hooks
+from pylate_fastmaxsim.integrations.models.user_code import has_hooks, reason_in_calls
 from pylate_fastmaxsim.integrations.models.wrappers import is_compiled
 from pylate_fastmaxsim.integrations.options import Options, current_options
 from pylate_fastmaxsim.integrations.patching.known_sources import defined_in, not_known, unknown_part
@@ -219,9 +219,8 @@ def _reason_in_modules(model: SparseEncoder, transformer: nn.Module, pooling: nn
         )
     if pooling.pooling_strategy != "max":
         return f'SpladePooling has pooling_strategy="{pooling.pooling_strategy}"'
-    for module in _outside_of_encoders(model):
-        if has_user_hooks(module) or not has_class_forward(module):
-            return f"a hook or another forward is on {type(module).__name__}"
+    if (reason := reason_in_calls(_outside_of_encoders(model))) is not None:
+        return reason
     for module in (transformer, pooling):
         if has_hooks(module) or "forward" in vars(module) or is_compiled(module):
             return f"a hook or another forward is on {type(module).__name__}"
