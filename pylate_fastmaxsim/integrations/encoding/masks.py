@@ -47,9 +47,7 @@ def changes_masks(loss: nn.Module) -> bool | None:
 def agree_on_mask_changes(loss: nn.Module, here: bool, device: torch.device, group: dist.ProcessGroup | None) -> None:
     """Decide in the first batch of a loss whether its model changes masks, for all ranks of ``group`` alike.
 
-    ``here``: whether it did on this rank, in this batch.
-
-    Raises MasksChanged if it did on one of them, and ValueError if it does now, and did not in the first batch.
+    Raises MasksChanged if one did on one of them (``here``: on this rank), and ValueError if it does now only.
     """
     if changes_masks(loss) is None:
         anywhere = torch.tensor(int(here), device=device)

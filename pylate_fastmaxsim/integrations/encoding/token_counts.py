@@ -175,13 +175,7 @@ def matches(attention_mask: Tensor, total: int) -> Tensor:
 
 
 def has_gaps(attention_mask: Tensor) -> bool:
-    """Check whether a row of a mask ``[N, L]``, 0/1, has a 0 before a 1. Waits for the device.
-
-    Examples
-    --------
-    >>> has_gaps(torch.tensor([[1, 1, 0]])), has_gaps(torch.tensor([[1, 0, 1]]))
-    (False, True)
-    """
+    """Check whether a row of a mask ``[N, L]``, 0/1, has a 0 before a 1. Waits for the device."""
     return bool(_any_gap(attention_mask))
 
 
@@ -191,13 +185,7 @@ def _any_gap(attention_mask: Tensor) -> Tensor:
 
 
 def verify_async(attention_mask: Tensor, total: int) -> None:
-    """Check asynchronously that a count of tokens matches the mask. A later call raises if it does not.
-
-    Raises
-    ------
-    ValueError
-        The count of an earlier batch did not match.
-    """
+    """Check asynchronously that a count of tokens matches the mask. A later call raises ValueError if it does not."""
     if not attention_mask.is_cuda:
         return
     while _answers and _answers[0][1].query():

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.tokens import TokenBatch
 
-# Queries [Nq, Lq, d], documents, and which documents have a floor of 0, [Nd] or None.
-Embedded = tuple[Tensor, TokenBatch, Tensor | None]
-
-
-class View(Protocol):
-    """A part of each embedding."""
-
-    weight: float
-    of: Callable[[Tensor, TokenBatch, Tensor | None], Embedded]
-
 
 class Views(Protocol):
     """The views of the loss that is running, and its weighted sum if it knows none and calls its model itself."""
 
-    views: Sequence[View]
+    # Each has a weight, and of(queries, documents, zero_floor) returns what it sees of these.
+    views: Sequence[Any]
     of_stock: Callable[..., Tensor]
 
 

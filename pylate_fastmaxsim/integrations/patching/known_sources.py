@@ -114,13 +114,7 @@ def digest_of(node: ast.FunctionDef) -> str:
 
 
 def _references(function: FunctionType, seen: set[str]) -> Iterator[_Reference]:
-    """The names that a function and all functions below it use, without those that were ``seen``.
-
-    Raises
-    ------
-    _UnknownError
-        One of them is not known.
-    """
+    """The names that a function and all below it use, without those ``seen``. Raises _UnknownError if one is not known."""
     name = dotted_name(function)
     seen.add(name)
     rows = known().get(name)

@@ -30,9 +30,7 @@ replaces = functools.partial(fallback.replaces, host="PyLate")
 def patches() -> list[Patch]:
     """Replacements in PyLate.
 
-    Evaluators and retrievers score through these: the triplet evaluator pairwise, the distillation
-    evaluator with ``colbert_kd_scores``, the information retrieval evaluators with the model's
-    ``similarity``, which is ``colbert_scores``, ``retrieve.ColBERT`` with ``rerank``.
+    Its evaluators score through these, and ``retrieve.ColBERT`` through ``rerank``.
     """
     return [
         Patch(stock_scores, "colbert_scores", colbert_scores),
