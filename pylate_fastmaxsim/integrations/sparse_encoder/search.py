@@ -170,7 +170,7 @@ def all_metrics(
         return all_metrics.__wrapped__(evaluator, model, corpus_model, corpus_embeddings, output_path)
     if not evaluator.queries or not evaluator.corpus:
         raise FallbackToHost("there are no queries with relevant documents, or no documents")
-    searches = {name: _Search(function) for name, function in evaluator.score_functions.items()}
+    readers = {name: _reader_for(function) for name, function in evaluator.score_functions.items()}
     queries = evaluator.embed_inputs(
         model,
         evaluator.queries,
@@ -204,32 +204,34 @@ def all_metrics(
         else:
             documents = corpus_embeddings.index_select(0, torch.arange(start, end, device=corpus_embeddings.device))
         chunk_ranks, order = ranks[start:end].sort()
-        for name, search in searches.items():
-            scores, positions = search(queries, documents, order, k, model.device)
+        for name, read in readers.items():
+            function = evaluator.score_functions[name]
+            scores, positions = _search_chunk(function, read, queries, documents, order, k, model.device)
             found = scores, chunk_ranks[positions]
             best[name] = _merged(best[name], found, k) if name in best else found
     return _report(evaluator, {name: _results(evaluator, ranks, found) for name, found in best.items()}, output_path)
 
 
-class _Search:
-    """Search of chunks by a score function of the evaluator."""
-
-    def __init__(self, score_function: Callable) -> None:
-        self._score_function = score_function
-        self._read = _reader_for(score_function)
-
-    def __call__(self, queries: Tensor, documents: Tensor, order: Tensor, k: int, device: torch.device) -> Ranking:
-        """Scores and positions in ``order`` of the best documents of each query, ``[Nq, at most k]`` on the CPU."""
-        try:
-            of_queries, of_documents = self._read(queries), self._read(documents)
-            found = _top(of_queries.to(device) if device.type == "cuda" else of_queries, of_documents.select(order), k)
-        except FallbackToHost as reason:
-            # Not the whole function of the host, which would encode again.
-            host = "Sentence Transformers"
-            log_once("%s is not accelerated (running %s's own): %s.", _Evaluator.__name__, host, reason)
-            scores = self._score_function(queries, documents)
-            found = scores[:, order.to(scores.device)].sort(dim=1, descending=True, stable=True)
-        return tuple(each[:, :k].cpu() for each in found)
+def _search_chunk(
+    score_function: Callable,
+    read: Callable,
+    queries: Tensor,
+    documents: Tensor,
+    order: Tensor,
+    k: int,
+    device: torch.device,
+) -> Ranking:
+    """Scores and positions in ``order`` of the best documents of each query, ``[Nq, at most k]`` on the CPU."""
+    try:
+        of_queries, of_documents = read(queries), read(documents)
+        found = _top(of_queries.to(device) if device.type == "cuda" else of_queries, of_documents.select(order), k)
+    except FallbackToHost as reason:
+        # Not the whole function of the host, which would encode again.
+        host = "Sentence Transformers"
+        log_once("%s is not accelerated (running %s's own): %s.", _Evaluator.__name__, host, reason)
+        scores = score_function(queries, documents)
+        found = scores[:, order.to(scores.device)].sort(dim=1, descending=True, stable=True)
+    return tuple(each[:, :k].cpu() for each in found)
 
 
 def _ranks(evaluator: SparseInformationRetrievalEvaluator) -> Tensor:
