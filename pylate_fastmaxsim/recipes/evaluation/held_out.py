@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.collection import PAGES, Collection
-from pylate_fastmaxsim.recipes.kind import kind_of
+from pylate_fastmaxsim.recipes.models.load import kind_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image

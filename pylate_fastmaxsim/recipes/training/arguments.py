@@ -12,13 +12,13 @@ from transformers.integrations import is_tensorboard_available, is_wandb_availab
 
 from pylate_fastmaxsim.recipes.config.schema import LossSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.kind import kind_of
+from pylate_fastmaxsim.recipes.kind import Kind
 
 REPORTERS = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
 
 
-def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerTrainingArguments:
-    """The trainer's arguments for a recipe; ``overrides`` are arguments under the trainer's own names."""
+def training_arguments(recipe: Recipe, kind: Kind, **overrides: Any) -> SentenceTransformerTrainingArguments:
+    """The trainer's arguments for a recipe of a kind; ``overrides`` are arguments under the trainer's own names."""
     options = asdict(recipe.training)
     if options["lr_scheduler_type"] == "reduce_lr_on_plateau":
         raise RecipeError(
@@ -40,7 +40,6 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
     precision = _precision(recipe.training.precision, recipe.model.dtype, on_gpu)
     if options["report_to"] == "auto":
         options["report_to"] = [name for name, is_available in REPORTERS.items() if is_available()]
-    kind = kind_of(recipe.model)
     try:
         arguments = kind.arguments_class(
             **{
