@@ -78,8 +78,8 @@ class MultiVector(SentenceTransformersKind):
         return model
 
     def build_loss(self, section: MultiVectorLoss, model: MultiVectorEncoder) -> nn.Module:
-        names = ("mini_batch_size", "mini_batch_num_tokens", "score_mini_batch_size", "gather_across_devices")
-        options = {name: value for name in names if (value := getattr(section, name)) is not None}
+        options = section.options
+        temperature, objective = options.pop("temperature", 1.0), options.pop("objective", None)
         distillation = section.name == "distillation"
         if section.pooling is not None:
             options["similarity_fct"] = score_metric(section.pooling, own_documents=distillation)
@@ -87,10 +87,10 @@ class MultiVector(SentenceTransformersKind):
             ranking = losses.MultiVectorMultipleNegativesRankingLoss
             if section.name == "cached_contrastive":
                 ranking = losses.CachedMultiVectorMultipleNegativesRankingLoss
-            return ranking(model, scale=1 / (section.temperature or 1.0), **options)
-        if section.objective == "margin_mse":
+            return ranking(model, scale=1 / temperature, **options)
+        if objective == "margin_mse":
             return losses.MultiVectorMarginMSELoss(model, **options)
-        return losses.MultiVectorDistillKLDivLoss(model, temperature=section.temperature or 1.0, **options)
+        return losses.MultiVectorDistillKLDivLoss(model, temperature=temperature, **options)
 
     def divergence(self, loss: MultiVectorLoss, scores: Tensor, teacher: Tensor) -> Tensor:
         """Of scores divided by the temperature of the loss, times the square of that."""

@@ -16,7 +16,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import LlamaConfig, LlamaModel, ModernBertConfig, PreTrainedTokenizerFast, set_seed
 
 from pylate_fastmaxsim.recipes.config.kinds import BuildSection, ColBERTSection, TextModelSection
-from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.errors import as_recipe_error
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.load import load_model, require_positions
 
@@ -39,12 +39,10 @@ def build_model(kind: Kind, section: TextModelSection, texts: Iterable[str], see
     set_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        try:
+        with as_recipe_error("model cannot be built", BAD_VALUE):
             kind.encoder_class(_configuration(section.build, tokenizer)).save_pretrained(folder)
             set_seed(seed)
             model = kind.from_encoder(section.loaded_from(folder), "cpu")
-        except BAD_VALUE as error:
-            raise RecipeError(f"model cannot be built: {first_line(error)}") from error
     require_positions(section, model)
     model.save(str(directory), create_model_card=False)
 

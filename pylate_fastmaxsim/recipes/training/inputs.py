@@ -73,8 +73,8 @@ def _make(recipe: Recipe, root: Path, directory: Path, anew: bool) -> None:
             pairs = docstring_pairs(recipe.data.packages, recipe.data.max_rows, recipe.data.seed)
             Dataset.from_list(pairs).to_parquet(scratch / PAIRS)
         if recipe.model.build is not None:
-            rows = load_data(replace(recipe, data=_prepared(recipe, scratch).data)).train
-            build_model(kind_of(recipe.model), recipe.model, _texts(rows), recipe.training.seed, scratch / MODEL)
+            texts = _texts(load_data(replace(recipe, data=_prepared(recipe, scratch).data)).train)
+            build_model(kind_of(recipe.model), recipe.model, texts, recipe.training.seed, scratch / MODEL)
         if recipe.model.token_table is not None:
             build_token_table(recipe.model, recipe.training.seed, scratch / MODEL)
         if anew and directory.is_dir():

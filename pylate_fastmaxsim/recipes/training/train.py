@@ -105,10 +105,10 @@ def _train(
         # As in force: the environment may switch the plugin off.
         in_force = replace(recipe, fast=replace(recipe.fast, enabled=why_off is None))
         trained_with = open_run_directory(in_force, checkpoint, resume, arguments.should_save, arguments.world_size)
+    state = trained_state(checkpoint)
     if not trained_with.fast.enabled:  # in the training, which an earlier run may have finished
         why_off = why_off or "the model was trained without it before"
     with plugin_of(recipe.fast):
-        state = trained_state(checkpoint)
         if state is None:
             trainer = kind.build_trainer(recipe.loss, model, data.train, arguments)
             state = _run_trainer(trained_with, kind, trainer, checkpoint)

@@ -16,13 +16,15 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kinds.colbert import KIND
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
+from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.training.train import train
 
 
 def rows_of(folder: Path, rows: list[dict], *overrides: str, **sections) -> Dataset:
     Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
     values = tiny(folder, data={"files": [str(folder / "rows.parquet")]}, **sections)
-    return load_rows(load_recipe(write(folder, values), overrides), KIND)
+    recipe = load_recipe(write(folder, values), overrides)
+    return load_rows(recipe, kind_of(recipe.model))
 
 
 def test_each_positive_is_a_row_and_negatives_are_drawn_or_repeated(tmp_path):

@@ -21,6 +21,7 @@ from pylate_fastmaxsim.recipes.data.rows import load_rows, stream_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kinds.colbert import KIND
 from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.training.train import train
 
 PAIRS = [{"query": text(n, 4), "positive": f"{text(n, 4 + n % 17)} number {n}"} for n in range(30)]
@@ -98,7 +99,7 @@ def test_a_data_set_of_the_hub_is_streamed(recipe_of, tmp_path):
         model={"kind": "splade"},
         loss={"regularizers": {"document_weight": 1.0}},
     )
-    stream = stream_rows(recipe, KIND)
+    stream = stream_rows(recipe, kind_of(recipe.model))
     assert stream.column_names == ["positive", "query"]
     assert sorted(row["query"] for row in islice(stream, 30)) == sorted(row["query"] for row in PAIRS)
 
