@@ -54,17 +54,16 @@ class PageTrainer(WholeModelMixin, ContrastiveTrainer):
         super().__init__(model=retriever.model, **kwargs)
 
     def whole_model(self) -> PageModel | None:
-        """The model with all its weights. Every process must call this; of a sharded model only the main one gets it."""
-        if not self.is_sharded:
-            return self.retriever
-        weights = self._gathered()
-        if not self.args.should_save:
-            return None
+        """The model with its processor; see :meth:`WholeModelMixin.whole_model`."""
+        model = super().whole_model()
+        return None if model is None else PageModel(model, self.retriever.processor)
+
+    def _filled(self, weights: dict[str, Any]) -> PreTrainedModel | PeftModel:
         # FSDP unties weights, and trains those that are used: ColPali's output head must not overwrite its embeddings.
         own = {name: weights[name] for name, _ in self._whole.named_parameters()}
         own |= {name: weights[name] for name, _ in self._whole.named_buffers() if name in weights}
         self._whole.load_state_dict(own, strict=False)
-        return PageModel(self._whole.to(self.args.device), self.retriever.processor)
+        return self._whole
 
 
 class Pages(Kind):
