@@ -254,23 +254,21 @@ def number_of_ways(data: DataSection, train: Dataset, key: str, place: str) -> i
 
     The columns of ``train`` are an id of the query, documents and scores; ``key`` and ``place`` are what errors call it.
     """
-    query, *lists = train.column_names
-    documents, scores = lists
-    least = None
-    for table in train.with_format("arrow").iter(ROWS_PER_LOOKUP):
-        lengths = [list_lengths(table, name, f"{key}: {name!r} of {place}") for name in lists]
-        uneven = pc.index(pc.not_equal(*lengths), True).as_py()
-        if uneven >= 0:
-            raise RecipeError(
-                f"{key}: the row of {query} {table[query][uneven]} has {lengths[0][uneven]} {documents} "
-                f"but {lengths[1][uneven]} {scores}; it must have a score for each."
-            )
-        shortest = pc.min(lengths[0]).as_py()
-        if shortest < max(2, data.n_ways or 2):
-            row = pc.index(lengths[0], shortest).as_py()
-            raise RecipeError(
-                f"data.n_ways must be at most the number of documents of every row and at least 2, but the row of {query} "
-                f"{table[query][row]} has {shortest}."
-            )
-        least = shortest if least is None else min(least, shortest)
-    return data.n_ways or least
+    query, documents, scores = train.column_names
+    if not len(train):
+        raise RecipeError(f"{key}: there are no rows in {place}.")
+    lengths = [list_lengths(train.data.column(name), f"{key}: {name!r} of {place}") for name in (documents, scores)]
+    uneven = pc.index(pc.not_equal(*lengths), True).as_py()
+    if uneven >= 0:
+        raise RecipeError(
+            f"{key}: the row of {query} {train[uneven][query]} has {lengths[0][uneven]} {documents} "
+            f"but {lengths[1][uneven]} {scores}; it must have a score for each."
+        )
+    shortest = pc.min(lengths[0]).as_py()
+    if shortest < max(2, data.n_ways or 2):
+        row = pc.index(lengths[0], shortest).as_py()
+        raise RecipeError(
+            f"data.n_ways must be at most the number of documents of every row and at least 2, but the row of {query} "
+            f"{train[row][query]} has {shortest}."
+        )
+    return data.n_ways or shortest

@@ -12,9 +12,8 @@ from datasets import Dataset, Features, IterableDataset, Sequence, Value, concat
 from datasets.exceptions import DatasetGenerationError
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
-from pylate_fastmaxsim.recipes.data.delimited import names_of_rows, names_of_texts, open_text
+from pylate_fastmaxsim.recipes.data.collection import JUDGEMENT_COLUMNS, is_trec, read_judgements, relevant_pairs
 from pylate_fastmaxsim.recipes.data.ids import TextTable, load_distillation, look_up, number_of_ways
-from pylate_fastmaxsim.recipes.data.judgements import JUDGEMENT_COLUMNS, is_trec, read_judgements, relevant_pairs
 from pylate_fastmaxsim.recipes.data.lists import (
     ID_KEYS,
     TEXT_KEYS,
@@ -24,7 +23,14 @@ from pylate_fastmaxsim.recipes.data.lists import (
     text_key_of,
     truncate_lists,
 )
-from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, table_failure
+from pylate_fastmaxsim.recipes.data.tables import (
+    load_files,
+    load_table,
+    names_of_rows,
+    names_of_texts,
+    open_text,
+    table_failure,
+)
 from pylate_fastmaxsim.recipes.data.text import check_first, is_id_column, require_text
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type, parse_json
@@ -128,7 +134,7 @@ def load_columns(data: DataSection, section: str) -> Dataset:
 
 def used_columns(data: DataSection, section: str, there: list[str]) -> list[str]:
     """The columns to use of those that the data have."""
-    # If all columns are ids, check_columns refuses them.
+    # If all columns are ids, the kind of model refuses them.
     named = [name for name in there if not name.startswith("__index_level_")]  # pandas writes it into Parquet
     columns = data.columns or [name for name in named if data.collection is not None or not is_id_column(name)] or there
     for column in columns:
