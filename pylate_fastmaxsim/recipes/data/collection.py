@@ -24,11 +24,11 @@ from pylate_fastmaxsim.recipes.data.tables import (
     load_files,
     load_subset,
     load_table,
+    loading,
     open_text,
     require_columns,
     require_texts,
     require_utf8,
-    table_failure,
 )
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import ENDINGS, file_type
@@ -174,10 +174,8 @@ def _load_judgements(key: str, name: str, split: str) -> Dataset:
         if not files:
             raise RecipeError(f"{key}: the folder {name} must hold qrels/{split}.tsv or qrels.tsv.")
         return read_judgements(key, files[0])
-    try:
+    with loading(key):
         subsets = get_dataset_config_names(name)
-    except Exception as error:  # as in load_table
-        raise table_failure(key, error) from error
     subset = next((subset for subset in ("qrels", "default") if subset in subsets), None)
     if subset is None:
         table = load_table(key, f"{name}-qrels", split=split)
@@ -234,14 +232,12 @@ def is_trec(file: str | Path) -> bool:
 
 def read_judgements(key: str, file: str | Path) -> Dataset:
     """Judgements from a file with tabs and column names, as of BEIR, or from one of TREC; ids are text."""
-    try:
+    with loading(key):
         with open_text(str(file)) as lines:
             lines = [line for line in lines if line.strip()]
-        names, *_ = csv.reader(lines, delimiter="\t")
-        trec = not {*names} >= {*JUDGEMENT_COLUMNS} and len(lines[0].split()) == 4
+        names = next(csv.reader(lines, delimiter="\t"), ())
+        trec = not {*names} >= {*JUDGEMENT_COLUMNS} and len(next(iter(lines), "").split()) == 4
         rows = list(map(_trec_row, lines) if trec else csv.DictReader(lines, delimiter="\t"))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise table_failure(key, error) from error
     if not rows:
         raise RecipeError(f"{key}: there are no rows in {file}.")
     if None in rows:

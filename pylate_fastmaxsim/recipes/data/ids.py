@@ -70,20 +70,21 @@ class TextTable:
 
 
 def look_up(
+    data: DataSection,
     rows: Dataset,
     key: str,
     place: str,
     names: Sequence[str],
     queries: TextTable | None,
     documents: TextTable,
-    n_ways: int | None = None,
 ) -> Dataset:
     """Rows with texts in place of ids.
 
     The columns of ``rows`` are a query, documents and perhaps scores, with ids or lists of ids; the result has ``names``
-    for them, of which ``scores`` holds scores. Without ``queries`` the first column holds texts. ``n_ways`` documents and
-    scores of each list are used, the first ones. Errors call the rows ``key`` and ``place``.
+    for them, of which ``scores`` holds scores. Without ``queries`` the first column holds texts. ``data.n_ways`` documents
+    and scores of each list are used, the first ones; if it is null, as many as the shortest has. Errors call the rows ``key`` and ``place``.
     """
+    n_ways = number_of_ways(data, rows, key, place) if SCORES in names else None
     tables = [queries, *[documents] * (len(names) - 1)]
     tables = {name: table for name, table in zip(names, tables, strict=True) if table is not None and name != SCORES}
     features = {}
@@ -202,8 +203,7 @@ def _finite(where: str, scores: pa.ChunkedArray) -> pa.ChunkedArray:
 def load_distillation(data: DataSection) -> Dataset:
     """Rows with the columns ``query`` (text), ``documents`` (n texts) and ``scores`` (n numbers).
 
-    The first ``data.n_ways`` documents of each row are used, as in ``pylate.utils.KDProcessing``; null uses as many as the
-    shortest row has.
+    The first ``data.n_ways`` documents of each row are used, as in ``pylate.utils.KDProcessing``.
     """
     if data.split not in (None, "train") and has_plain_files(data.name):
         raise RecipeError(
@@ -217,9 +217,7 @@ def load_distillation(data: DataSection) -> Dataset:
         for subset, table in (("queries", queries), ("documents", documents))
     ]
     train = _parsed(train.select_columns(list(COLUMNS["train"])))
-    place = "the subset train"
-    n_ways = number_of_ways(data, train, "data.name", place)
-    return look_up(train, "data.name", place, ("query", "documents", "scores"), *tables, n_ways)
+    return look_up(data, train, "data.name", "the subset train", ("query", "documents", SCORES), *tables)
 
 
 def _parsed(train: Dataset) -> Dataset:

@@ -6,7 +6,8 @@ import csv
 import glob
 import gzip
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -58,10 +59,8 @@ def load_table(
         place = f"the subset {subset} of {path}" if subset else path
         return _load(key, place, path, subset, split=split, streaming=streaming)
     _require_readable(key, Path(path))
-    try:
+    with loading(key):
         files = _files_of_folder(path, subset)
-    except Exception as error:  # as in _load
-        raise table_failure(key, error) from error
     return load_files(key, files, split, streaming=streaming)
 
 
@@ -105,7 +104,8 @@ def _load(key: str, place: str, path: str, subset: str | None = None, **options:
             ) from error
         if isinstance(error, StopIteration) or NO_ROWS in str(error):
             raise RecipeError(f"{key}: there are no rows in {place}.") from error
-        raise table_failure(key, error) from error
+        with loading(key):
+            raise error
     if isinstance(table, DatasetDict):
         if len(table) > 1:
             raise RecipeError(f"{key}: the data must have one split, but it has {', '.join(table)}.")
@@ -122,9 +122,15 @@ def _require_readable(key: str, folder: Path) -> None:
         )
 
 
-def table_failure(key: str, error: Exception) -> RecipeError:
-    """A RecipeError for an error that a library raised while it loaded the value of ``key``."""
-    return RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {first_line(error)}")
+@contextmanager
+def loading(key: str) -> Iterator[None]:
+    """Context in which any error is a RecipeError that says that the value of ``key`` cannot be loaded."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
+        raise RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _files_of_folder(path: str, subset: str | None) -> dict[str, list[str]]:
@@ -265,11 +271,9 @@ def _first_row(key: str, file: str, tabs: bool) -> list[str]:
     """The first row, of which the second may have no more values: pandas would take the first as the name of the row."""
     limit = csv.field_size_limit(2**31 - 1)  # by default shorter than a long document
     try:
-        with open_text(file) as lines:
+        with loading(key), open_text(file) as lines:
             rows = csv.reader(lines, **(TABS if tabs else {}))
             first, second = islice(chain(filter(None, rows), [[], []]), 2)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise table_failure(key, error) from error
     finally:
         csv.field_size_limit(limit)
     if not first:

@@ -16,6 +16,8 @@ from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.pooling import Pooling
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.collection import PAGES, Collection, RecipeData
+from pylate_fastmaxsim.recipes.data.tables import loading
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.ranking import (
     DEPTH,
     METRICS,
@@ -36,8 +38,15 @@ from pylate_fastmaxsim.tokens import TokenBatch
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from sentence_transformers.evaluation import InformationRetrievalEvaluator
 
 logger = logging.getLogger(__name__)
+
+NANO_BEIR = "evaluation.nano_beir"
+NANO_BEIR_SETS = (
+    *("climatefever", "dbpedia", "fever", "fiqa2018", "hotpotqa", "msmarco", "nfcorpus", "nq", "quoraretrieval"),
+    *("scidocs", "arguana", "scifact", "touche2020"),
+)
 
 
 def evaluate(recipe: Recipe, model: HostModel, data: RecipeData) -> dict[str, float | None]:
@@ -187,4 +196,31 @@ def positions_of_rows(recipe: Recipe, rows: Dataset, collection: Collection) -> 
     return (
         torch.tensor([queries[query] for query, _ in found]),
         torch.tensor([[documents[text] for text in texts] for _, texts in found]),
+    )
+
+
+def check_nano_beir(names: list[str]) -> None:
+    """Refuse unknown names and repeated sets. Upper and lower case are the same, as for the libraries."""
+    for name in names:
+        if name.lower() not in NANO_BEIR_SETS:
+            raise RecipeError(f"{NANO_BEIR} must name sets out of {', '.join(NANO_BEIR_SETS)}, got {name!r}.")
+    if len({name.lower() for name in names}) < len(names):
+        raise RecipeError(f"{NANO_BEIR} must name each set once, got {', '.join(names)}.")
+
+
+def load_nano_beir(recipe: Recipe) -> list[Collection]:
+    """The collections of ``evaluation.nano_beir``, loaded by the evaluator that the library of the model has for them."""
+    with loading(NANO_BEIR):
+        evaluator = kind_of(recipe.model).nano_beir_evaluator(
+            recipe.evaluation.nano_beir, precision_recall_at_k=[100], show_progress_bar=True, write_csv=False
+        )
+    return list(map(collection_of_set, evaluator.evaluators))
+
+
+def collection_of_set(evaluator: InformationRetrievalEvaluator) -> Collection:
+    """The queries, documents and judgements of an evaluator."""
+    return Collection(
+        Dataset.from_dict({"_id": evaluator.corpus_ids, "text": evaluator.corpus}),
+        dict(zip(evaluator.queries_ids, evaluator.queries, strict=True)),
+        {query: dict.fromkeys(sorted(evaluator.relevant_docs[query]), 1) for query in evaluator.queries_ids},
     )
