@@ -92,8 +92,26 @@ def look_up(
         feature = Value("int64") if name in tables else Value("float32") if name == SCORES else rows.features[column]
         features[name] = List(feature) if is_list(rows.features.arrow_schema.field(column).type) else feature
     parts = [rows._fingerprint, *(table.table._fingerprint for table in tables.values()), names, n_ways, 5]
+
+    def resolve(batch: pa.Table) -> pa.Table:
+        columns = {}
+        for column, name in zip(batch.column_names, names, strict=True):
+            values, where = batch[column], f"{key}: {column!r} of {place}"
+            nested = is_list(values.type)
+            if nested:
+                values = pc.list_flatten(pc.list_slice(values, 0, n_ways))
+            if name in tables:
+                values = _row_numbers(where, values, tables[name])
+            elif name == SCORES:
+                values = _finite(where, values)
+            if nested:
+                ends = pa.array(range(0, len(values) + 1, n_ways), pa.int32())
+                values = pa.ListArray.from_arrays(ends, values.combine_chunks())
+            columns[name] = values
+        return pa.table(columns)
+
     numbers = rows.with_format("arrow").map(
-        _Resolve(key, place, names, tables, n_ways),
+        resolve,
         batched=True,
         batch_size=ROWS_PER_LOOKUP,
         remove_columns=rows.column_names,
@@ -153,41 +171,14 @@ def _require_one_text_each(table: TextTable, ids: pa.ChunkedArray, texts: pa.Chu
         )
 
 
-@dataclass
-class _Resolve:
-    """Replaces ids by row numbers in a batch of rows in Arrow."""
-
-    key: str
-    place: str
-    names: Sequence[str]
-    tables: dict[str, TextTable]
-    n_ways: int | None
-
-    def __call__(self, batch: pa.Table) -> pa.Table:
-        columns = {}
-        for column, name in zip(batch.column_names, self.names, strict=True):
-            values, where = batch[column], f"{self.key}: {column!r} of {self.place}"
-            nested = is_list(values.type)
-            if nested:
-                values = pc.list_flatten(pc.list_slice(values, 0, self.n_ways))
-            if name in self.tables:
-                values = self._rows(where, values, self.tables[name])
-            elif name == SCORES:
-                values = _finite(where, values)
-            if nested:
-                ends = pa.array(range(0, len(values) + 1, self.n_ways), pa.int32())
-                values = pa.ListArray.from_arrays(ends, values.combine_chunks())
-            columns[name] = values
-        return pa.table(columns)
-
-    def _rows(self, where: str, ids: pa.ChunkedArray, table: TextTable) -> pa.ChunkedArray:
-        """The row number (int64) of each id."""
-        ids = as_text(ids, where)
-        rows = pc.index_in(ids, value_set=table.known)
-        if rows.null_count:
-            missing = ids[pc.index(pc.is_null(rows), True).as_py()]
-            raise RecipeError(f"{where} has {missing}, which is not in {table.place}.")
-        return pc.cast(rows, pa.int64())
+def _row_numbers(where: str, ids: pa.ChunkedArray, table: TextTable) -> pa.ChunkedArray:
+    """The row (int64) of each id in a table."""
+    ids = as_text(ids, where)
+    rows = pc.index_in(ids, value_set=table.known)
+    if rows.null_count:
+        missing = ids[pc.index(pc.is_null(rows), True).as_py()]
+        raise RecipeError(f"{where} has {missing}, which is not in {table.place}.")
+    return pc.cast(rows, pa.int64())
 
 
 def _finite(where: str, scores: pa.ChunkedArray) -> pa.ChunkedArray:

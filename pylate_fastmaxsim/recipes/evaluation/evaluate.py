@@ -97,8 +97,8 @@ def evaluate_held_out(recipe: Recipe, model: Retriever, rows: Dataset) -> dict[s
     encoded = with_progress_bar(
         encode_corpus(model, collection.corpus, batch_size), len(collection.corpus), "Encoding documents"
     )
-    documents, sparsity = list(encoded), Sparsity()
-    found = ranking(collection, *model.search(queries, sparsity.counted(queries, documents), DEPTH, pooling), DEPTH)
+    documents, sparsity = list(encoded), Sparsity(queries)
+    found = ranking(collection, *model.search(queries, sparsity.counted(documents), DEPTH, pooling), DEPTH)
     metrics = metrics_of(found, collection, ["ndcg@10"])
     if (name := metric_of_rows(recipe, rows)) is not None:
         scores = _scores_of_rows(queries, documents, *positions_of_rows(recipe, rows, collection), pooling)
