@@ -29,8 +29,8 @@ from pylate_fastmaxsim.recipes.evaluation.ranking import (
     ranking,
     with_progress_bar,
 )
-from pylate_fastmaxsim.recipes.kind import kind_of
-from pylate_fastmaxsim.recipes.models.load import HostModel
+from pylate_fastmaxsim.recipes.kind import Kind
+from pylate_fastmaxsim.recipes.models.load import HostModel, kind_of
 from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, retriever_of
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.sparse import SparseBatch
@@ -208,10 +208,10 @@ def check_nano_beir(names: list[str]) -> None:
         raise RecipeError(f"{NANO_BEIR} must name each set once, got {', '.join(names)}.")
 
 
-def load_nano_beir(recipe: Recipe) -> list[Collection]:
+def load_nano_beir(recipe: Recipe, kind: Kind) -> list[Collection]:
     """The collections of ``evaluation.nano_beir``, loaded by the evaluator that the library of the model has for them."""
     with loading(NANO_BEIR):
-        evaluator = kind_of(recipe.model).nano_beir_evaluator(
+        evaluator = kind.nano_beir_evaluator(
             recipe.evaluation.nano_beir, precision_recall_at_k=[100], show_progress_bar=True, write_csv=False
         )
     return list(map(collection_of_set, evaluator.evaluators))

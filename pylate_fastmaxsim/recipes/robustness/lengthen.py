@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pylate_fastmaxsim.diagnostics.robustness import draw_fillers, lengthened
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.models.encoder import encoder_of, positions
+from pylate_fastmaxsim.recipes.models.load import encoder_of, positions
 from pylate_fastmaxsim.recipes.models.retriever import Encoded, Retriever
 from pylate_fastmaxsim.recipes.robustness.task import Append, Task
 from pylate_fastmaxsim.tokens import TokenBatch
