@@ -246,9 +246,7 @@ def backward(
             gradient, pooled, operands.q_starts, operands.q_lengths, constants, slopes,
             num_slots, num_rows, row_blocks, 1.0 / pooling.temperature, BLOCK_S=16, BLOCK_R=block_r, num_warps=4,
         )  # fmt: skip
-        live_tokens, d_lengths = None, operands.d_lengths
-        if operands.d_keep is not None:
-            live_tokens, d_lengths = live_tokens_of(operands.d_starts, d_lengths, operands.d_keep)
+        live_tokens, d_lengths = live_tokens_of(operands.d_starts, operands.d_lengths, operands.d_keep)
         rows = offsets = None
         if operands.candidates is None and not every_row:
             rows, offsets = live_rows_of(operands.q_starts, operands.q_lengths, operands.q_keep, operands.max_q_length)
