@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 
-from pylate_fastmaxsim.cli.terminal import (
-    add_recipe,
-    end_with,
-    errors,
-    plain,
-    progress_of_runs,
-    quiet_libraries,
-    report_interruption,
-)
+from pylate_fastmaxsim.cli.terminal import add_recipe, end_with, quiet_libraries, report_interruption
 from pylate_fastmaxsim.recipes.load import load_recipe
 
 
@@ -33,7 +24,7 @@ def run(options: argparse.Namespace) -> None:
     """Compare, print the tables, and write them as JSON, PNG and HTML."""
     # As output_dir of the recipe, so that ~ in --output=~/dir is expanded.
     recipe = load_recipe(options.recipe, options.overrides, options.output)
-    from pylate_fastmaxsim.comparison.report import RESULT_FILE, SUFFIXES, show_comparison, write_pictures
+    from pylate_fastmaxsim.comparison.report import RESULT_FILE, publish
     from pylate_fastmaxsim.recipes.comparison.compare import RunFailed, compare, parse_sweep
 
     batch_sizes = parse_sweep(options.sweep) if options.sweep is not None else []
@@ -42,11 +33,6 @@ def run(options: argparse.Namespace) -> None:
     quiet_libraries()
     try:
         with report_interruption(lambda: steps, "a comparison is not resumed, the same command starts it again"):
-            with progress_of_runs() as on_progress:
-                comparison = compare(recipe, on_progress, batch_sizes)
-            # Before anything that may fail, because measuring took long.
-            show_comparison(comparison, plain.print, partial(errors.print, style="yellow"))
-            write_pictures(comparison, result)
+            publish(compare(recipe, batch_sizes), result)
     except RunFailed as error:
         end_with(f"fastmaxsim: {error}")
-    print(*(result.with_suffix(suffix) for suffix in SUFFIXES), sep="\n")

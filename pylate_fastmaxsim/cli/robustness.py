@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure, print the tables, and write them as JSON, PNG and HTML."""
     from pylate_fastmaxsim.recipes.robustness.measure import settings_of
-    from pylate_fastmaxsim.recipes.robustness.report import tables, write_robustness_page, write_robustness_png
+    from pylate_fastmaxsim.recipes.robustness.report import publish, tables
     from pylate_fastmaxsim.recipes.robustness.run import robustness
     from pylate_fastmaxsim.recipes.robustness.task import Limits
 
@@ -71,6 +71,5 @@ def run(options: argparse.Namespace) -> None:
         )
         for table in tables(result):
             plain.print(table)
-        write_robustness_png(result, file.with_suffix(".png"))
-        write_robustness_page(result, pairs, file.with_suffix(".html"))
+        publish(result, pairs, file)
     print(*(file.with_suffix(suffix) for suffix in (".json", ".png", ".html")), sep="\n")

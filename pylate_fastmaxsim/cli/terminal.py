@@ -166,27 +166,15 @@ def report_interruption(kept: Callable[[], str], interrupted: str | None = None)
 
 
 @contextmanager
-def progress_of_runs() -> Iterator[Callable[..., None]]:
-    """A bar for each run of a comparison, with its rate and the time left."""
-    with ExitStack() as stack:
-        bars: dict[str, tqdm] = {}
-
-        def on_progress(run: str, text: str, done: int, of: int | None) -> None:
-            if run not in bars:
-                bars[run] = stack.enter_context(_bar(run, of, "steps"))
-            bars[run].n, bars[run].total = done, of
-            bars[run].set_postfix_str(text)
-
-        yield on_progress
-
-
-@contextmanager
 def progress_of_tasks() -> Iterator[Callable[..., Callable[[int], object]]]:
     """A bar for each task of a search: ``begin(task, total, done)`` returns what is told how many more are done."""
     with ExitStack() as stack:
-        yield lambda task, total, done=0: stack.enter_context(_bar(task, total, "items", done)).update
 
+        def begin(task: str, total: int | None, done: int = 0) -> Callable[[int], object]:
+            # The rate is the mean: batches may take a minute each. Only on a terminal.
+            bar = tqdm(
+                desc=task, total=total, initial=done, unit=" items", smoothing=0, dynamic_ncols=True, disable=None
+            )
+            return stack.enter_context(bar).update
 
-def _bar(task: str, total: int | None, unit: str, done: int = 0) -> tqdm:
-    # The rate is the mean: batches may take a minute each. Only on a terminal.
-    return tqdm(desc=task, total=total, initial=done, unit=f" {unit}", smoothing=0, dynamic_ncols=True, disable=None)
+        yield begin

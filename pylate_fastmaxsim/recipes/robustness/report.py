@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ ATTACKS = {
     EVERYWHERE: "near query tokens, in gold documents too",
 }
 SHOWN_METRICS = ("ndcg@10", "recall@1")
+SHOWN = " / ".join(f"{{{metric}:.3f}}" for metric in SHOWN_METRICS)
 SETTINGS = ("data", "appended", "document_length", "lengthened_document_length", "noise", "seed", "poolings")
 MOST_LETTERS = 300  # of a text of a pair
 MOST_LABELS = 48  # tokens of a query that still have room for their names
@@ -40,25 +42,19 @@ def tables(result: dict[str, Any]) -> list[Table]:
 
 def length_rows(result: dict[str, Any]) -> Rows:
     """nDCG@10 and Recall@1 of each length and pooling; the first row is the header."""
-    rows = [("times as long", "tokens", *result["poolings"])]
-    for times, some in _by(result["lengths"], "times"):
-        rows.append((str(times), f"{some[0]['tokens']:.0f}", *map(_metrics, some)))
-    return rows
+    return _rows(result, result["lengths"], {"times as long": "{times}", "tokens": "{tokens:.0f}"}, SHOWN)
 
 
 def injection_rows(result: dict[str, Any], attack: str) -> Rows:
     """nDCG@10 and Recall@1 of each number of injected tokens and pooling, and the hijack rate."""
-    rows = [("tokens", "hijack rate", *result["poolings"])]
-    for tokens, some in _by(_of(result, attack), "tokens"):
-        rows.append((str(tokens), f"{some[0]['hijack_rate']:.3f}", *map(_metrics, some)))
-    return rows
+    return _rows(result, _of(result, attack), {"tokens": "{tokens}", "hijack rate": "{hijack_rate:.3f}"}, SHOWN)
 
 
-def weight_rows(result: dict[str, Any], attack: str) -> Rows:
-    """The share of the weight of each pooling on injected tokens."""
-    rows = [("tokens", *result["poolings"])]
-    for tokens, some in _by(_of(result, attack), "tokens"):
-        rows.append((str(tokens), *(f"{row['injected_weight']:.3f}" for row in some)))
+def _rows(result: dict[str, Any], measured: list[dict[str, Any]], first: dict[str, str], cell: str) -> Rows:
+    """Rows of the ``first`` columns, by their titles, and of a ``cell`` for each pooling: patterns of what was measured."""
+    rows = [(*first, *result["poolings"])]
+    for heads, some in groupby(measured, lambda row: [pattern.format(**row) for pattern in first.values()]):
+        rows.append((*heads, *(cell.format(**row) for row in some)))
     return rows
 
 
@@ -91,30 +87,17 @@ def caption(result: dict[str, Any]) -> str:
     )
 
 
-def _metrics(row: dict[str, Any]) -> str:
-    return " / ".join(f"{row[metric]:.3f}" for metric in SHOWN_METRICS)
-
-
 def _of(result: dict[str, Any], attack: str) -> list[dict[str, Any]]:
     return [row for row in result["injection"] if row["attack"] == attack]
 
 
-def _by(rows: list[dict[str, Any]], key: str) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Each value of ``key``, and its rows: one for each pooling."""
-    for value in dict.fromkeys(row[key] for row in rows):
-        yield value, [row for row in rows if row[key] == value]
-
-
-def write_robustness_png(result: dict[str, Any], file: Path) -> None:
-    """Draw nDCG@10 and Recall@1 against length, and against the tokens of each attack."""
-    write_png(file, partial(_draw_overview, result), f"{name_of(result)}: robustness", 15, 6, dpi=130)
-
-
-def write_robustness_page(result: dict[str, Any], pairs: Sequence[Pair], file: Path) -> None:
-    """Write the page of the content of ``robustness.json`` and a few pairs."""
+def publish(result: dict[str, Any], pairs: Sequence[Pair], file: Path) -> None:
+    """Draw ``robustness.png`` and write the page of the content of ``robustness.json``, the ``file``, and a few pairs."""
     name = name_of(result)
+    draw = partial(_draw_overview, result)
+    write_png(file.with_suffix(".png"), draw, f"{name}: robustness", 15, 6, dpi=130)
     write_page(
-        file,
+        file.with_suffix(".html"),
         title=f"{name}: robustness",
         name=name,
         headline=f"How retrieval holds up with longer and with attacked documents, by {len(result['poolings'])} poolings",
@@ -140,7 +123,8 @@ def _sections(result: dict[str, Any]) -> list[Section]:
             "The share of each pooling's weight that is on injected tokens; the table is of tokens near query tokens."
         )
         draw = partial(_draw_hijacking, result)
-        sections.append(Section("What is hijacked", weights, weight_rows(result, TARGETED), draw, (9, 3.4)))
+        rows = _rows(result, _of(result, TARGETED), {"tokens": "{tokens}"}, "{injected_weight:.3f}")
+        sections.append(Section("What is hijacked", weights, rows, draw, (9, 3.4)))
     return sections
 
 
