@@ -34,16 +34,6 @@ _FULL_DISK = re.compile(r"No space left on device|\(os error (27|28|122)\)")
 _NOT_WRITTEN = re.compile(r"PytorchStreamWriter failed writing|unexpected pos \d+ vs \d+")
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Add a recipe and ``--set``."""
-    parser.add_argument(
-        "recipe",
-        metavar="RECIPE",
-        help="a recipe: a .yaml file, or the name of one that comes with the package (fastmaxsim recipes)",
-    )
-    add_overrides(parser)
-
-
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Add ``--set``."""
     parser.add_argument(
@@ -54,11 +44,6 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="override a key of the recipe, for example training.max_steps=100; may be given several times",
     )
-
-
-def add_resume(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Add ``--resume`` and ``--no-resume``."""
-    parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help=meaning)
 
 
 def add_collection(parser: argparse.ArgumentParser, meaning: str) -> None:
@@ -138,14 +123,9 @@ def report_errors() -> Iterator[None]:
 
 @contextmanager
 def report_interruption(kept: Callable[[], str], interrupted: str | None = None) -> Iterator[None]:
-    """End with one sentence on a full disk or after an interrupt.
+    """End with one sentence on a full disk or after an interrupt, with a clause that says what is ``kept``.
 
-    Parameters
-    ----------
-    kept
-        A clause that says what is left.
-    interrupted
-        Another one after an interrupt.
+    ``interrupted`` is another one after an interrupt.
     """
     try:
         yield

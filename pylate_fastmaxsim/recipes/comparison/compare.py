@@ -55,19 +55,10 @@ def compare(recipe: Recipe, batch_sizes: Sequence[int] = ()) -> dict[str, Any]:
     Of ``batch_sizes`` a few steps each are measured as well, both ways; not of sizes larger than the first that ran out
     of memory.
 
-    Returns
-    -------
-    The content of ``compare.json``: :func:`~pylate_fastmaxsim.comparison.verdict.summarize_turns`, the recipe and
+    Returns the content of ``compare.json``: :func:`~pylate_fastmaxsim.comparison.verdict.summarize_turns`, the recipe and
     the ``sweep``. None stands for a number that is NaN or infinite. ``wall_seconds`` are less what one run does for both
-    (what is prepared, and the evaluation of the untrained model); ``whole`` is with all that and the sweep.
-
-    Raises
-    ------
-    RecipeError
-        The recipe does not fit its data, this is one of several processes of a launcher, or another command compares in
-        ``output_dir`` at this moment.
-    RunFailed
-        With the last line of error of the run. What was measured before is in ``compare.json``.
+    (what is prepared, and the evaluation of the untrained model); ``whole`` is with all that and the sweep. RunFailed has
+    the last line of error of a run; what was measured before is in ``compare.json``.
     """
     begun = time.perf_counter()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

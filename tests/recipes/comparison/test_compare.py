@@ -19,9 +19,9 @@ from comparisons import Page, RecordingGate, run_of, steps
 from PIL import Image
 from recipe_runs import command
 from tiny_recipe import tiny, write
+from transformers import Trainer
 
 from pylate_fastmaxsim.comparison.report import sweep_sentence
-from pylate_fastmaxsim.comparison.trainer import _CountedStep
 from pylate_fastmaxsim.comparison.turns import Run, Turns
 from pylate_fastmaxsim.comparison.verdict import MODES, PHASES, summarize_steps
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
@@ -128,7 +128,7 @@ def test_measuring_says_that_memory_ran_out(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(_CountedStep, "__call__", full)
+    monkeypatch.setattr(Trainer, "training_step", full)
     assert measure(load_recipe(write(tmp_path, tiny(tmp_path))), RecordingGate())["status"] == "out of memory"
 
 
