@@ -57,9 +57,8 @@ def add_robustness_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_robustness(options: argparse.Namespace) -> None:
     """Measure, print the tables, and write them as JSON, PNG and HTML."""
-    from pylate_fastmaxsim.recipes.robustness.measure import settings_of
-    from pylate_fastmaxsim.recipes.robustness.report import publish, tables
-    from pylate_fastmaxsim.recipes.robustness.run import robustness
+    from pylate_fastmaxsim.recipes.robustness.measure import robustness, settings_of
+    from pylate_fastmaxsim.recipes.robustness.report import tables, write_robustness_page, write_robustness_png
     from pylate_fastmaxsim.recipes.robustness.task import Limits
 
     settings = settings_of(options.pooling, options.times, options.tokens, options.append, options.noise, options.seed)
@@ -71,5 +70,6 @@ def run_robustness(options: argparse.Namespace) -> None:
         )
         for table in tables(result):
             plain.print(table)
-        publish(result, pairs, file)
+        write_robustness_png(result, file.with_suffix(".png"))
+        write_robustness_page(result, pairs, file.with_suffix(".html"))
     print(*(file.with_suffix(suffix) for suffix in (".json", ".png", ".html")), sep="\n")

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim.integrations.pylate.normalize import unit
@@ -30,13 +29,14 @@ def first_tokens(documents: TokenBatch, count: int) -> TokenBatch:
     [3, 1]
     """
     count = require_count("first_tokens", "count", count)
-    rows, live = _places(documents)
-    live = first_live(live, count)
+    place = torch.arange(documents.max_length, device=documents.device)
+    live = place < documents.lengths[:, None]
+    rows = torch.where(live, documents.starts[:, None] + place, 0)
+    live = first_live(live if documents.keep is None else live & documents.keep[rows], count)
     keep = torch.zeros(len(documents.values) + 1, dtype=torch.bool, device=documents.device)
     # What is not live is written behind the last row. An assignment would copy its value from the host, and wait.
     keep.index_fill_(0, torch.where(live, rows, len(documents.values)).flatten(), True)
-    ends = torch.arange(1, documents.max_length + 1, device=documents.device)
-    return replace(documents, lengths=(live * ends).amax(dim=1), keep=keep[:-1], gapless=False)
+    return replace(documents, lengths=(live * (place + 1)).amax(dim=1), keep=keep[:-1], gapless=False)
 
 
 def pooled_tokens(documents: TokenBatch, count: int) -> TokenBatch:
@@ -60,11 +60,8 @@ def pooled_tokens(documents: TokenBatch, count: int) -> TokenBatch:
     [[[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 0.0]]]
     """
     count = require_count("pooled_tokens", "count", count)
-    rows, live = _places(documents)
     # No document has more, and memory is for as many as are asked for.
-    count = min(count, documents.max_length)
-    values, live = pool_padded(documents.values[torch.where(live, rows, 0)], live, count)
-    return TokenBatch.from_padded(values, live)
+    return TokenBatch.from_padded(*pool_padded(*documents.to_padded(), min(count, documents.max_length)))
 
 
 def first_live(live: Tensor, count: int) -> Tensor:
@@ -82,17 +79,3 @@ def pool_padded(values: Tensor, live: Tensor, count: int) -> tuple[Tensor, Tenso
     member = (run[:, None] == runs[:, None]) & live[:, None]
     sums = member.to(values.dtype) @ values.masked_fill(~live[..., None], 0)
     return unit(sums), runs < tokens
-
-
-def padded_to(values: Tensor, live: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Tokens ``[N, k, d]`` and their mask with ``length`` places."""
-    more = length - values.shape[1]
-    return F.pad(values, (0, 0, 0, more)), F.pad(live, (0, more))
-
-
-def _places(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """The row of each place of a sequence, ``[N, max_length]``, and whether a live token is there."""
-    place = torch.arange(batch.max_length, device=batch.device)
-    inside = place < batch.lengths[:, None]
-    rows = torch.where(inside, batch.starts[:, None] + place, 0)
-    return rows, inside if batch.keep is None else inside & batch.keep[rows]

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.models.wrappers import StandIn
 from pylate_fastmaxsim.integrations.pylate.normalize import unit
-from pylate_fastmaxsim.losses.tokens import first_live, first_tokens, padded_to, pool_padded, pooled_tokens
+from pylate_fastmaxsim.losses.tokens import first_live, first_tokens, pool_padded, pooled_tokens
 from pylate_fastmaxsim.ops.pooled import live_counts
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -40,8 +41,10 @@ class View:
         """View of one side as ``[N, L, d]`` with a mask ``[N, L]``, in as many places."""
         if are_documents and self.tokens is not None:
             if self.pooled:
-                length = live.shape[1]
-                values, live = padded_to(*pool_padded(values, live, min(self.tokens, length)), length)
+                count = min(self.tokens, live.shape[1])
+                more = live.shape[1] - count
+                values, live = pool_padded(values, live, count)
+                values, live = F.pad(values, (0, 0, 0, more)), F.pad(live, (0, more))
             else:
                 live = first_live(live, self.tokens)
         return self._cut(values), live
@@ -69,7 +72,7 @@ def replaced_model(loss: nn.Module, answer: Callable) -> Iterator[None]:
         asked.append(None)
         return answer(*args, **kwargs)
 
-    holders = list(_holders(loss, model))
+    holders = [module for module in loss.modules() if getattr(module, "model", None) is model]
     for holder in holders:
         holder.model = StandIn(model, asking)
     try:
@@ -81,11 +84,3 @@ def replaced_model(loss: nn.Module, answer: Callable) -> Iterator[None]:
         raise ValueError(
             f"Matryoshka: {type(loss).__name__} does not call self.model, so its embeddings cannot be cut."
         )
-
-
-def _holders(loss: nn.Module, model: nn.Module) -> Iterator[nn.Module]:
-    if getattr(loss, "model", None) is model:
-        yield loss
-    for child in loss.children():
-        if child is not model:
-            yield from _holders(child, model)

@@ -7,7 +7,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim.codec import ResidualCodec
 from pylate_fastmaxsim.retrieval.corpus import Corpus
-from pylate_fastmaxsim.retrieval.formats.format import Arrays, Format
+from pylate_fastmaxsim.retrieval.formats.format import Format
 from pylate_fastmaxsim.retrieval.formats.part import Part
 
 METADATA_FILE = "metadata.json"
@@ -41,7 +41,10 @@ class PlaidCorpus(Corpus):
     documents are in the order in which they were added, without those that fast-plaid has deleted.
     """
 
-    ids: list[Any] | None
+    def __init__(self, folder: Path, parts: list[Part], ids: list[Any] | None) -> None:
+        """Use :func:`read_plaid`."""
+        self._set(folder, parts)
+        self.ids = ids
 
 
 def read_plaid(folder: str | os.PathLike) -> PlaidCorpus:
@@ -101,31 +104,20 @@ def read_plaid(folder: str | os.PathLike) -> PlaidCorpus:
             # A document that PyLate has removed is still there, without tokens.
             kept = [part.bounds.diff() > 0 for part in parts]
             numbers = torch.cat(kept).nonzero().flatten().tolist()
-            parts = [part.of(some) for part, some in zip(parts, kept, strict=True)]
+            parts = [
+                replace(part, bounds=torch.cat([part.bounds[:1], part.bounds[1:][some]]))
+                for part, some in zip(parts, kept, strict=True)
+            ]
         if ids.keys() != set(numbers):
             raise ValueError(
                 f"read_plaid: {_ids_file(folder)} must hold the ids of the {len(numbers)} documents of the index, but "
                 f"holds {len(ids)}, or those of others, as after a change without PyLate; build the index anew."
             )
         ids = [ids[number] for number in numbers]
-    corpus = PlaidCorpus.of_parts(folder, parts)
-    corpus.ids = ids
-    return corpus
+    return PlaidCorpus(folder, parts, ids)
 
 
-class _Chunk(Part):
-    """A chunk of an index."""
-
-    def views(self, begin: int, end: int) -> tuple[Arrays, Tensor, int]:
-        arrays, bounds, longest = super().views(begin, end)
-        return {**arrays, "codes": arrays["codes"].int()}, bounds, longest
-
-    def of(self, kept: Tensor) -> _Chunk:
-        """The chunk without some documents, none of which has tokens."""
-        return _Chunk(self.format, self.arrays, torch.cat([self.bounds[:1], self.bounds[1:][kept]]), self.file)
-
-
-def _chunk(folder: Path, number: int, layout: Layout, stored: Format, merged: bool, begin: int) -> _Chunk:
+def _chunk(folder: Path, number: int, layout: Layout, stored: Format, merged: bool, begin: int) -> Part:
     """A chunk; ``begin``: where its rows begin in files of all chunks."""
     file = _lengths_file(folder, number)
     lengths = _read_json(file)
@@ -141,7 +133,7 @@ def _chunk(folder: Path, number: int, layout: Layout, stored: Format, merged: bo
     )
     _require(codes_file, codes, WHOLE, (tokens,))
     _require(packed_file, packed, (torch.uint8,), (tokens, stored.columns["packed"].width))
-    return _Chunk(stored, {"codes": codes, "packed": packed}, bounds, file)
+    return Part(stored, {"codes": codes, "packed": packed}, bounds, tokens, file)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ def on_device_of(tensor: Tensor):
 
 def contiguous(operands: Operands) -> Operands:
     """The operands with contiguous tensors."""
-    if all(tensor.is_contiguous() for tensor in operands.tensors if tensor is not None):
+    if all(value.is_contiguous() for value in operands if isinstance(value, Tensor)):
         return operands
     return type(operands)(*(value.contiguous() if isinstance(value, Tensor) else value for value in operands))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset, Features, IterableDataset, Sequence, Value, concatenate_datasets
+from datasets import Dataset, Features, IterableDataset, Sequence, Value, concatenate_datasets, disable_progress_bars
 from datasets.exceptions import DatasetGenerationError
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
@@ -24,7 +24,7 @@ from pylate_fastmaxsim.recipes.data.lists import (
     text_key_of,
     truncate_lists,
 )
-from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, show_progress_bars, table_failure
+from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, table_failure
 from pylate_fastmaxsim.recipes.data.text import check_first, is_id_column, require_text
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type, parse_json
@@ -68,9 +68,9 @@ def _load_checked(recipe: Recipe) -> Dataset:
     if not recipe.model.visual and recipe.loss.name != "distillation":
         dataset = spread_lists(recipe.data, dataset)
     if recipe.data.n_ways is not None:
-        with show_progress_bars():
-            options = {"n_ways": recipe.data.n_ways}
-            dataset = dataset.map(truncate_lists, fn_kwargs=options, batched=True, desc="Reading lists")
+        dataset = dataset.map(
+            truncate_lists, fn_kwargs={"n_ways": recipe.data.n_ways}, batched=True, desc="Reading lists"
+        )
     return kind_of(recipe.model).fit_columns(recipe, dataset)
 
 
@@ -155,6 +155,7 @@ def open_rows(data: DataSection, section: str, streaming: bool = False) -> Datas
 def stream_rows(recipe: Recipe) -> IterableDataset:
     """The rows of a recipe with the columns that it uses, shuffled within a buffer, again and again in the same order."""
     rows = open_rows(recipe.data, "data", streaming=True)
+    disable_progress_bars()  # one for each batch whose scores are cast
     first = next(iter(_taken(rows, 1)), None)
     if first is None:
         raise RecipeError("data: there are no rows to stream.")
@@ -237,8 +238,7 @@ def read_triples(key: str, files: list[str]) -> Dataset:
     status = [(each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in map(os.stat, files)]
     arguments = {"key": key, "files": files, "scored": scored, "status": [status]}
     try:
-        with show_progress_bars():
-            return Dataset.from_generator(_rows, Features(SCORED if scored else TRIPLES), gen_kwargs=arguments)
+        return Dataset.from_generator(_rows, Features(SCORED if scored else TRIPLES), gen_kwargs=arguments)
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, RecipeError):
             raise error.__cause__ from None

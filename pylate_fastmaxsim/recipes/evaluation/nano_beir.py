@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.collection import Collection
-from pylate_fastmaxsim.recipes.data.tables import show_progress_bars, table_failure
+from pylate_fastmaxsim.recipes.data.tables import table_failure
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import kind_of
 
@@ -36,8 +36,7 @@ def check_names(names: list[str]) -> None:
 def load_nano_beir(recipe: Recipe) -> list[Collection]:
     """The collections of ``evaluation.nano_beir``, loaded by the evaluator that the library of the model has for them."""
     try:
-        with show_progress_bars():
-            evaluator = kind_of(recipe.model).nano_beir_evaluator(recipe.evaluation.nano_beir, **OPTIONS)
+        evaluator = kind_of(recipe.model).nano_beir_evaluator(recipe.evaluation.nano_beir, **OPTIONS)
     except Exception as error:  # as in load_table
         raise table_failure(KEY, error) from error
     return list(map(collection_of, evaluator.evaluators))

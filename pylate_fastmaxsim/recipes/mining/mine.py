@@ -22,7 +22,6 @@ from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.files.record import read_record, write_record
 from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace_file, replace_folder
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data.tables import show_progress_bars
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import hold_lock, make_directory, require_outputs
 from pylate_fastmaxsim.recipes.mining.first_stage import find_candidates, load_first_stage
@@ -124,9 +123,8 @@ def _mine(
         candidates = find_candidates(first_stage, pairs, section, work, common, device)
         del first_stage
     search = DocumentSearch(model, pairs, section, work, common)
-    scores, found = search.best_documents(candidates)
-    lowest = search.lowest_positive_scores()
-    chosen = hard_negatives(pairs, section, scores, found, lowest)
+    best = search.best_documents() if candidates is None else search.best_candidates(candidates)
+    chosen = hard_negatives(pairs, section, *best, search.lowest_positive_scores())
     del model, search
     candidates = [(query, [document, *chosen[query]]) for query, document in pairs.rows if query in chosen]
     if not candidates:
@@ -145,8 +143,7 @@ def _mine(
         "data": str(output),
     }
     if processes.is_main_process:
-        with show_progress_bars():
-            write_data(unfinished / "data", pairs, candidates, graded, summary | {"settings": settings})
+        write_data(unfinished / "data", pairs, candidates, graded, summary | {"settings": settings})
         put_into_place(unfinished / "data", output, replace=(unfinished / OLD_SUMMARY).exists())
         shutil.rmtree(unfinished)
     processes.wait_for_everyone()

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
-from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error, first_line
 from pylate_fastmaxsim.recipes.files import parse_json
 from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.models.encoder import encoder_of
@@ -92,10 +92,8 @@ def load_retriever(
     """
     saved_by, path = saved_class(name, key), Path(name).expanduser()
     if saved_by == "StaticLateInteraction":
-        try:
+        with as_recipe_error(f"{key} {name} cannot be loaded", (ValueError, OSError)):
             return StaticLateInteraction.load(path, device)
-        except (ValueError, OSError) as error:
-            raise RecipeError(f"{key} {name} cannot be loaded: {first_line(error)}") from error
     section = ColBERTSection(name_or_path=str(path) if path.is_dir() else name, trust_remote_code=trust_remote_code)
     host = SparseEncoder if saved_by == "SparseEncoder" else getattr(sentence_transformers, "MultiVectorEncoder", None)
     if host is None and saved_by == "ColBERT":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ ATTACKS = {
     EVERYWHERE: "near query tokens, in gold documents too",
 }
 SHOWN_METRICS = ("ndcg@10", "recall@1")
-SHOWN = " / ".join(f"{{{metric}:.3f}}" for metric in SHOWN_METRICS)
+BOTH_METRICS = "{ndcg@10:.3f} / {recall@1:.3f}"
 SETTINGS = ("data", "appended", "document_length", "lengthened_document_length", "noise", "seed", "poolings")
 MOST_LETTERS = 300  # of a text of a pair
 MOST_LABELS = 48  # tokens of a query that still have room for their names
@@ -42,20 +41,28 @@ def tables(result: dict[str, Any]) -> list[Table]:
 
 def length_rows(result: dict[str, Any]) -> Rows:
     """nDCG@10 and Recall@1 of each length and pooling; the first row is the header."""
-    return _rows(result, result["lengths"], {"times as long": "{times}", "tokens": "{tokens:.0f}"}, SHOWN)
+    columns = {"times as long": "{times}", "tokens": "{tokens:.0f}"}
+    return _rows(result, result["lengths"], "times", columns, BOTH_METRICS)
 
 
 def injection_rows(result: dict[str, Any], attack: str) -> Rows:
     """nDCG@10 and Recall@1 of each number of injected tokens and pooling, and the hijack rate."""
-    return _rows(result, _of(result, attack), {"tokens": "{tokens}", "hijack rate": "{hijack_rate:.3f}"}, SHOWN)
+    columns = {"tokens": "{tokens}", "hijack rate": "{hijack_rate:.3f}"}
+    return _rows(result, _of(result, attack), "tokens", columns, BOTH_METRICS)
 
 
-def _rows(result: dict[str, Any], measured: list[dict[str, Any]], first: dict[str, str], cell: str) -> Rows:
-    """Rows of the ``first`` columns, by their titles, and of a ``cell`` for each pooling: patterns of what was measured."""
-    rows = [(*first, *result["poolings"])]
-    for heads, some in groupby(measured, lambda row: [pattern.format(**row) for pattern in first.values()]):
-        rows.append((*heads, *(cell.format(**row) for row in some)))
-    return rows
+def weight_rows(result: dict[str, Any], attack: str) -> Rows:
+    """The share of the weight of each pooling on injected tokens."""
+    return _rows(result, _of(result, attack), "tokens", {"tokens": "{tokens}"}, "{injected_weight:.3f}")
+
+
+def _rows(result: dict[str, Any], rows: list[dict[str, Any]], key: str, columns: dict[str, str], cell: str) -> Rows:
+    """A row for each value of ``key``: ``columns`` by their titles, and a ``cell`` for each pooling."""
+    table = [(*columns, *result["poolings"])]
+    for value in dict.fromkeys(row[key] for row in rows):
+        some = [row for row in rows if row[key] == value]
+        table.append((*(text.format_map(some[0]) for text in columns.values()), *map(cell.format_map, some)))
+    return table
 
 
 def attacks_of(result: dict[str, Any]) -> dict[str, str]:
@@ -91,13 +98,16 @@ def _of(result: dict[str, Any], attack: str) -> list[dict[str, Any]]:
     return [row for row in result["injection"] if row["attack"] == attack]
 
 
-def publish(result: dict[str, Any], pairs: Sequence[Pair], file: Path) -> None:
-    """Draw ``robustness.png`` and write the page of the content of ``robustness.json``, the ``file``, and a few pairs."""
+def write_robustness_png(result: dict[str, Any], file: Path) -> None:
+    """Draw nDCG@10 and Recall@1 against length, and against the tokens of each attack."""
+    write_png(file, partial(_draw_overview, result), f"{name_of(result)}: robustness", 15, 6, dpi=130)
+
+
+def write_robustness_page(result: dict[str, Any], pairs: Sequence[Pair], file: Path) -> None:
+    """Write the page of the content of ``robustness.json`` and a few pairs."""
     name = name_of(result)
-    draw = partial(_draw_overview, result)
-    write_png(file.with_suffix(".png"), draw, f"{name}: robustness", 15, 6, dpi=130)
     write_page(
-        file.with_suffix(".html"),
+        file,
         title=f"{name}: robustness",
         name=name,
         headline=f"How retrieval holds up with longer and with attacked documents, by {len(result['poolings'])} poolings",
@@ -123,8 +133,7 @@ def _sections(result: dict[str, Any]) -> list[Section]:
             "The share of each pooling's weight that is on injected tokens; the table is of tokens near query tokens."
         )
         draw = partial(_draw_hijacking, result)
-        rows = _rows(result, _of(result, TARGETED), {"tokens": "{tokens}"}, "{injected_weight:.3f}")
-        sections.append(Section("What is hijacked", weights, rows, draw, (9, 3.4)))
+        sections.append(Section("What is hijacked", weights, weight_rows(result, TARGETED), draw, (9, 3.4)))
     return sections
 
 
