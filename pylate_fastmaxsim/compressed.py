@@ -319,7 +319,7 @@ def rounded_queries(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
     scales = torch.empty(len(values), dtype=torch.float32, device=values.device)
     for rows in chunks(*values.shape):
         numbers = values[rows].float()
-        largest = _amax(numbers.abs())
+        largest = numbers.abs().amax(dim=1)
         finite = largest.isfinite()
         largest = largest.where(finite, 0)
         numbers = numbers.where(finite[:, None], 0)
@@ -350,11 +350,6 @@ def _documents_of_rows(batch: TokenBatch | CompressedBatch, rows: int) -> tuple[
     return document, (row >= first) & (row < first + batch.lengths[document])
 
 
-def _amax(numbers: Tensor) -> Tensor:
-    """The largest of each row, 0 where it has none."""
-    return numbers.amax(dim=1) if numbers.shape[1] else numbers.new_zeros(len(numbers))
-
-
 def _live(values: Tensor, live: Tensor, rows: slice) -> Tensor:
     """Rows in float32, zeros where they do not count."""
     return values[rows].float().where(live[rows, None], 0)
@@ -364,7 +359,7 @@ def _largest(values: Tensor, live: Tensor) -> Tensor:
     """Largest magnitude of each row that counts, float32 ``[T]``."""
     largest = torch.empty(len(values), dtype=torch.float32, device=values.device)
     for rows in chunks(*values.shape):
-        largest[rows] = _amax(_live(values, live, rows).abs_())
+        largest[rows] = _live(values, live, rows).abs_().amax(dim=1)
     return largest
 
 

@@ -174,10 +174,12 @@ def _best(
             raise TypeError(f"search: each of documents must be a TokenBatch, got {type(batch).__name__}.")
         if len(batch) == 0:
             continue
+        new = torch.arange(seen, seen + len(batch), device=queries.device)
         rows = torch.arange(len(queries), device=queries.device).split(max(1, SCORES_AT_ONCE // len(batch)))
         merged = [
-            merge(scores[part], positions[part], pooled_scores(queries.select(part), batch, pooling=pooling), seen, k)
+            merge(scores[part], positions[part], found, new.expand_as(found), k)
             for part in rows
+            for found in [pooled_scores(queries.select(part), batch, pooling=pooling)]
         ]
         scores, positions = (torch.cat(parts) for parts in zip(*merged, strict=True))
         seen += len(batch)

@@ -7,6 +7,7 @@ import os
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -128,42 +129,36 @@ class SparseIndex:
         ...     len(SparseIndex.build(batches, folder=folder))
         3
         """
-        where = "SparseIndex.build"
+        where, folder = "SparseIndex.build", None if folder is None else Path(folder)
         device = None if device is None else _device(where, device)
-        if folder is None:
-            return cls._built(where, batches, None, device)
-        with writing(where, Path(folder)):
-            return cls._built(where, batches, Path(folder), device)
-
-    @classmethod
-    def _built(cls, where: str, batches: Batches, folder: Path | None, device: torch.device | None) -> SparseIndex:
-        index, held = None, 0
-        if folder is not None:
-            device = device or torch.device("cpu")
-            if (begun := files.read_unfinished(where, folder)) is not None:
-                index = cls._opened(where, folder, device, begun, range(len(begun.blocks)))
-                held = len(index)
-            if not callable(batches) and holds_something(folder):
-                raise ValueError(
-                    f"{where}: {folder} must be empty, unless batches is a function of the number of documents that it "
-                    f"holds ({held}), which goes on with them."
-                )
-        batches = batches(held) if callable(batches) else batches
-        require_batches(where, "batches", batches, SparseBatch)
-        if index is None:
-            batches = iter(batches)
-            first = next(batches, None)
-            if first is None:
-                raise ValueError(f"{where}: there must be at least one batch, which says what the vocabulary is.")
-            if not isinstance(first, SparseBatch):
-                raise TypeError(f"{where}: each of batches must be a SparseBatch, got {type(first).__name__}.")
-            index = cls(first.vocabulary, first.dtype, device or _device(where, first.device))
-            index._folder = folder
-            batches = chain([first], batches)
-        index._append(where, batches, folder)
-        if folder is not None:
-            index._describe(folder, index._written, index._state)
-        return index
+        with nullcontext() if folder is None else writing(where, folder):
+            index, held = None, 0
+            if folder is not None:
+                device = device or torch.device("cpu")
+                if (begun := files.read_unfinished(where, folder)) is not None:
+                    index = cls._opened(where, folder, device, begun, range(len(begun.blocks)))
+                    held = len(index)
+                if not callable(batches) and holds_something(folder):
+                    raise ValueError(
+                        f"{where}: {folder} must be empty, unless batches is a function of the number of documents that it "
+                        f"holds ({held}), which goes on with them."
+                    )
+            batches = batches(held) if callable(batches) else batches
+            require_batches(where, "batches", batches, SparseBatch)
+            if index is None:
+                batches = iter(batches)
+                first = next(batches, None)
+                if first is None:
+                    raise ValueError(f"{where}: there must be at least one batch, which says what the vocabulary is.")
+                if not isinstance(first, SparseBatch):
+                    raise TypeError(f"{where}: each of batches must be a SparseBatch, got {type(first).__name__}.")
+                index = cls(first.vocabulary, first.dtype, device or _device(where, first.device))
+                index._folder = folder
+                batches = chain([first], batches)
+            index._append(where, batches, folder)
+            if folder is not None:
+                index._describe(folder, index._written, index._state)
+            return index
 
     @classmethod
     def load(

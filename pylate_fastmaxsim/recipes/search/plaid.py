@@ -68,7 +68,7 @@ class PlaidIndex:
         The search runs within ``searching()``, the loading of the index before.
         """
         folder = plaid_folder(self.folder)
-        if not (folder / FAST_PLAID.centroids_file).exists():
+        if not (folder / f"centroids.{FAST_PLAID}").exists():
             raise RecipeError("it is not an index of fast-plaid")
         # Whose module brings the release that PyLate works with.
         from pylate.indexes.fast_plaid import search as fast_plaid
