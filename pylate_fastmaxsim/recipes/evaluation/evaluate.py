@@ -27,8 +27,7 @@ from pylate_fastmaxsim.recipes.evaluation.ranking import (
     ranking,
     with_progress_bar,
 )
-from pylate_fastmaxsim.recipes.kind import kind_of
-from pylate_fastmaxsim.recipes.models.load import HostModel
+from pylate_fastmaxsim.recipes.models.load import HostModel, kind_of
 from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, retriever_of
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.sparse import SparseBatch

@@ -23,13 +23,13 @@ from pylate_fastmaxsim.files.record import read_record, write_record
 from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace_file, replace_folder
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files import hold_lock, make_directory, require_outputs
+from pylate_fastmaxsim.recipes.files import hold_lock, inputs_of, make_directory, require_outputs
 from pylate_fastmaxsim.recipes.mining.first_stage import find_candidates, load_first_stage
 from pylate_fastmaxsim.recipes.mining.negatives import DocumentSearch, hard_negatives
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs, load_pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work
 from pylate_fastmaxsim.recipes.mining.teacher import Candidates, grade, load_teacher
-from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import prepare
 
@@ -65,12 +65,12 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
         raise RecipeError("fastmaxsim mine needs a recipe with a mining section and data.source distillation.")
     if recipe.model.build is not None:
         raise RecipeError("model.build does not apply to fastmaxsim mine, which searches with a model that is trained.")
-    device = training_arguments(recipe).device
+    device = training_arguments(recipe, kind_of(recipe.model)).device
     processes = PartialState()
     output = Path(recipe.data.name)
     if output.is_symlink():  # a folder cannot be renamed to a link
         output = output.resolve()
-    require_outputs("data.name", output, OWN_FILES, section, recipe.model)
+    require_outputs("data.name", output, OWN_FILES, inputs_of(section, recipe.model))
     unfinished = output.with_name(output.name + ".unfinished")
     mined = f"data.name: {output} is being mined by another command; wait until it ends, or choose another folder."
     lock = hold_lock("data.name", output.parent, output.name + LOCK_ENDING, mined)

@@ -22,8 +22,13 @@ from pylate_fastmaxsim.recipes.config.schema import MiningSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
-from pylate_fastmaxsim.recipes.models.encoder import encoder_of
-from pylate_fastmaxsim.recipes.models.load import NO_TOKENIZER, has_special_tokens_only, load_model, model_failure
+from pylate_fastmaxsim.recipes.models.load import (
+    NO_TOKENIZER,
+    encoder_of,
+    has_special_tokens_only,
+    load_model,
+    model_failure,
+)
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
 
 if TYPE_CHECKING:
