@@ -23,25 +23,34 @@ def require_tensor(
     """Raise TypeError unless the argument ``name`` of ``where`` is a tensor; ``allowed`` is its dtype and shape.
 
     ValueError if it is nested or sparse, or has another shape, dtype or device where these are given: ``sizes`` are the
-    number of dimensions, or the size of each, None for any.
+    number of dimensions, or the size of each, None for any; these sizes replace each ``{}`` of ``allowed``.
     """
     if not isinstance(value, Tensor):
-        raise TypeError(f"{where}: {name} must be a tensor {allowed}, got {type(value).__name__}.")
+        raise TypeError(f"{where}: {name} must be a tensor {_filled(allowed, sizes)}, got {type(value).__name__}.")
     if value.is_nested:
         raise ValueError(
-            f"{where}: {name} must be a plain tensor {allowed}, got a nested one; token vectors x of the layout "
+            f"{where}: {name} must be a plain tensor {_filled(allowed, sizes)}, got a nested one; token vectors x of the layout "
             "torch.jagged are TokenBatch.from_packed(x.values(), x.offsets())."
         )
     if value.layout != torch.strided:
-        raise ValueError(f"{where}: {name} must be a dense tensor {allowed}, got one of the layout {value.layout}.")
+        raise ValueError(
+            f"{where}: {name} must be a dense tensor {_filled(allowed, sizes)}, got one of the layout {value.layout}."
+        )
     shape = (None,) * sizes if isinstance(sizes, int) else sizes
     fits = shape is None or len(shape) == value.dim()
     if shape and fits:
         fits = all(size is None or size == got for size, got in zip(shape, value.shape, strict=True))
     if not fits or (dtypes and value.dtype not in dtypes):
-        raise ValueError(f"{where}: {name} must be {allowed}, got {value.dtype} of shape {tuple(value.shape)}.")
+        raise ValueError(
+            f"{where}: {name} must be {_filled(allowed, sizes)}, got {value.dtype} of shape {tuple(value.shape)}."
+        )
     if device not in (None, value.device):
         raise ValueError(f"{where}: {name} must be on {device}, as the rest, got {value.device}.")
+
+
+def _filled(allowed: str, sizes: int | tuple[int | None, ...] | None) -> str:
+    """The text with sizes, which is made for an error only: it would make a symbolic size of a graph a number."""
+    return allowed.format(*[size for size in sizes if size is not None]) if isinstance(sizes, tuple) else allowed
 
 
 def require_integer(name: str, value: object, allowed: str = "") -> int:

@@ -123,7 +123,7 @@ class TokenBatch:
         if mask is None:
             lengths = torch.full_like(starts, length)
             return cls(values.reshape(count * length, dim), starts, lengths, length, gapless=True)
-        require_tensor(where, mask_name, mask, f"[N, L] = [{count}, {length}]", (count, length))
+        require_tensor(where, mask_name, mask, "[N, L] = [{}, {}]", (count, length))
         if mask.is_meta and not values.is_meta:
             raise ValueError(f"{where}: {mask_name} is on the meta device, which holds no numbers.")
         keep = as_mask(where, mask_name, mask, device)
@@ -165,7 +165,7 @@ class TokenBatch:
         if cu_seqlens.shape[0] < 1:
             raise ValueError(f"{where}: cu_seqlens must be [N + 1] and start with 0, got shape (0,).")
         if keep is not None:
-            require_tensor(where, "keep", keep, f"[T] with T = {values.shape[0]}", (values.shape[0],))
+            require_tensor(where, "keep", keep, "[T] with T = {}", (values.shape[0],))
             keep = as_mask(where, "keep", keep, values.device)
         if max_length is not None:
             max_length = require_integer(f"{where}: max_length", max_length)
@@ -235,7 +235,7 @@ class TokenBatch:
             ``values`` is not a tensor.
         """
         rows = self.values.shape[0]
-        require_tensor("TokenBatch.with_values", "values", values, f"[T, d] with T = {rows}, as before", (rows, None))
+        require_tensor("TokenBatch.with_values", "values", values, "[T, d] with T = {}, as before", (rows, None))
         return replace(self, values=values)
 
     def select(self, index: Tensor) -> TokenBatch:
@@ -282,7 +282,7 @@ def check_sequences(where: str, name: str, batch: TokenBatch, rows: int) -> None
     if isinstance(batch.max_length, int) and batch.max_length < 0:
         raise ValueError(f"{where}: max_length must be at least 0, got {batch.max_length}.")
     if keep is not None:
-        require_tensor(where, "keep", keep, f"bool [T] with T = {rows}", (rows,), (torch.bool,), device)
+        require_tensor(where, "keep", keep, "bool [T] with T = {}", (rows,), (torch.bool,), device)
     if has_numbers(starts, lengths):
         if len(starts):
             _check_bounds(where, name, batch, rows)

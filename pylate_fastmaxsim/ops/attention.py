@@ -110,8 +110,7 @@ def rotary_self_attention(
             f"got shape {tuple(weight.shape)}."
         )
     for name, values in (("cos", cos), ("sin", sin)):
-        allowed = f"[T, d] with d = {dim} and as many rows as x"
-        require_tensor("rotary_self_attention", name, values, allowed, (x.shape[0], dim))
+        require_tensor("rotary_self_attention", name, values, "[T, d] = [{}, {}]", (x.shape[0], dim))
     seed = _seed("rotary_self_attention", x, dropout)
     if x.is_cuda:
         _check_vectors("rotary_self_attention", x.dtype, dim)

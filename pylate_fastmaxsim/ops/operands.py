@@ -219,10 +219,10 @@ def check_candidates(
     # Not `len`, which makes a symbolic size of torch.export a number.
     num_queries, num_documents = queries.starts.shape[0], documents.starts.shape[0]
     if candidates is not None:
-        allowed = f"int64 [Nq, K] with Nq = {num_queries}"
+        allowed = "int64 [Nq, K] with Nq = {}"
         require_tensor(operator, "candidates", candidates, allowed, (num_queries, None), (torch.int64,), queries.device)
     if zero_floor is not None:
-        allowed = f"bool [Nd] with Nd = {num_documents}"
+        allowed = "bool [Nd] with Nd = {}"
         require_tensor(operator, "zero_floor", zero_floor, allowed, (num_documents,), (torch.bool,), queries.device)
 
 

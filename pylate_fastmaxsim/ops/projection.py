@@ -146,7 +146,7 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) 
     if not autocast:
         require_one_dtype("project_normalize", "hidden states", hidden, "weight", weight)
     if bias is not None:
-        allowed = f"{weight.dtype} [d] with d = {weight.shape[0]}"
+        allowed = f"{weight.dtype} [d] with d = {{}}"
         require_tensor("project_normalize", "bias", bias, allowed, (weight.shape[0],), (weight.dtype,))
 
 

@@ -145,10 +145,10 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     require_one_dtype("splade_pool", "hidden states", hidden, "weight", weight)
     require_vector_dtype("splade_pool", "hidden states", hidden)
     dim = hidden.shape[1]
-    require_tensor("splade_pool", "weight", weight, f"[V, d] with d = {dim}", (None, dim))
+    require_tensor("splade_pool", "weight", weight, "[V, d] with d = {}", (None, dim))
     if bias is not None:
         rows, floating = weight.shape[0], (*KERNEL_DTYPES, torch.float64)
-        require_tensor("splade_pool", "bias", bias, f"floating point [V] with V = {rows}", (rows,), floating)
+        require_tensor("splade_pool", "bias", bias, "floating point [V] with V = {}", (rows,), floating)
 
 
 def _recording(operands: SpladeOperands) -> bool:
