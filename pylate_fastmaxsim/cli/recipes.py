@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from pylate_fastmaxsim.cli.terminal import path
-from pylate_fastmaxsim.recipes.config.shipped import copy_recipe, describe, shipped_recipes
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.load import copy_recipe, describe, shipped_recipes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
