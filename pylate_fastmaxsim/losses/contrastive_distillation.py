@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
-from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_over_views_of_leaves
+from pylate_fastmaxsim.integrations.encoding.views import sum_over_views
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.losses.columns import Features, texts_in
 from pylate_fastmaxsim.losses.encode import host_of
@@ -134,7 +134,8 @@ class ContrastiveDistillation(nn.Module):
         if self.uses_gradient_cache:
 
             def loss_of(queries: Tensor, mask: Tensor | None, *documents_and_floor) -> Tensor:
-                return sum_over_views_of_leaves(partial(self._loss, labels, mask), queries, *documents_and_floor)
+                in_chunks = partial(self._loss, labels, mask)
+                return sum_over_views(in_chunks, queries, *documents_and_floor, of_leaves=True)
 
             return host.cached(self.model, features, loss_of, self.mini_batch_size, self.mini_batch_tokens)
         queries, mask, documents, zero_floor = host.encoded(self.model, features)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pylate_fastmaxsim._checks import require_count
+from pylate_fastmaxsim.integrations.encoding.plans import unit
 from pylate_fastmaxsim.integrations.models.wrappers import StandIn
-from pylate_fastmaxsim.integrations.pylate.normalize import unit
 from pylate_fastmaxsim.ops.pooled import live_counts
 from pylate_fastmaxsim.tokens import TokenBatch
 

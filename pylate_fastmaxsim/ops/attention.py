@@ -12,6 +12,7 @@ from torch import SymInt, Tensor
 from torch.nn.functional import linear, pad
 
 from pylate_fastmaxsim import reference
+from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim.kernels.runtime.arch import architecture
 from pylate_fastmaxsim.ops.operands import has_kernels, kernels
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
@@ -109,11 +110,8 @@ def rotary_self_attention(
             f"got shape {tuple(weight.shape)}."
         )
     for name, values in (("cos", cos), ("sin", sin)):
-        if values.shape != (x.shape[0], dim):
-            raise ValueError(
-                f"rotary_self_attention: {name} must be [T, d] with d = {dim} and as many rows as x, "
-                f"got shape {tuple(values.shape)}."
-            )
+        allowed = f"[T, d] with d = {dim} and as many rows as x"
+        require_tensor("rotary_self_attention", name, values, allowed, (x.shape[0], dim))
     seed = _seed("rotary_self_attention", x, dropout)
     if x.is_cuda:
         _check_vectors("rotary_self_attention", x.dtype, dim)
@@ -143,7 +141,7 @@ def is_faster(
     """Say whether :func:`text_attention` can replace FlashAttention and was measured to be faster."""
     if window[0] != window[1] or key.shape[1] != query.shape[1]:
         return False
-    if query.shape[0] < FEWEST_TOKENS or not _measured_on(query.device):
+    if query.shape[0] < FEWEST_TOKENS or not _is_hopper(query.device):
         return False
     return _is_measured(query.shape[0], query.shape[2], cu_seqlens, max_length, window[0], dropout > 0)
 
@@ -151,7 +149,7 @@ def is_faster(
 def rotary_is_faster(x: Tensor, dim: int, cu_seqlens: Tensor, max_length: int, reach: int) -> bool:
     """Say so of :func:`rotary_self_attention` in a compiled graph, which calls neither by Python."""
     takes = x.dtype in (torch.bfloat16, torch.float16) and dim == HEAD_DIM
-    return takes and _measured_on(x.device) and _is_measured(x.shape[0], dim, cu_seqlens, max_length, reach, False)
+    return takes and _is_hopper(x.device) and _is_measured(x.shape[0], dim, cu_seqlens, max_length, reach, False)
 
 
 def _is_measured(tokens: int, dim: int, cu_seqlens: Tensor, max_length: int, reach: int, dropout: bool) -> bool:
@@ -163,10 +161,6 @@ def _is_measured(tokens: int, dim: int, cu_seqlens: Tensor, max_length: int, rea
 
 # A constant of a graph.
 @torch.compiler.assume_constant_result
-def _measured_on(device: torch.device) -> bool:
-    return _is_hopper(device)
-
-
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and has_kernels(device) and architecture(device) == 90

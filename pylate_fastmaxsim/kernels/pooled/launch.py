@@ -20,16 +20,13 @@ from pylate_fastmaxsim.kernels.maxsim.plan import (
     sum_of_blocks,
     zero_scores,
 )
-from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
 from pylate_fastmaxsim.kernels.pooled.smooth_gradients import (
     coefficients_kernel,
     smooth_document_gradient_kernel,
     smooth_query_gradient_kernel,
 )
 from pylate_fastmaxsim.kernels.pooled.tiles import (
-    FROM_TABLES,
     MOST_OF_FEW,
-    PooledTiles,
     document_gradient_tiles,
     forward_tiles,
     gradient_kind,
@@ -60,7 +57,6 @@ def forward(
     pooling: PoolingNumbers,
     want_state: bool,
     precision: str,
-    tiles: PooledTiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor | None]:
     """Scores ``[Nq, P]`` (float32) and what the backward needs; see :mod:`pylate_fastmaxsim.ops.pooled`.
 
@@ -83,8 +79,7 @@ def forward(
         return zero_scores(operands, sizes), state
     index_dtype = None if winners is None else winners.dtype
     plan = _plan(
-        architecture(q_values.device), q_values.dtype, precision, sizes, pooling.k, pooling.log_sum_exp, index_dtype,
-        tiles.forward,
+        architecture(q_values.device), q_values.dtype, precision, sizes, pooling.k, pooling.log_sum_exp, index_dtype
     )  # fmt: skip
     with on_device_of(q_values):
         queries, documents, numbers, scores = forward_arguments(operands, plan)
@@ -114,9 +109,8 @@ def _plan(
     k: int,
     log_sum_exp: bool,
     winners: torch.dtype | None,
-    tiles: ForwardTiles | None,
 ) -> ForwardPlan:
-    tile = tiles or forward_tiles(arch, arithmetic(dtype, precision), sizes.dim, sizes.query_rows, k)
+    tile = forward_tiles(arch, arithmetic(dtype, precision), sizes.dim, sizes.query_rows, k)
     if k > MOST_OF_FEW:
         return forward_plan(tile, precision, sizes, winners, K=k, KEPT=next_power_of_2(k))
     pooling = "top k" if k else "log-sum-exp" if log_sum_exp else "softmax"
@@ -131,7 +125,6 @@ def backward(
     precision: str,
     need_q: bool,
     need_d: bool,
-    tiles: PooledTiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``q_values`` and ``d_values`` (empty if not needed) from those of the scores and the forward's state.
 
@@ -177,10 +170,10 @@ def backward(
         common = {"DIM": dim, "PRECISION": INPUT_PRECISION[precision]}
         if need_q:
             few_registers = slopes is not None and rows is None and live_tokens is None and operands.candidates is None
-            tile = tiles.query_gradient or query_gradient_tiles(arch, kind, dim, few_registers)
+            tile = query_gradient_tiles(arch, kind, dim, few_registers)
             grad_q = _query_gradient(operands, queries, documents, coefficients, pooling, tile, common)
         if need_d:
-            tile = tiles.document_gradient or document_gradient_tiles(arch, kind, dim, operands.candidates is not None)
+            tile = document_gradient_tiles(arch, kind, dim, operands.candidates is not None)
             pairs = pair_offsets = None
             if operands.candidates is not None:
                 pairs, pair_offsets = winner_backward.candidate_order(operands.candidates, operands.d_starts.shape[0])

@@ -33,16 +33,6 @@ class DocumentGradientTiles(NamedTuple):
     max_registers: int | None = ALL_REGISTERS
 
 
-class PooledTiles(NamedTuple):
-    """Tiles of each family of kernels; None: those of the tables."""
-
-    forward: ForwardTiles | None = None
-    query_gradient: QueryGradientTiles | None = None
-    document_gradient: DocumentGradientTiles | None = None
-
-
-FROM_TABLES = PooledTiles()
-
 _SMOOTH_FORWARD = {
     (90, "half"): [(128, ForwardTiles(64, 64, 128, 8, 4, 3)), (None, ForwardTiles(128, 64, 64, 4, 8, 3))],
     (100, "half"): [(128, ForwardTiles(128, 64, 128, 1, 4, 3)), (None, ForwardTiles(128, 64, 64, 1, 8, 3))],
