@@ -14,7 +14,7 @@ from pylate_fastmaxsim.cli.terminal import (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_robustness_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a recipe or a model, a collection, and what is measured."""
     add = parser.add_argument
     add(
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", metavar="DIR", help="folder for the results: the recipe's output_dir, or here for a model")
 
 
-def run(options: argparse.Namespace) -> None:
+def run_robustness(options: argparse.Namespace) -> None:
     """Measure, print the tables, and write them as JSON, PNG and HTML."""
     from pylate_fastmaxsim.recipes.robustness.measure import robustness, settings_of
     from pylate_fastmaxsim.recipes.robustness.report import tables, write_robustness_page, write_robustness_png

@@ -141,7 +141,7 @@ def is_faster(
     """Say whether :func:`text_attention` can replace FlashAttention and was measured to be faster."""
     if window[0] != window[1] or key.shape[1] != query.shape[1]:
         return False
-    if query.shape[0] < FEWEST_TOKENS or not _is_hopper(query.device):
+    if query.shape[0] < FEWEST_TOKENS or not _measured_on(query.device):
         return False
     return _is_measured(query.shape[0], query.shape[2], cu_seqlens, max_length, window[0], dropout > 0)
 
@@ -149,7 +149,7 @@ def is_faster(
 def rotary_is_faster(x: Tensor, dim: int, cu_seqlens: Tensor, max_length: int, reach: int) -> bool:
     """Say so of :func:`rotary_self_attention` in a compiled graph, which calls neither by Python."""
     takes = x.dtype in (torch.bfloat16, torch.float16) and dim == HEAD_DIM
-    return takes and _is_hopper(x.device) and _is_measured(x.shape[0], dim, cu_seqlens, max_length, reach, False)
+    return takes and _measured_on(x.device) and _is_measured(x.shape[0], dim, cu_seqlens, max_length, reach, False)
 
 
 def _is_measured(tokens: int, dim: int, cu_seqlens: Tensor, max_length: int, reach: int, dropout: bool) -> bool:
@@ -159,8 +159,12 @@ def _is_measured(tokens: int, dim: int, cu_seqlens: Tensor, max_length: int, rea
     return tokens <= longest_mean * (cu_seqlens.shape[0] - 1) and max_length <= LONGEST
 
 
-# A constant of a graph.
+# A constant of a graph. Two functions: a compiler sees no mark of a function behind `functools.cache`.
 @torch.compiler.assume_constant_result
+def _measured_on(device: torch.device) -> bool:
+    return _is_hopper(device)
+
+
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and has_kernels(device) and architecture(device) == 90

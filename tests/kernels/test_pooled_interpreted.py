@@ -14,7 +14,7 @@ from pylate_fastmaxsim import LogSumExp, Softmax, TokenBatch, TopK
 from pylate_fastmaxsim.kernels.maxsim import tiles as forward_tiles
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
 from pylate_fastmaxsim.kernels.pooled import launch
-from pylate_fastmaxsim.kernels.pooled.tiles import DocumentGradientTiles, QueryGradientTiles
+from pylate_fastmaxsim.kernels.pooled.launch import DocumentGradientTiles, QueryGradientTiles
 
 pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 

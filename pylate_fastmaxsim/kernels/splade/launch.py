@@ -83,9 +83,7 @@ def forward(operands: SpladeOperands, want_winners: bool, precision: str) -> tup
     bias = None if operands.bias is None else operands.bias.float()
     smallest = 0 if operands.rectified else NO_KEY.value
     with on_device_of(hidden):
-        live_tokens, lengths = None, operands.lengths
-        if operands.keep is not None:
-            live_tokens, lengths = live_tokens_of(operands.starts, lengths, operands.keep)
+        live_tokens, lengths = live_tokens_of(operands.starts, operands.lengths, operands.keep)
         slot_rows = hidden.new_empty(most_slots, dtype=torch.int32)
         group_texts = hidden.new_empty(most_slots // _GROUP, dtype=torch.int32)
         counts = hidden.new_empty(1, dtype=torch.int32)
