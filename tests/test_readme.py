@@ -28,7 +28,7 @@ def test_the_readme_is_read_to_its_end():
 
 
 def test_tables_are_made_from_the_committed_results():
-    from benchmarks.update_readme import tables, updated
+    from benchmarks.documents import tables, updated
 
     made = tables()
     marks = {name: re.findall(r"<!-- (\w\S+-table) -->", text) for name, text in PAGES.items()}
@@ -36,7 +36,7 @@ def test_tables_are_made_from_the_committed_results():
         name: sorted(made[name]) for name in made
     }
     for name in made:
-        assert updated(name, PAGES[name]) == PAGES[name], "run: python -m benchmarks.update_readme"
+        assert updated(name, PAGES[name]) == PAGES[name], "run: python -m benchmarks --render"
 
 
 def headings(name: str) -> set[str]:

@@ -9,13 +9,13 @@ import torch
 from benchmarked import run_benchmark
 
 import pylate_fastmaxsim
-from benchmarks.losses.ceiling import GRID, ceiling, next_batch
+from benchmarks.training.ceilings import GRID, ceiling, next_batch
 
 
 @pytest.mark.parametrize("loss", ["contrastive", "cached_contrastive", "distillation"])
 def test_stock_and_fast_have_the_same_loss_on_the_same_embeddings(loss):
     pytest.importorskip("pylate")
-    from benchmarks.losses.embedded import Step
+    from benchmarks.training.embedded import Step
 
     def value() -> float:
         return float(Step(loss, 8, 2, 12, torch.device("cpu"), seed=0)())
@@ -32,10 +32,10 @@ def test_the_command_measures_both_paths(tmp_path):
     pytest.importorskip("pylate")
     target = tmp_path / "tiny.json"
     small = ["--queries", "8", "--lengths", "12", "--paths", "stock", "fast", "--losses", "contrastive"]
-    assert "| Contrastive, 8 queries, 2 documents each" in run_benchmark("losses.run", *small, "--results", str(target))
+    assert "| Contrastive, 8 queries, 2 documents each" in run_benchmark("losses", *small, "--results", str(target))
     cells = json.loads(target.read_text())["cells"].values()
-    assert [cell["cell"]["path"] for cell in cells] == ["stock", "fast"]
-    assert all(cell["ms"] > 0 and cell["environment"]["torch"] for cell in cells)
+    assert [cell["path"] for cell in cells] == ["stock", "fast"]
+    assert all(cell["ms"] > 0 and cell["iterations"] for cell in cells)
 
 
 @pytest.mark.parametrize("limit", [31, 32, 300, 2**21])

@@ -6,12 +6,13 @@ import pytest
 import torch
 from benchmarked import run_benchmark
 
+from benchmarks.documents import gpu
+from benchmarks.harness.records import load
 from benchmarks.harness.turns import ratio, speed
 from benchmarks.operators import splade as head
 from benchmarks.operators.splade_table import docs_table
 from benchmarks.training import splade_step
 from benchmarks.training.multi_vector_step import cell_name
-from benchmarks.update_readme import gpu
 
 CPU = torch.device("cpu")
 MADE = {
@@ -76,7 +77,7 @@ def test_the_table_of_steps():
         cell_name(8, "stock", False): {**step(20, 4), "batch": 8},
         cell_name(8, "fast", False): {**step(16, 3), "batch": 8},
     }
-    table = splade_step.steps_table(cells)
+    table = splade_step.markdown({"cells": cells})
     assert "| 50 ms, 10.5 GiB (4.00x) |" in table and "out of memory" in table
     assert gpu(cells[cell_name(128, "stock", False)]) == "H100"
 
@@ -108,8 +109,8 @@ def test_the_command_measures_every_implementation(tmp_path):
 def test_steps_of_both_paths_are_measured(tmp_path):
     target = tmp_path / "step.json"
     small = ["--batches", "2", "--layers", "1", "--hidden", "64", "--steps", "8", "--warmup", "1", "--different", "1"]
-    printed = run_benchmark("training.splade_step", "--compile", "no", *small, "--results", str(target))
-    stock, fast = json.loads(target.read_text()).values()
+    printed = run_benchmark("splade_step", "--compile", "no", *small, "--results", str(target))
+    stock, fast = load(target)["cells"].values()
     assert stock["losses"][0] == pytest.approx(fast["losses"][0], rel=2e-2) and 0 < stock["padding"] < 1
     # By turns: 2 steps of warm-up, and two blocks of 3.
     assert stock["turns"] == fast["turns"] and fast["against_first"]["pairs"] == 2 and len(fast["each_ms"]) == 8

@@ -1,4 +1,4 @@
-"""The measuring process of the benchmark of compressed documents (see harness/workers.py): inputs, ways to score, measures.
+"""Compressed documents in the form of each competitor: inputs, ways to score, measures.
 
 Every competitor is called through its public functions. Documents are stored in its form beforehand; the queries of this
 package are rounded inside of the timed calls, those of the peers before them.
@@ -10,7 +10,6 @@ import functools
 import importlib
 import math
 import random
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch.nn.functional import normalize, pad
 
 from benchmarks.harness.lengths import log_normal
 from benchmarks.harness.timing import ITERATIONS, peak_bytes, time_calls
-from benchmarks.harness.workers import failure, serve
+from benchmarks.harness.workers import failure
 from benchmarks.operators.measure import CACHE_BYTES, spread
 from pylate_fastmaxsim import CompressedBatch, ResidualCodec, TokenBatch, compress, maxsim, reference
 
@@ -349,7 +348,7 @@ def flash(inputs: Inputs, form: str) -> Case:
     )
 
 
-COMPETITORS = {"fast": fast, "naive": naive, "lik": lik, "flash": flash}
+CASES = {"fast": fast, "naive": naive, "lik": lik, "flash": flash}
 AUTOTUNED = {
     "lik": ("late_interaction_kernels.fp8", "late_interaction_kernels.plaid"),
     "flash": ("flash_maxsim.flash_maxsim_quant",),
@@ -410,25 +409,15 @@ def measure(cases: list[Case], inputs: Inputs) -> dict:
     return cell
 
 
-class Measuring:
-    """Answers cells; the inputs of a shape are kept until another is asked for."""
-
-    def __init__(self, device: torch.device, shapes: list[Shape]) -> None:
-        self.device = device
-        self.shapes = {shape.name: shape for shape in shapes}
-        self.sets: list[Inputs] = []
-
-    def answer(self, cell: dict) -> dict:
-        autotuning = limit_autotuning(*AUTOTUNED.get(cell["competitor"], ()))
-        shape = self.shapes[cell["shape"]]
-        if not self.sets or self.sets[0].shape != shape:
-            self.sets = []
-            self.sets = input_sets(shape, self.device)
-        cases = [COMPETITORS[cell["competitor"]](inputs, cell["form"]) for inputs in self.sets]
-        return {**measure(cases, self.sets[0]), "autotuning": autotuning}
+_inputs: list[list[Inputs]] = []
 
 
-if __name__ == "__main__":
-    on_gpu = torch.cuda.is_available()
-    chosen = TINY if "--tiny" in sys.argv else SHAPES
-    serve(Measuring(torch.device("cuda" if on_gpu else "cpu"), chosen).answer)
+def answer(cell: dict) -> dict:
+    """The figures of a cell; the inputs of a shape are kept until another is asked for."""
+    shape, device = Shape(**cell["shape"]), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    autotuning = limit_autotuning(*AUTOTUNED.get(cell["competitor"], ()))
+    if not _inputs or _inputs[0][0].shape != shape:
+        _inputs.clear()
+        _inputs.append(input_sets(shape, device))
+    cases = [CASES[cell["competitor"]](inputs, cell["form"]) for inputs in _inputs[0]]
+    return {**measure(cases, _inputs[0][0]), "autotuning": autotuning}

@@ -1,22 +1,26 @@
-"""Times of tiles of the attention kernels on this GPU, by head size, dropout and length of text."""
+"""Times of tiles of the attention kernels on this GPU, by head size, dropout and length of text.
+
+    python -m benchmarks attention_tiles
+"""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks.harness.records import environment, write
+from benchmarks.harness.tables import table
 from benchmarks.harness.timing import time_calls
 from benchmarks.harness.workers import failure
 from pylate_fastmaxsim.kernels.attention import launch
 from pylate_fastmaxsim.kernels.attention.launch import Tile, Tiles
 
+TIMEOUT = 600
 # Heads of each size, as in MiniLM (384 numbers) and in encoders of 768.
 HEADS = {32: 12, 64: 12, 96: 8, 128: 6}
 DROPOUTS = (0.0, 0.1)
@@ -84,35 +88,45 @@ def compile_trials(dim: int, dropout: float, part: str) -> None:
             continue
 
 
-def fastest(timed: list[dict]) -> dict[str, dict]:
-    """The fastest tile of each head size, dropout, part and length, by the names of these."""
-    best = {}
-    for trial in sorted((trial for trial in timed if "ms" in trial), key=lambda trial: trial["ms"]):
-        name = f"{trial['part']}, heads of {trial['dim']}, dropout {trial['dropout']}, texts of {trial['length']}"
-        best.setdefault(name, trial)
-    return dict(sorted(best.items()))
+def cells(options: argparse.Namespace) -> dict[str, dict]:
+    made = {}
+    for dim, dropout, length in itertools.product(HEADS, DROPOUTS, LENGTHS):
+        name = f"heads of {dim}, dropout {dropout}, texts of {length}"
+        made[name] = {"dim": dim, "dropout": dropout, "length": length}
+    return made
 
 
-def sweep(output: Path) -> None:
-    device = torch.device("cuda")
+def recorded(*_) -> dict:
+    """Compile everything beforehand, in several processes."""
     cases = list(itertools.product(HEADS, DROPOUTS, SHORT))
     with ProcessPoolExecutor(len(cases), mp_context=multiprocessing.get_context("spawn")) as workers:
         list(workers.map(compile_trials, *zip(*cases, strict=True)))
-    timed = []
-    for dim, dropout in itertools.product(HEADS, DROPOUTS):
-        for length in LENGTHS:
-            functions = prepared(dim, length, TOKENS, dropout)
-            for trial in trials(dim, dropout):
-                if trial.length != length:
-                    continue
-                record = trial._asdict()
-                try:
-                    run = functions[trial.part]
-                    record["ms"] = time_calls([lambda run=run, tiles=trial.tiles: run(tiles)], device)["ms"]
-                except Exception as problem:  # noqa: BLE001 - tiles that do not fit
-                    record["failure"] = failure(problem)
-                timed.append(record)
-    best = fastest(timed)
-    write(output, {"environment": environment(), "fastest": best, "trials": timed})
-    for name, trial in best.items():
-        print(f"{trial['ms']:.4f} ms  {name}: {tuple(trial['tile'])}{', divided' if trial['divided'] else ''}")
+    return {}
+
+
+def measure(cell: dict) -> dict:
+    """The fastest tile of forward and backward."""
+    device = torch.device("cuda")
+    functions = prepared(cell["dim"], cell["length"], TOKENS, cell["dropout"])
+    found: dict = {}
+    for trial in trials(cell["dim"], cell["dropout"]):
+        if trial.length != cell["length"]:
+            continue
+        record = {"tile": trial.tile, "divided": trial.divided}
+        try:
+            run = functions[trial.part]
+            record["ms"] = time_calls([lambda run=run, tiles=trial.tiles: run(tiles)], device)["ms"]
+        except Exception as problem:  # noqa: BLE001 - tiles that do not fit
+            record["failure"] = failure(problem)
+        found.setdefault(trial.part, []).append(record)
+    return found
+
+
+def markdown(content: dict) -> str:
+    lines = []
+    for name, cell in content["cells"].items():
+        for part in SHORT:
+            best = min((each for each in cell[part] if "ms" in each), key=lambda each: each["ms"])
+            divided = ", divided" * best["divided"]
+            lines.append([name, part, f"{tuple(best['tile'])}{divided}", f"{best['ms']:.4f} ms"])
+    return table(["", "", "fastest tile", ""], lines)

@@ -1,11 +1,9 @@
-"""Cells of training steps: batches of the size that they say, for every loss, and the commands on a CPU."""
+"""Cells of training steps: batches of the size that they say, for every loss, and the suites on a CPU."""
 
 from __future__ import annotations
 
-import json
 import random
-import sys
-from argparse import Namespace
+from argparse import ArgumentParser
 
 import pytest
 from benchmarked import run_benchmark
@@ -14,23 +12,25 @@ pytest.importorskip("pylate")
 
 from pylate.utils import ColBERTCollator
 
-from benchmarks.training import cell
+from benchmarks.harness.records import load
+from benchmarks.training import train_step
+from benchmarks.training.encoder import build_model
 from pylate_fastmaxsim import _winners
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 
 pytestmark = pytest.mark.bench
-SMALL = ["--layers", "1", "--batches", "1", "--warmup", "1"]
+SMALL = ["--layers", "1", "--different", "1", "--warmup", "1", "--compile", "no"]
 
 
 @pytest.fixture(scope="module")
 def collator(tmp_path_factory):
-    model = cell.build_model(tmp_path_factory.mktemp("model"), layers=1, document_length=40)
+    model = build_model(tmp_path_factory.mktemp("model"), layers=1, document_length=40)
     return ColBERTCollator(tokenize_fn=model.tokenize)
 
 
 def features(collator, **options) -> tuple:
     defaults = {"negatives": 0, "loss": "contrastive", "tile": None, "mean_tokens": 30}
-    return cell.collect_features(cell.make_batch(collator, Namespace(**{**defaults, **options}), random.Random(0)))
+    return train_step.collect_features(train_step.make_batch(collator, {**defaults, **options}, random.Random(0)))
 
 
 @pytest.mark.parametrize("tile", [None, 2])
@@ -52,38 +52,36 @@ def test_documents_have_the_mean_that_is_asked_for_until_they_are_cut(collator):
     assert (lengths(3000) == 40).all()
 
 
-@pytest.fixture
-def measured(monkeypatch, capsys):
-    """``measured(*options)``: what a cell of the fast path reports, measured in this process."""
-
-    def run(*options: str) -> dict:
-        monkeypatch.setenv("PYLATE_SCORES_BACKEND", "auto")
-        monkeypatch.setattr(sys, "argv", ["cell", "--path", "fast", *SMALL, *options])
-        cell.main()
-        return json.loads(capsys.readouterr().out.removeprefix("RESULT "))
-
-    return run
+def cell_of(*options: str) -> dict:
+    """The one cell that the suite has with some options."""
+    parser = ArgumentParser()
+    train_step.add_options(parser)
+    given = [*SMALL, "--checkpointing", "no", "--paths", "fast", *options]
+    (cell,) = train_step.cells(parser.parse_args(given)).values()
+    return cell
 
 
-def test_ranks_train_together_and_one_says_how_long_it_took(measured):
-    said = run_benchmark("training.cell", "--path", "fast", *SMALL, "--batch", "4", "--ranks", "2", "--steps", "2")
-    [result] = [json.loads(line[7:]) for line in said.splitlines() if line.startswith("RESULT ")]
+def test_ranks_train_together_and_one_says_how_long_it_took(tmp_path):
+    small = [*SMALL, "--checkpointing", "no", "--paths", "fast", "--batches", "4"]
+    run_benchmark("train_step", *small, "--ranks", "2", "--steps", "2", "--results", str(tmp_path / "two.json"))
+    (result,) = load(tmp_path / "two.json")["cells"].values()
     assert result["status"] == "ok" and result["steps"] == len(result["each_ms"]) == 2
     # As PyLate does with negatives of all ranks, each returns its loss times their number.
-    assert result["losses"][0] > measured("--batch", "4", "--steps", "1")["losses"][0]
+    assert result["losses"][0] > train_step.measure(cell_of("--batches", "4", "--steps", "1"))["losses"][0]
 
 
 def test_steps_by_padding_are_measured_and_drawn(tmp_path):
-    small = [*SMALL, "--batch", "2", "--compile", "no", "--document-length", "30", "--steps", "1", "--tokens", "15"]
-    *_, row = run_benchmark("training.lengths", "--results", str(tmp_path / "lengths.json"), *small).splitlines()
+    small = [*SMALL, "--batches", "2", "--document-length", "30", "--steps", "1", "--tokens", "15"]
+    *_, row = run_benchmark("lengths", "--results", str(tmp_path / "lengths.json"), *small).splitlines()
     assert row.startswith("| ") and "x) |" in row and (tmp_path / "lengths.png").exists()
 
 
-def test_memory_is_measured_up_to_some_chunks(measured, monkeypatch):
+def test_memory_is_measured_up_to_some_chunks(monkeypatch):
     scored = []
     sum_of_losses = pylate_losses._sum_of_losses
     monkeypatch.setattr(pylate_losses, "_sum_of_losses", lambda *given: scored.append(given) or sum_of_losses(*given))
     monkeypatch.setattr(_winners, "_AT_ONCE_BYTES", 0)
-    small = ["--warmup-rows", "2", "--batch", "8", "--mini-batch", "2", "--document-length", "5"]
-    assert measured("--loss", "cached_contrastive", *small, "--chunks", "3")["chunks"] == 3
+    small = ["--warmup-rows", "2", "--batches", "8", "--mini-batch", "2", "--document-length", "5"]
+    cell = cell_of("--loss", "cached_contrastive", *small, "--chunks", "3")
+    assert train_step.measure(cell)["chunks"] == 3
     assert len(scored) == 1 + 3  # of the step before, which has 2 rows, and of this one

@@ -1,10 +1,9 @@
 """From hidden states to MaxSim scores on one GPU: the fused projection against Linear, normalize and each peer.
 
-    python -m benchmarks.operators.projection                         # measure what is missing, then print the table
-    python -m benchmarks.operators.projection --render-only           # the table of the committed results
-    python -m benchmarks.operators.projection --shapes in-batch --entries fast lik lik-fused --again
-    python -m benchmarks.operators.projection --shapes tiny --entries fast einsum --results /tmp/head.json   # a trial on a CPU
-    python -m benchmarks.operators.projection --sweep                 # times of tile sizes, into results/head_trials.json
+    python -m benchmarks head                         # measure what is missing, then print the table
+    python -m benchmarks head --render                # the table of the committed results
+    python -m benchmarks head --only 'in-batch/*' --again
+    python -m benchmarks head --only 'tiny/fast' 'tiny/einsum' --results /tmp/head.json   # a trial on a CPU
 
 A cell is one implementation at one shape, in a process of its own: forward without gradient, forward + backward with
 the gradients of queries, hidden states and weight, their memory, and their error against float64.
@@ -13,23 +12,28 @@ the gradients of queries, hidden states and weight, their memory, and their erro
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
+from dataclasses import asdict
 
 import torch
 
-from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import Results, add_options, environment
 from benchmarks.harness.tables import table
 from benchmarks.harness.timing import peak_bytes, time_calls
-from benchmarks.harness.workers import ask_apart, serve
+from benchmarks.operators.head_entries import ENTRIES, SHAPES, Inputs, Shape, make_inputs
 from benchmarks.operators.measure import relative_error, spread
-from benchmarks.operators.projection_entries import ENTRIES, SHAPES, Inputs, Shape, make_inputs
 
 
-def measure(shape: Shape, entry: str, device: torch.device) -> dict:
+def cells(options: argparse.Namespace) -> dict[str, dict]:
+    """Tiny shapes only where there is no GPU."""
+    shapes = [shape for name, shape in SHAPES.items() if ("tiny" in name) != torch.cuda.is_available()]
+    pairs = itertools.product(shapes, ENTRIES)
+    return {f"{shape.name}/{entry}": {"shape": asdict(shape), "entry": entry} for shape, entry in pairs}
+
+
+def measure(cell: dict) -> dict:
     """Times, memory and errors of one implementation at one shape."""
-    score = ENTRIES[entry][1]
+    shape, score = SHAPES[cell["shape"]["name"]], ENTRIES[cell["entry"]][1]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=shape.autocast)
     inputs = make_inputs(shape, device, seed=0)
 
@@ -44,7 +48,7 @@ def measure(shape: Shape, entry: str, device: torch.device) -> dict:
             scores = score(inputs)
         return torch.autograd.grad(scores, inputs.leaves(), grad)
 
-    result = {"environment": environment(), "gradient_bytes": sum(leaf.nbytes for leaf in inputs.leaves())}
+    result: dict = {"gradient_bytes": sum(leaf.nbytes for leaf in inputs.leaves())}
     for name, call in (("forward", forward), ("forward_backward", both)):
         result[name] = {**time_calls([call], device), "peak_bytes": peak_bytes(call, device)}
     with autocast:
@@ -75,9 +79,9 @@ def errors(score, shape: Shape, inputs: Inputs) -> dict[str, float | None]:
     return {"scores": relative_error(scores.detach()[rows][:, columns], expected.detach()), **found}
 
 
-def markdown(cells: dict) -> str:
+def markdown(content: dict) -> str:
     """A table for each shape."""
-    parts = []
+    cells, parts = content["cells"], []
     for name in dict.fromkeys(cell["shape"]["name"] for cell in cells.values()):
         found = {entry: cells[f"{name}/{entry}"] for entry in ENTRIES if f"{name}/{entry}" in cells}
         parts.append(f"{Shape(**next(iter(found.values()))['shape']).title}\n\n{rows(found)}")
@@ -101,40 +105,3 @@ def rows(found: dict[str, dict]) -> str:
 
 def mebibytes(count: int) -> str:
     return f"{count / 2**20:,.0f} MiB"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, RESULTS / "head.json", timeout=120)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=[n for n in SHAPES if "tiny" not in n])
-    parser.add_argument("--entries", nargs="+", choices=list(ENTRIES), default=list(ENTRIES))
-    parser.add_argument("--sweep", action="store_true", help="time tile sizes of each kernel instead")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        serve(lambda cell: measure(SHAPES[cell["shape"]], cell["entry"], device))
-        return
-    if options.sweep:
-        from benchmarks.operators.projection_sweep import sweep
-
-        sweep(SHAPES["in-batch"])
-        return
-    results = Results(options, flat=True)
-    if not options.render_only:
-        if not torch.cuda.is_available() and any("tiny" not in name for name in options.shapes):
-            raise SystemExit("These shapes need a CUDA GPU, and there is none; pass --shapes tiny.")
-        for shape, entry in itertools.product(options.shapes, options.entries):
-            if results.wants(name := f"{shape}/{entry}"):
-                command = ["-m", "benchmarks.operators.projection", "--worker"]
-                result = ask_apart(command, {"shape": shape, "entry": entry}, options.timeout)
-                brief = {
-                    key: value.get("ms", value) if isinstance(value, dict) else value for key, value in result.items()
-                }
-                brief.pop("environment", None)
-                results.add(name, {"shape": dataclasses.asdict(SHAPES[shape]), **result}, brief)
-    print("\n" + markdown(results.cells))
-
-
-if __name__ == "__main__":
-    main()

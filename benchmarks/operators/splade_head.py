@@ -1,8 +1,8 @@
 """SPLADE's head on one GPU: this package against nn.Linear + SpladePooling of Sentence Transformers, compiled and not.
 
-    python -m benchmarks.operators.splade                    # measure what is missing, then print the tables
-    python -m benchmarks.operators.splade --render-only      # tables of that file
-    python -m benchmarks.operators.splade --shapes tiny --results /tmp/splade.json   # a trial, also on a CPU
+    python -m benchmarks splade_head                    # measure what is missing, then print the tables
+    python -m benchmarks splade_head --render           # tables of that file
+    python -m benchmarks splade_head --only 'tiny/*' --results /tmp/splade.json   # a trial, also on a CPU
 
 A cell is one implementation at one shape: forward without gradient, forward + backward with the gradients of hidden states,
 weight and bias, their memory, and their error against float64. Everything is bfloat16. Random vectors leave about
@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 
@@ -24,13 +24,25 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.lengths import log_normal
-from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import Results, add_options, environment
+from benchmarks.harness.suite import command
+from benchmarks.harness.tables import table
 from benchmarks.harness.timing import peak_bytes, time_calls
-from benchmarks.harness.workers import Worker, failure, serve
+from benchmarks.harness.workers import Worker, failure
 from benchmarks.operators.measure import relative_error
-from benchmarks.operators.splade_table import ENTRIES, GROWING, SHAPE_NAMES, docs_table, out_of_memory
 from pylate_fastmaxsim import TokenBatch, reference, splade_pool
+
+TIMEOUT = 180
+ENTRIES = {
+    "stock": "Linear + `SpladePooling`",
+    "compiled": "the same, `torch.compile`",
+    "fast": "this package",
+    "padded": "this package, padded",
+}
+# By texts and the length that they are padded to.
+SHAPE_NAMES = ("64x256", "256x256", "32x512")
+# Texts of a vocabulary of 250,002.
+GROWING = {f"{texts}x256, 250k": texts for texts in (16, 32, 64, 128, 256, 512)}
+
 
 POSITIVE = 0.01
 # Texts whose values are compared with float64.
@@ -120,14 +132,42 @@ def value_function(entry: str) -> Callable[[Inputs], Tensor]:
     return stock()
 
 
-def measure(shape: Shape, entry: str, device: torch.device) -> dict:
+def cells(options: argparse.Namespace) -> dict[str, dict]:
+    """Every implementation at every shape; the tiny one only where there is no GPU."""
+    made = {}
+    for entry in ENTRIES:
+        for name, shape in SHAPES.items():
+            if (name == "tiny") != torch.cuda.is_available() and not (name in GROWING and entry == "padded"):
+                made[f"{name}/{entry}"] = {"shape": asdict(shape), "entry": entry}
+    return made
+
+
+def run(name: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
+    """Measure one implementation at all shapes; where a batch does not fit, no larger one is tried."""
+    for entry in ENTRIES:
+        with Worker(command(name), options.timeout) as worker:
+            yield from measured_by(worker, {each: cell for each, cell in cells.items() if cell["entry"] == entry})
+
+
+def measured_by(worker: Worker, cells: dict[str, dict]) -> Iterator[tuple[str, dict]]:
+    full = False
+    for each, cell in cells.items():
+        growing = each.rpartition("/")[0] in GROWING
+        if not (growing and full):
+            result = worker.ask(cell)
+            full = growing and out_of_memory(result)
+            yield each, result
+
+
+def measure(cell: dict) -> dict:
     """Times, memory and errors of one implementation at one shape; a measure that fails is a sentence."""
-    values = value_function(entry)
-    result: dict = {"environment": environment()}
+    values = value_function(cell["entry"])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    result: dict = {}
     for name, sparse in (("dense", False), ("sparse", True)):
-        inputs = make_inputs(shape, sparse, device)
+        inputs = make_inputs(Shape(**cell["shape"]), sparse, device)
         result["live_tokens"] = len(inputs.packed)
-        result[name] = measured(values, inputs, entry, device)
+        result[name] = measured(values, inputs, cell["entry"], device)
     return result
 
 
@@ -175,40 +215,75 @@ def errors(values: Callable[[Inputs], Tensor], inputs: Inputs, entry: str, grad:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, RESULTS / "splade_head.json", timeout=180)
-    named = [name for name in SHAPES if name != "tiny"]
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=named)
-    parser.add_argument("--entries", nargs="+", choices=list(ENTRIES), default=list(ENTRIES))
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        serve(lambda cell: measure(SHAPES[cell["shape"]], cell["entry"], device))
-        return
-    if not (options.render_only or torch.cuda.is_available() or options.shapes == ["tiny"]):
-        raise SystemExit("These shapes need a CUDA GPU, and there is none; pass --shapes tiny.")
-    results = Results(options)
-    for entry in [] if options.render_only else options.entries:
-        with Worker(["-m", "benchmarks.operators.splade", "--worker"], options.timeout) as worker:
-            run(results, worker, entry, options.shapes)
-    print("\n" + docs_table(results.cells))
+def out_of_memory(cell: dict) -> bool:
+    return "out of memory" in str(cell)
 
 
-def run(results: Results, worker: Worker, entry: str, shapes: list[str]) -> None:
-    """Measure one implementation at all shapes; where a batch does not fit, no larger one is tried."""
-    full = False
+def _measure(cells: dict, shape: str, entry: str, density: str, measure: str) -> dict:
+    return cells.get(f"{shape}/{entry}", {}).get(density, {}).get(measure, {})
+
+
+def ratio(cells: dict, shape: str, entry: str, density: str, measure: str, key: str = "ms") -> float | None:
+    """How many times as much as this package another implementation takes."""
+    ours, other = (_measure(cells, shape, each, density, measure).get(key) for each in ("fast", entry))
+    return other / ours if ours and other else None
+
+
+def _entry(result: dict) -> str:
+    if "ms" not in result:
+        failure = result.get("failure", "")
+        return "out of memory" if out_of_memory(result) else failure
+    memory = result.get("peak_bytes")
+    return f"{result['ms']:.3g} ms" + ("" if memory is None else f", {memory / 2**20:,.0f} MiB")
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}x"
+
+
+def speed_table(cells: dict, measure: str) -> str:
+    """Time and memory beyond inputs of every implementation, and how many times faster this package is."""
+    shapes = dict.fromkeys(name.rpartition("/")[0] for name in cells)
+    measured = {key: title for key, title in ENTRIES.items() if any(name.endswith(f"/{key}") for name in cells)}
+    lines = []
     for shape in shapes:
-        name = f"{shape}/{entry}"
-        if shape in GROWING and (full or entry == "padded"):
-            continue
-        if results.wants(name):
-            cell = worker.ask({"shape": shape, "entry": entry})
-            shown = {each: cell[each]["forward_backward"] for each in ("dense", "sparse") if each in cell}
-            results.add(name, {"shape": asdict(SHAPES[shape]), **cell}, shown or cell)
-        full = shape in GROWING and out_of_memory(results.cells.get(name, {}))
+        # Of the large vocabulary what counts is who is out of memory, whatever is positive.
+        for density in ("dense",) if shape in GROWING else ("dense", "sparse"):
+            positive = cells.get(f"{shape}/fast", {}).get(density, {}).get("positive")
+            entries = [_entry(_measure(cells, shape, each, density, measure)) for each in measured]
+            gains = [_times(ratio(cells, shape, each, density, measure)) for each in ("stock", "compiled")]
+            lines.append([shape, "" if positive is None else f"{positive:.0%}", *entries, *gains])
+    return table(["texts", "positive", *measured.values(), "times stock", "times compiled"], lines)
 
 
-if __name__ == "__main__":
-    main()
+def error_table(cells: dict) -> str:
+    """The largest relative error of each implementation over the shapes."""
+    lines = []
+    for entry, title in ENTRIES.items():
+        found = [
+            of_density["errors"]
+            for name, cell in cells.items()
+            for of_density in (cell.get("dense", {}), cell.get("sparse", {}))
+            if name.endswith(f"/{entry}") and "errors" in of_density
+        ]
+        if found:
+            largest = {name: [errors[name] for errors in found] for name in found[0]}
+            lines.append([title, *("no number" if None in each else f"{max(each):.1e}" for each in largest.values())])
+    return table(["", "values", "hidden gradient", "weight gradient", "bias gradient"], lines)
+
+
+def markdown(content: dict) -> str:
+    """The tables of docs/splade.md."""
+    cells = content["cells"]
+    made = next(iter(cells.values()))["environment"]
+    return "\n\n".join(
+        [
+            f"{made['device']}, torch {made['torch']}, triton {made['triton']}, Sentence Transformers "
+            f"{made['sentence-transformers']}, {made['date']}. Forward + backward, and memory beyond inputs:",
+            speed_table(cells, "forward_backward"),
+            "Forward without gradient:",
+            speed_table(cells, "forward"),
+            "Largest relative errors against float64:",
+            error_table(cells),
+        ]
+    )

@@ -1,25 +1,16 @@
-"""Write the tables of the README and of docs/ from the committed results.
-
-python -m benchmarks.update_readme
-"""
+"""The tables of the README and of docs/, made of the committed results: ``python -m benchmarks --render``."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
-from collections.abc import Callable
 from operator import itemgetter
 
 from benchmarks.harness.paths import RESULTS, ROOT
+from benchmarks.harness.records import load
 from benchmarks.harness.tables import table
 from benchmarks.harness.turns import speed
-from benchmarks.losses.table import markdown as losses_markdown
-from benchmarks.operators.attention import heads_table
-from benchmarks.operators.attention import markdown as attention_table
-from benchmarks.operators.compressed_table import docs_table as compressed_operators_table
-from benchmarks.operators.pooling_table import docs_table as pooling_tables
-from benchmarks.operators.splade_table import docs_table as splade_head_tables
+from benchmarks.operators import attention, compressed_operators, pooling_operators, splade_head
 from benchmarks.operators.table import docs_table
 from benchmarks.pooling_study.table import tables as pooling_study_tables
 from benchmarks.quality.compressed_fidelity_table import markdown as compressed_fidelity_markdown
@@ -30,22 +21,18 @@ from benchmarks.retrieval.corpus_search import markdown as corpus_markdown
 from benchmarks.retrieval.sparse_table import docs_table as sparse_search_tables
 from benchmarks.retrieval.sparse_table import two_gpus_table as sparse_two_gpus_table
 from benchmarks.retrieval.static_documents import markdown as static_documents_table
-from benchmarks.training.lengths import cell_name as lengths_cell
-from benchmarks.training.lengths import live_share, mean_lengths
-from benchmarks.training.lengths import markdown_table as lengths_table
-from benchmarks.training.multi_vector_step import markdown_table as multi_vector_markdown
-from benchmarks.training.page_step import markdown_table as page_table
-from benchmarks.training.splade_step import steps_table as splade_steps_table
-from benchmarks.training.train_step import PATHS, cell_name, mark_of_runs, markdown_table, row_title
+from benchmarks.training import ceilings, lengths, losses, multi_vector_step, page_step, splade_step, train_step
+from benchmarks.training.steps import mark_of_runs
+from benchmarks.training.train_step import PATHS, cell_name, row_title
 
 
 def results(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    return load(RESULTS / f"{name}.json")
 
 
 def train_step_tables() -> str:
     cells = results("train_step")["cells"]
-    tables = (markdown_table(cells, checkpointing) for checkpointing in (False, True))
+    tables = (train_step.markdown_table(cells, checkpointing) for checkpointing in (False, True))
     return "\n\nWith gradient checkpointing:\n\n".join(tables)
 
 
@@ -62,24 +49,22 @@ def summary_table() -> str:
     add("the same, compiled", step, 256, compiled=True)
     add("distillation, 32 queries, 16 documents each", kd, 32)
     add("GradCache (`CachedContrastive`), 4,096 queries, one negative each", gradcache, 4096)
-    multi_vector = results("multi_vector_step")
+    multi_vector = results("multi_vector_step")["cells"]
     stock, peer, ours = (multi_vector[f"{path}/batch=64/compile=0"] for path in ("stock", "flash", "fast"))
     lines.append(compared("MultiVectorEncoder, 64 queries, one negative each (H100)", stock, peer, ours))
-    if (RESULTS / "splade_step.json").exists():
-        splade = results("splade_step")
-        stock, ours = (splade[f"{path}/batch=128/compile=0"] for path in ("stock", "fast"))
-        title = f"SparseEncoder (SPLADE), 128 queries, one negative each ({gpu(stock)})"
-        lines.append(compared(title, stock, None, ours))
+    splade = results("splade_step")["cells"]
+    stock, ours = (splade[f"{path}/batch=128/compile=0"] for path in ("stock", "fast"))
+    lines.append(compared(f"SparseEncoder (SPLADE), 128 queries, one negative each ({gpu(stock)})", stock, None, ours))
     return table(["step", "stock", "best peer", "this package", "speed", "memory"], lines)
 
 
 def padding_table() -> str:
     """Speed and memory relative to stock by the share of padding."""
     cells = results("lengths")["cells"]
-    shares = [f"{1 - live_share(cells, tokens):.0%}" for tokens in mean_lengths(cells)]
+    shares = [f"{1 - lengths.live_share(cells, tokens):.0%}" for tokens in lengths.mean_lengths(cells)]
     rows: dict[str, list[str]] = {"speed": [], "speed, both compiled": [], "memory": []}
-    for tokens, compiled in itertools.product(mean_lengths(cells), (False, True)):
-        stock, fast = (cells[lengths_cell(path, tokens, compiled)] for path in ("stock", "fast"))
+    for tokens, compiled in itertools.product(lengths.mean_lengths(cells), (False, True)):
+        stock, fast = (cells[lengths.cell_name(path, tokens, compiled)] for path in ("stock", "fast"))
         rows["speed, both compiled" if compiled else "speed"].append(speed(fast, stock))
         if not compiled:
             rows["memory"].append(f"{fast['peak_gib'] / stock['peak_gib']:.0%}")
@@ -126,7 +111,7 @@ def head_table() -> str:
     }
     lines = []
     for name, titles in rows.items():
-        cell = results("head")[f"in-batch/{name}"]["forward_backward"]
+        cell = results("head")["cells"][f"in-batch/{name}"]["forward_backward"]
         entries = [*titles, f"{cell['ms']:.2f} ms", f"{cell['peak_bytes'] / 2**20:,.0f} MiB"]
         lines.append(entries)
     return table(["projection and normalisation", "MaxSim", "time", "memory"], lines)
@@ -160,7 +145,7 @@ def gpu_tests_table() -> str:
 def multi_vector_step_table() -> str:
     """Steps with all texts in one mini-batch."""
     rows = [("stock", False), ("flash", False), ("both", False), ("fast", False), ("fast", True)]
-    return multi_vector_markdown(results("multi_vector_step"), rows)
+    return multi_vector_step.markdown_table(results("multi_vector_step")["cells"], rows)
 
 
 def multi_vector_gradcache_table() -> str:
@@ -168,7 +153,7 @@ def multi_vector_gradcache_table() -> str:
     rows = [("stock", False, 32), ("flash", False, 32), ("fast", False, 32), ("stock", False, 128)]
     for tokens in (9600, 19200, 38400):
         rows += [(path, compiled, 32, tokens) for path, compiled in (("flash", False), ("fast", False), ("fast", True))]
-    return multi_vector_markdown(results("multi_vector_gradcache"), rows)
+    return multi_vector_step.markdown_table(results("multi_vector_gradcache")["cells"], rows)
 
 
 def two_gpus_table() -> str:
@@ -260,11 +245,6 @@ def quickstart_table() -> str:
     )
 
 
-def measured(name: str, made: Callable[[dict], str]) -> str:
-    """The tables of results, once there are any."""
-    return made(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
-
-
 def number(value: float | None, pattern: str) -> str:
     """As text; the results have null for what is not finite."""
     return "NaN" if value is None else format(value, pattern)
@@ -288,56 +268,53 @@ def long_documents_table() -> str:
 
 def tables() -> dict[str, dict[str, str]]:
     """The tables of each document, by the name that marks their place."""
-    losses = results("losses")
     return {
         "README.md": {"summary-table": summary_table(), "padding-table": padding_table()},
         "docs/sentence_transformers.md": {"multi-vector-table": multi_vector_step_table()},
         "docs/benchmarks.md": {
             "train-step-table": train_step_tables(),
             "h100-table": h100_table(),
-            "lengths-table": lengths_table(results("lengths")["cells"]),
+            "lengths-table": lengths.markdown(results("lengths")),
             "encoders-table": encoders_table(),
             "multi-vector-gradcache-table": multi_vector_gradcache_table(),
-            "splade-step-table": measured("splade_step", splade_steps_table),
+            "splade-step-table": splade_step.markdown(results("splade_step")),
             "queries-table": queries_table(),
-            "page-step-table": page_table(results("page_step")),
+            "page-step-table": page_step.markdown(results("page_step")),
             "allocator-table": allocator_table(),
             "operators-table": docs_table(results("operators")),
             "head-table": head_table(),
-            "losses-table": losses_markdown(losses, ["embedded", "ceiling"]),
+            "losses-table": "\n\n".join(
+                suite.markdown(results(name)) for name, suite in (("losses", losses), ("ceilings", ceilings))
+            ),
             "long-documents-table": long_documents_table(),
             "corpus-search-table": corpus_markdown(results("corpus_search")),
             "quickstart-table": quickstart_table(),
             "cranfield-table": cranfield_markdown(results("cranfield")["cells"]),
         },
         "docs/kernels.md": {
-            "attention-table": attention_table(results("attention")["rows"]),
-            "attention-heads-table": heads_table(results("attention")["heads"]),
+            "attention-table": attention.windows_table(attention.of_table(results("attention"), "rows")),
+            "attention-heads-table": attention.heads_table(attention.of_table(results("attention"), "heads")),
         },
         "docs/distributed.md": {
             "two-gpus-table": two_gpus_table(),
             "deepspeed-table": deepspeed_table(),
         },
         "docs/compressed.md": {
-            "compressed-operators-table": measured("compressed_operators", compressed_operators_table),
-            "compressed-fidelity-table": measured(
-                "compressed_fidelity", lambda content: compressed_fidelity_markdown(content["cells"])
-            ),
+            "compressed-operators-table": compressed_operators.docs_table(results("compressed_operators")),
+            "compressed-fidelity-table": compressed_fidelity_markdown(results("compressed_fidelity")["cells"]),
         },
-        "docs/pooling.md": {"pooling-operators-table": measured("pooling_operators", pooling_tables)},
+        "docs/pooling.md": {"pooling-operators-table": pooling_operators.docs_table(results("pooling_operators"))},
         "docs/splade.md": {
-            "splade-head-table": measured("splade_head", lambda content: splade_head_tables(content["cells"])),
+            "splade-head-table": splade_head.markdown(results("splade_head")),
         },
         "docs/sparse.md": {
-            "sparse-search-table": measured("sparse_search", sparse_search_tables),
-            "sparse-two-gpus-table": measured("sparse_two_gpus", sparse_two_gpus_table),
+            "sparse-search-table": sparse_search_tables(results("sparse_search")),
+            "sparse-two-gpus-table": sparse_two_gpus_table(results("sparse_two_gpus")),
         },
         "docs/recipes.md": {"first-stage-table": first_stage_markdown(results("first_stage_cranfield")["cells"])},
         "docs/static.md": {
-            "static-cranfield-table": measured(
-                "static_cranfield", lambda content: static_cranfield_markdown(content["cells"])
-            ),
-            "static-documents-table": measured("static_documents", static_documents_table),
+            "static-cranfield-table": static_cranfield_markdown(results("static_cranfield")["cells"]),
+            "static-documents-table": static_documents_table(results("static_documents")),
         },
         "docs/pooling_study.md": {
             **pooling_study_tables(results("pooling_study")),
@@ -356,7 +333,8 @@ def updated(name: str, text: str) -> str:
     return text
 
 
-if __name__ == "__main__":
+def render() -> None:
+    """Write all tables into their documents."""
     for name in tables():
         path = ROOT / name
         path.write_text(updated(name, path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,61 +1,72 @@
 """Poolings beyond the maximum: this package against einsum and its torch.compile, and ragged against padded, on one GPU.
 
-    python -m benchmarks.operators.pooling                    # everything, written to results/pooling_operators.json
-    python -m benchmarks.operators.pooling --render-only      # tables and plot of that file
-    python -m benchmarks.operators.pooling --quick --competitors fast einsum --results /tmp/quick.json   # on a CPU
+    python -m benchmarks pooling_operators
+    python -m benchmarks pooling_operators --render
+    python -m benchmarks pooling_operators --only '*/fast' '*/einsum' --results /tmp/quick.json   # tiny, on a CPU
 
 A cell is one competitor with one pooling at one shape: forward without gradient, forward + backward, their memory, and
 errors of scores and gradients against float64. Vectors are random, of unit length. Everything is compiled before the
-first cell, in several processes, and again from their caches by calls before the timed ones. What bounds are checked
-for comes first, and the file is written after each cell, so that a run that is stopped leaves what it measured. All
-cells of a file are of one run.
+first cell, in several processes, and again from their caches by calls before the timed ones.
+
+`ragged` is this package with lengths drawn evenly from 1 to half of the cap, packed; it is compared with `fast` of the
+same shape, whose sequences are as many and all at the cap. Memory of forward + backward is also given without the
+gradients of both inputs. The peers have no such pooling (`NO_POOLING`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import itertools
 import math
 import os
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import environment, write
+from benchmarks.harness.tables import table
 from benchmarks.harness.timing import ITERATIONS, peak_bytes, time_calls
 from benchmarks.harness.workers import failure
 from benchmarks.operators.measure import CACHE_BYTES, relative_error, spread
-from benchmarks.operators.pooling_table import COMPETITORS, POOLINGS, RAGGED, markdown, ratios
 from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK, pooled_scores, reference
 from pylate_fastmaxsim.ops.pooled import Pooling
 
 DIM = 128
 VALUES = {"softmax": Softmax(1.0), "top-4": TopK(4), "max": Max(), "lse": LogSumExp(0.1), "top-16": TopK(16)}
-COUNTING = {
-    "ms": "median of the device's time over calls that take several sets of inputs in turn; the host's time is hidden",
-    "peak_bytes": "peak of allocated memory during one call, minus what was allocated before it (inputs, and the "
-    "random gradient of the scores)",
-    "beyond_gradients_bytes": "forward + backward: peak_bytes minus the bytes of the gradients of both inputs",
-    "ragged": "fast with lengths drawn evenly from 1 to half of the cap, packed; compared with fast of the same shape, "
-    "whose sequences are as many and all at the cap (padded, every token counted)",
-    "errors": "relative errors in the norm, of scores of up to 4 queries and 8 documents, and of all gradients where "
-    "only these scores have one, against float64 with the same bf16 vectors",
+NO_POOLING = (
+    "late-interaction-kernels 0.4.5 computes the maximum only, and hands colpali-engine's use_smooth_max back to it; "
+    "flash-maxsim 0.3.0 computes the maximum only"
+)
+# In the order in which they are measured.
+POOLINGS = {
+    "softmax": "`Softmax(1.0)`",
+    "top-4": "`TopK(4)`",
+    "max": "`Max()`",
+    "lse": "`LogSumExp(0.1)`",
+    "top-16": "`TopK(16)`",
 }
-PEERS = {
-    "late-interaction-kernels": "0.4.5 computes the maximum only, and hands colpali-engine's use_smooth_max back to it",
-    "flash-maxsim": "0.3.0 computes the maximum only",
+RAGGED = ("softmax", "top-4", "lse")
+COMPETITORS = {
+    "fast": "this package",
+    "ragged": "this package, ragged",
+    "compile": "`torch.compile`",
+    "einsum": "einsum",
 }
+
+
+# Of the plot: keys of a result, with label, unit and number format.
+PLOTTED = {
+    "ms": ("time (ms)", 1, "{:.3g}"),
+    "beyond_gradients_bytes": ("memory beyond the gradients (MiB)", 2**20, "{:,.0f}"),
+}
+COLOURS = {"fast": "#d62728", "ragged": "#ff9896", "compile": "#b8860b", "einsum": "#555555"}
 
 
 @dataclass(frozen=True)
@@ -190,7 +201,7 @@ def errors(score: Callable[[Batch], Tensor], pooling: Pooling, batch: Batch) -> 
     }
 
 
-def measure(sets: list[Batch], competitor: str, pooling: Pooling) -> dict:
+def measured(sets: list[Batch], competitor: str, pooling: Pooling) -> dict:
     """Times, memory and errors; a measure that fails is recorded as a sentence."""
     device = sets[0].queries.device
     score = score_function(competitor, pooling)
@@ -240,72 +251,159 @@ def fill_caches(shapes: list[Shape], device: torch.device) -> None:
             pool.submit(compile_all, name, shapes, device)
 
 
-def wanted(shapes: list[Shape], competitors: list[str]) -> Iterator[tuple[Shape, str, str]]:
-    """What to measure, in this order: poolings with bounds come first."""
-    for name in POOLINGS:
-        for shape in shapes:
-            yield from ((shape, name, each) for each in competitors if each != "ragged" or name in RAGGED)
+def cells(options: argparse.Namespace) -> dict[str, dict]:
+    """The shape of a few tokens where there is no GPU."""
+    made = {}
+    for name, shape, each in itertools.product(POOLINGS, SHAPES if torch.cuda.is_available() else QUICK, COMPETITORS):
+        if each != "ragged" or name in RAGGED:
+            made[f"{shape.name}/{name}/{each}"] = {"shape": asdict(shape), "pooling": name, "competitor": each}
+    return made
 
 
-def summary(cell: dict) -> str:
-    """One line for the terminal."""
-    parts = []
-    for name in ("forward", "forward_backward"):
-        result = cell[name]
-        memory = "" if result.get("peak_bytes") is None else f", {result['peak_bytes'] / 2**20:,.0f} MiB"
-        parts.append(result.get("failure") or f"{result['ms']:.3f} ms{memory}")
-    return f"({cell['seconds']:.1f} s) {' / '.join(parts)}; errors {cell['errors']}"
+def recorded(*_) -> dict:
+    if torch.cuda.is_available():
+        fill_caches(SHAPES, torch.device("cuda"))
+    return {}
 
 
-def run(options: argparse.Namespace, device: torch.device) -> dict:
-    shapes = QUICK if options.quick else SHAPES
-    made = environment()
-    content: dict = {
-        "environment": made,
-        "counting": COUNTING,
-        "peers": {name: {"version": made[name], "pooling": said} for name, said in PEERS.items()},
-        "cells": {},
-    }
-    started = time.perf_counter()
-    if "compile" in options.competitors:
-        fill_caches(shapes, device)
-        content["compiling_seconds"] = time.perf_counter() - started
-    for shape, name, competitor in wanted(shapes, options.competitors):
-        began = time.perf_counter()
-        cell = measure(batches(shape, competitor == "ragged", device), competitor, VALUES[name])
-        cell["seconds"] = time.perf_counter() - began
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        content["cells"][f"{shape.name}/{name}/{competitor}"] = cell
-        print(f"{shape.name}/{name}/{competitor}", summary(cell), flush=True)
-        content["seconds"] = time.perf_counter() - started
-        content["ratios"] = ratios(content["cells"])
-        write(options.results, content)
-    return content
+def process_of(_: dict) -> str:
+    return "all"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS / "pooling_operators.json")
-    parser.add_argument("--competitors", nargs="+", choices=list(COMPETITORS), default=list(COMPETITORS))
-    parser.add_argument("--quick", action="store_true", help="a shape of a few tokens, also on a CPU")
-    parser.add_argument("--render-only", action="store_true", help="only tables and plot of the results file")
-    options = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    if options.render_only:
-        content = json.loads(options.results.read_text())
-    elif cuda or options.quick:
-        content = run(options, torch.device("cuda" if cuda else "cpu"))
-    else:
-        raise SystemExit("These shapes need a CUDA GPU, and there is none; pass --quick for a trial.")
-    print("\n" + markdown(content))
-    if find_spec("matplotlib") is None:
-        print("\nNo plot, since matplotlib is not installed; --render-only draws it later.")
-        return
-    from benchmarks.operators.pooling_plots import plot  # measuring and the tables do not need matplotlib
-
-    plot(content["cells"], options.results)
+def measure(cell: dict) -> dict:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sets = batches(Shape(**cell["shape"]), cell["competitor"] == "ragged", device)
+    return measured(sets, cell["competitor"], VALUES[cell["pooling"]])
 
 
-if __name__ == "__main__":
-    main()
+def milliseconds(cells: dict, shape: str, pooling: str, competitor: str, measure: str) -> float | None:
+    return cells.get(f"{shape}/{pooling}/{competitor}", {}).get(measure, {}).get("ms")
+
+
+def ratio(cells: dict, shape: str, pooling: str, competitor: str, measure: str) -> float | None:
+    """How many times faster this package is; ``ragged``: how many times faster ragged batches are than padded ones."""
+    ours, other = (milliseconds(cells, shape, pooling, each, measure) for each in ("fast", competitor))
+    if ours is None or other is None:
+        return None
+    return ours / other if competitor == "ragged" else other / ours
+
+
+def shapes_of(cells: dict) -> list[str]:
+    return list(dict.fromkeys(name.partition("/")[0] for name in cells))
+
+
+def _shape_title(shape: str) -> str:
+    return shape.replace(".", " against ")
+
+
+def _entry(result: dict) -> str:
+    """Time, and memory: of a forward in all, of forward + backward beyond the gradients."""
+    if "ms" not in result:
+        failure = result.get("failure", "")
+        return "out of memory" if failure.startswith("out of memory") else failure
+    memory = result.get("beyond_gradients_bytes", result.get("peak_bytes"))
+    return f"{result['ms']:.3g} ms" + ("" if memory is None else f", {memory / 2**20:,.0f} MiB")
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}x"
+
+
+def speed_table(cells: dict, measure: str) -> str:
+    """This package, torch.compile and einsum, and how many times faster the first is."""
+    lines = []
+    for shape in shapes_of(cells):
+        for pooling, title in POOLINGS.items():
+            if f"{shape}/{pooling}/fast" not in cells:
+                continue
+            entries = [
+                _entry(cells.get(f"{shape}/{pooling}/{each}", {}).get(measure, {}))
+                for each in ("fast", "compile", "einsum")
+            ]
+            gains = [_times(ratio(cells, shape, pooling, each, measure)) for each in ("compile", "einsum")]
+            lines.append([_shape_title(shape), title, *entries, *gains])
+    titles = [COMPETITORS[each] for each in ("fast", "compile", "einsum")]
+    return table(["shape", "pooling", *titles, "times compiled", "times einsum"], lines)
+
+
+def ragged_table(cells: dict) -> str:
+    lines = []
+    for shape in shapes_of(cells):
+        for pooling in RAGGED:
+            pair = [
+                cells.get(f"{shape}/{pooling}/{each}", {}).get("forward_backward", {}) for each in ("fast", "ragged")
+            ]
+            if all(pair):
+                gain = _times(ratio(cells, shape, pooling, "ragged", "forward_backward"))
+                lines.append([_shape_title(shape), POOLINGS[pooling], *map(_entry, pair), gain])
+    return table(["shape", "pooling", "padded", "ragged", "speed"], lines)
+
+
+def error_table(cells: dict) -> str:
+    """The largest error of each competitor and pooling over the shapes."""
+    lines = []
+    for competitor, title in COMPETITORS.items():
+        for pooling, name in POOLINGS.items():
+            found = [cell["errors"] for key, cell in cells.items() if key.endswith(f"/{pooling}/{competitor}")]
+            if not found:
+                continue
+            entries = []
+            for what in ("scores", "query gradient", "document gradient"):
+                each = [errors.get(what) for errors in found]
+                entries.append("no number" if None in each else f"{max(each):.1e}")
+            lines.append([title, name, *entries])
+    return table(["", "pooling", "scores", "query gradient", "document gradient"], lines)
+
+
+def docs_table(content: dict) -> str:
+    """The tables of docs/pooling.md."""
+    cells = content["cells"]
+    made = next(iter(cells.values()))["environment"]
+    return "\n\n".join(
+        [
+            f"{made['device']}, torch {made['torch']}, triton {made['triton']}, {made['date']}. "
+            f"Peers have no such pooling: {NO_POOLING}.",
+            "Forward + backward, and memory beyond inputs and gradients:",
+            speed_table(cells, "forward_backward"),
+            "Forward without gradient, and memory beyond inputs:",
+            speed_table(cells, "forward"),
+            "Ragged batches, packed, against the same number of sequences that all have the full length:",
+            ragged_table(cells),
+        ]
+    )
+
+
+def markdown(content: dict) -> str:
+    """Everything, for the terminal."""
+    return "\n\n".join([docs_table(content), error_table(content["cells"])])
+
+
+def plot(content: dict, target: Path) -> None:
+    """Bars beside the results file, a row for each shape and a group for each pooling; what failed has no bar."""
+    from benchmarks.harness.plots import plt
+
+    cells = content["cells"]
+    shapes = shapes_of(cells)
+    figure, axes = plt.subplots(len(shapes), len(PLOTTED), figsize=(11, 3.5 * len(shapes)), squeeze=False)
+    for row, shape in zip(axes, shapes, strict=True):
+        for axis, (key, (label, unit, pattern)) in zip(row, PLOTTED.items(), strict=True):
+            for place, (competitor, title) in enumerate(COMPETITORS.items()):
+                values = [
+                    cells.get(f"{shape}/{pooling}/{competitor}", {}).get("forward_backward", {}).get(key)
+                    for pooling in POOLINGS
+                ]
+                points = [(index, value / unit) for index, value in enumerate(values) if value]
+                x = [index + (place - 1.5) * 0.2 for index, _ in points]
+                colour = COLOURS[competitor]
+                drawn = axis.bar(x, [y for _, y in points], 0.19, color=colour, label=title.replace("`", ""))
+                axis.bar_label(drawn, fmt=pattern, fontsize=6, padding=1)
+            axis.set_xticks(range(len(POOLINGS)), [name.replace("`", "") for name in POOLINGS.values()], fontsize=8)
+            axis.set(ylabel=label, title=shape.replace(".", " against "))
+            if axis.patches:
+                axis.set_yscale("log")
+            axis.grid(alpha=0.3, axis="y")
+    figure.suptitle("Pooling, forward + backward, d = 128, bf16")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="lower center", ncols=len(COMPETITORS), frameon=False)
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.savefig(target.with_suffix(".png"), dpi=130)
+    plt.close(figure)
