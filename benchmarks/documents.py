@@ -24,6 +24,7 @@ from benchmarks.retrieval.static_documents import markdown as static_documents_t
 from benchmarks.training import ceilings, lengths, losses, multi_vector_step, page_step, splade_step, train_step
 from benchmarks.training.steps import mark_of_runs
 from benchmarks.training.train_step import PATHS, cell_name, row_title
+from pylate_fastmaxsim.integrations.options import OPTIONS
 
 
 def results(name: str) -> dict:
@@ -245,6 +246,15 @@ def quickstart_table() -> str:
     )
 
 
+def options_table() -> str:
+    """The options of ``enable()``."""
+    rows = []
+    for option in OPTIONS:
+        hosts = ", ".join(option.metadata["hosts"])
+        rows.append([f"`{option.name}`", f"`{option.default}`", hosts, option.metadata["meaning"]])
+    return table(["option of `enable()`", "default", "of", "meaning"], rows)
+
+
 def number(value: float | None, pattern: str) -> str:
     """As text; the results have null for what is not finite."""
     return "NaN" if value is None else format(value, pattern)
@@ -269,7 +279,11 @@ def long_documents_table() -> str:
 def tables() -> dict[str, dict[str, str]]:
     """The tables of each document, by the name that marks their place."""
     return {
-        "README.md": {"summary-table": summary_table(), "padding-table": padding_table()},
+        "README.md": {
+            "summary-table": summary_table(),
+            "padding-table": padding_table(),
+            "options-table": options_table(),
+        },
         "docs/sentence_transformers.md": {"multi-vector-table": multi_vector_step_table()},
         "docs/benchmarks.md": {
             "train-step-table": train_step_tables(),

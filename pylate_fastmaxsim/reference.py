@@ -5,12 +5,11 @@ Everything is padded, and the whole similarity tensor or score matrix is held.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.compressed import CompressedBatch, Residual, rounded_queries
+from pylate_fastmaxsim.pooling import Max, Pooling, TopK
 from pylate_fastmaxsim.sparse import SparseBatch
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -73,16 +72,8 @@ def maxsim(
     wins (it receives the gradient), a document without a live token scores 0, and NaN in a live token
     gives NaN in every score that uses it.
 
-    Parameters
-    ----------
-    queries
-        Nq queries of d-dimensional token vectors.
-    documents
-        Nd documents, same d and dtype.
-    candidates
-        Which documents each query scores, ``[Nq, K]``, int64, repeats allowed; ``None`` means all.
-    zero_floor
-        Documents whose maxima start at 0 instead of -inf, ``[Nd]``, bool. ``None`` means no document.
+    ``candidates``, int64 ``[Nq, K]``, are the documents that each query scores; ``None`` means all. ``zero_floor``, bool
+    ``[Nd]``, names documents whose maxima start at 0 instead of -inf.
 
     Returns
     -------
@@ -146,42 +137,13 @@ def compressed_maxsim(queries: TokenBatch, documents: CompressedBatch, candidate
     return (maxima + passed.masked_fill(passed.isnan(), 0)).masked_fill(~query_mask[:, None, :], 0).sum(dim=-1)
 
 
-def static_maxima(query_vectors: Tensor, document_vectors: Tensor, documents: Sequence[Tensor]) -> Tensor:
-    """Documents as vectors of maxima over the vocabulary, of a model that gives a token the same vector everywhere.
+def pooled_scores(
+    queries: TokenBatch, documents: TokenBatch, candidates: Tensor | None = None, *, pooling: Pooling
+) -> Tensor:
+    """Score queries against documents: each live query token pools its similarities to a document's tokens; then the sum.
 
-    The entry of a token is its largest similarity to a token of the document: MaxSim of a query of this token alone.
-    MaxSim of any query is the sum of the entries of its tokens.
-
-    Parameters
-    ----------
-    query_vectors, document_vectors
-        Vector of each token in a query and in a document, ``[V, d]``.
-    documents
-        Token ids of each of Nd documents, int64, any length.
-
-    Returns
-    -------
-    Tensor
-        ``[Nd, V]``, in the dtype of the vectors; 0 for a document without tokens.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from pylate_fastmaxsim import reference
-    >>> vectors = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
-    >>> reference.static_maxima(vectors, vectors, [torch.tensor([2, 0]), torch.tensor([], dtype=torch.int64)])
-    tensor([[1.0000, 0.8000, 1.0000],
-            [0.0000, 0.0000, 0.0000]])
-    """
-    queries = TokenBatch.from_padded(query_vectors[:, None])
-    return maxsim(queries, TokenBatch.from_list([document_vectors[ids] for ids in documents])).T
-
-
-def top_k_scores(queries: TokenBatch, documents: TokenBatch, k: int, candidates: Tensor | None = None) -> Tensor:
-    """Score queries against documents: each live query token takes the mean of its k largest similarities; then the sum.
-
-    Where fewer than k tokens of a document live, it is the mean of those. A document without one scores 0. Of equal
-    similarities the lower position comes first, and NaN is larger than any number.
+    A document without a live token scores 0. With top-k the lower position comes first of equal similarities, and NaN is
+    larger than any number.
 
     Returns
     -------
@@ -191,20 +153,23 @@ def top_k_scores(queries: TokenBatch, documents: TokenBatch, k: int, candidates:
     Examples
     --------
     >>> import torch
-    >>> from pylate_fastmaxsim import TokenBatch, reference
+    >>> from pylate_fastmaxsim import LogSumExp, Softmax, TokenBatch, TopK, reference
     >>> queries = TokenBatch.from_list([torch.tensor([[1.0, 0.0]])])
-    >>> documents = TokenBatch.from_list([torch.tensor([[0.5, 0.0], [2.0, -1.0], [1.0, 0.0]]), torch.ones(1, 2)])
-    >>> reference.top_k_scores(queries, documents, k=2)
-    tensor([[1.5000, 1.0000]])
+    >>> documents = TokenBatch.from_list([torch.tensor([[0.5, 0.0], [0.5, -1.0], [1.0, 0.0]]), torch.ones(1, 2)])
+    >>> [reference.pooled_scores(queries, documents, pooling=each) for each in (TopK(2), Softmax(1.0), LogSumExp(1.0))]
+    [tensor([[0.7500, 1.0000]]), tensor([[0.7259, 1.0000]]), tensor([[1.7944, 1.0000]])]
     """
+    if isinstance(pooling, Max):
+        return maxsim(queries, documents, candidates)
     similarities, query_mask, _, live = _similarities(queries, documents, candidates)
-    largest, _, taken = _k_largest(similarities, live, k)
-    means = largest.masked_fill(~taken, 0).sum(dim=-1) / taken.sum(dim=-1).clamp(min=1)
-    return means.masked_fill(~query_mask[:, None, :], 0).sum(dim=-1)
+    if isinstance(pooling, TopK):
+        # Of equal ones not any.
+        similarities, _, live = _k_largest(similarities, live, pooling.k)
+    return pooling.of(similarities, live).masked_fill(~query_mask[:, None, :], 0).sum(dim=-1)
 
 
 def top_k_winners(queries: TokenBatch, documents: TokenBatch, k: int, candidates: Tensor | None = None) -> Tensor:
-    """Positions of the tokens that :func:`top_k_scores` takes, ``[P, k, Tq]``, in the form of :func:`maxsim_winners`."""
+    """Positions of the ``k`` largest similarities, ``[P, k, Tq]``, in the form of :func:`maxsim_winners`."""
     similarities, query_mask, _, live = _similarities(queries, documents, candidates)
     _, position, taken = _k_largest(similarities, live, k)
     position = position.masked_fill(~taken, -1)
@@ -222,90 +187,8 @@ def _k_largest(similarities: Tensor, live: Tensor, k: int) -> tuple[Tensor, Tens
     return values.gather(-1, first), order, live.gather(-1, order)
 
 
-def softmax_scores(
-    queries: TokenBatch, documents: TokenBatch, temperature: float, candidates: Tensor | None = None
-) -> Tensor:
-    """Score queries against documents: each live query token takes a weighted mean of its similarities S; then the sum.
-
-    The weights are ``softmax(S / temperature)`` over the live tokens of a document. A document without one scores 0.
-
-    Returns
-    -------
-    Tensor
-        Scores ``[Nq, Nd]``, or ``[Nq, K]`` with candidates ``[Nq, K]``, in the dtype of the values.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from pylate_fastmaxsim import TokenBatch, reference
-    >>> queries = TokenBatch.from_list([torch.tensor([[1.0, 0.0]])])
-    >>> documents = TokenBatch.from_list([torch.tensor([[0.5, 0.0], [0.5, -1.0], [1.0, 0.0]]), torch.ones(1, 2)])
-    >>> reference.softmax_scores(queries, documents, temperature=1.0)
-    tensor([[0.7259, 1.0000]])
-    """
-    similarities, query_mask, _, live = _similarities(queries, documents, candidates)
-    weights = _tempered(similarities, temperature, live).softmax(dim=-1)
-    pooled = (weights * similarities).masked_fill(~live, 0).sum(dim=-1)
-    return _sum_of_live(pooled, query_mask, live)
-
-
-def log_sum_exp_scores(
-    queries: TokenBatch, documents: TokenBatch, temperature: float, candidates: Tensor | None = None
-) -> Tensor:
-    """Score queries against documents: each live query token takes ``temperature * log sum exp(S / temperature)``.
-
-    S are its similarities to the live tokens of a document; then the sum over query tokens. A document without a live
-    token scores 0.
-
-    Returns
-    -------
-    Tensor
-        Scores ``[Nq, Nd]``, or ``[Nq, K]`` with candidates ``[Nq, K]``, in the dtype of the values.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from pylate_fastmaxsim import TokenBatch, reference
-    >>> queries = TokenBatch.from_list([torch.tensor([[1.0, 0.0]])])
-    >>> documents = TokenBatch.from_list([torch.tensor([[0.5, 0.0], [0.5, -1.0], [1.0, 0.0]]), torch.ones(1, 2)])
-    >>> reference.log_sum_exp_scores(queries, documents, temperature=1.0)
-    tensor([[1.7944, 1.0000]])
-    """
-    similarities, query_mask, _, live = _similarities(queries, documents, candidates)
-    pooled = temperature * _tempered(similarities, temperature, live).logsumexp(dim=-1)
-    return _sum_of_live(pooled, query_mask, live)
-
-
-def _tempered(similarities: Tensor, temperature: float, live: Tensor) -> Tensor:
-    """Similarities divided by the temperature, -inf where masked. Of a document without a live token none is masked."""
-    empty = ~live.any(dim=-1, keepdim=True)  # a softmax of -inf alone would pass NaN into gradients
-    return (similarities / temperature).masked_fill(~(live | empty), -torch.inf)
-
-
-def _sum_of_live(pooled: Tensor, query_mask: Tensor, live: Tensor) -> Tensor:
-    """Sum over the live query tokens, 0 for a document without a live token."""
-    counts = query_mask[:, None, :] & live.any(dim=-1)
-    return pooled.masked_fill(~counts, 0).sum(dim=-1)
-
-
 def project(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, normalize: bool = True) -> Tensor:
-    """Token vectors of hidden states: ``y = weight @ x + bias``, and ``y / max(|y|, 1e-12)`` if ``normalize``.
-
-    Parameters
-    ----------
-    hidden
-        ``[T, d_model]``.
-    weight
-        ``[d, d_model]``.
-    bias
-        ``[d]``; ``None`` means none.
-    normalize
-        Whether vectors are divided by their length.
-
-    Returns
-    -------
-    Tensor
-        ``[T, d]``, in the dtype of ``hidden``.
+    """Token vectors ``[T, d]`` of hidden states ``[T, m]``: ``y = weight @ x + bias``, by ``normalize`` over its length.
 
     Examples
     --------
@@ -317,9 +200,7 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, normaliz
     values = torch.einsum("tm,hm->th", hidden, weight)
     if bias is not None:
         values = values + bias
-    if normalize:
-        values = values / values.norm(dim=1, keepdim=True).clamp(min=1e-12)
-    return values
+    return torch.nn.functional.normalize(values, dim=1) if normalize else values
 
 
 def attention(
@@ -333,28 +214,11 @@ def attention(
     keep: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of the rows of each text to its keys: ``softmax(scale * q @ k.T) @ v`` for each head.
+    """Attention ``[T, heads, d]`` of the rows of each text to its keys: ``softmax(scale * q @ k.T) @ v`` for each head.
 
-    Parameters
-    ----------
-    query
-        ``[T, heads, d]``.
-    key, value
-        ``[S, heads, d]``.
-    cu_seqlens, key_cu_seqlens
-        First row of each text and the end of the last one, ``[N + 1]``, for ``query`` and for the other two.
-    scale
-        Factor on the inner products.
-    reach
-        Largest distance between a row and a key that it sees, by position in the text; -1: any.
-    keep, dropout
-        Weights that dropout keeps, ``[heads, T, max_length]`` by head, row and position of the key in its text, and the
-        probability that it does not, by whose complement they are divided. ``None``: all.
-
-    Returns
-    -------
-    Tensor
-        ``[T, heads, d]``; 0 where a row sees no key.
+    ``query`` is ``[T, heads, d]``, ``key`` and ``value`` are ``[S, heads, d]``; a row sees the keys at most ``reach`` places
+    away, -1: all. ``keep``, ``[heads, T, max_length]`` by the place of a key in its text, has the weights that dropout
+    leaves, which are divided by ``1 - dropout``. The result is 0 where a row sees no key.
 
     Examples
     --------
@@ -385,13 +249,9 @@ def maxsim_winners(
     candidates: Tensor | None = None,
     zero_floor: Tensor | None = None,
 ) -> Tensor:
-    """Which token of each document attains the maximum, for every row of ``queries.values``.
+    """Token of each document with the maximum, for every row of ``queries.values``: its position, int64 ``[P, Tq]``.
 
-    Returns
-    -------
-    Tensor
-        ``[P, Tq]``, int64, P = Nd or K: position of the winner in its document; -1 where there is none, as for masked
-        rows and rows of no query.
+    P is Nd or K. -1 where there is none, as for masked rows and rows of no query.
 
     Examples
     --------
@@ -460,33 +320,7 @@ def xtr_scores(
 ) -> Tensor:
     """Score as XTR trains: of each query token only the k best document tokens of the whole batch count.
 
-    Let ``t_s`` be the k-th largest similarity of query token s to any live token of any document. Similarities of at
-    least ``t_s`` pass. A document gives s its largest similarity that passes. The score is the sum of these over the
-    live query tokens, divided by how many of them count.
-
-    Parameters
-    ----------
-    queries
-        Nq queries of d-dimensional token vectors.
-    documents
-        Nd documents, same d and dtype.
-    k
-        How many document tokens pass for each query token, at least 1. All that equal the k-th largest pass; all
-        pass where there are fewer than k.
-    candidates
-        Which documents each query scores, ``[Nq, K]``, int64; ``None`` means all. The tokens of all documents compete
-        either way.
-    zero_floor
-        Documents of which every query token gets at least 0, ``[Nd]``, bool. ``None`` means no document.
-    normalizer
-        Which query tokens count. ``"positive"``: those that get more than 0, where a token that does not pass counts
-        as 0 in the maximum; at least 0.001. ``"retrieved"``: those of which a token of the document passes; without
-        any the score is 0.
-
-    Returns
-    -------
-    Tensor
-        Scores ``[Nq, Nd]``, or ``[Nq, K]`` with candidates, in the dtype of the values.
+    As :func:`pylate_fastmaxsim.xtr_scores`, which see. The tokens of all documents compete, with candidates too.
 
     Examples
     --------
@@ -513,7 +347,7 @@ def xtr_winners(
     zero_floor: Tensor | None = None,
     normalizer: str = "positive",
 ) -> Tensor:
-    """Which token of each document :func:`xtr_scores` takes its value from, in the form of :func:`maxsim_winners`."""
+    """Token of each document that :func:`xtr_scores` takes its value from, in the form of :func:`maxsim_winners`."""
     _, winner, query_mask = _xtr_token_maxima(queries, documents, k, candidates, zero_floor, normalizer)
     return _by_row(winner, query_mask, queries)
 
@@ -536,23 +370,7 @@ def splade_pool(
 ) -> Tensor:
     """SPLADE's max pooling in float64: ``f(max over live tokens t of <weight[v], hidden[t]> + bias[v])``.
 
-    f is ``log1p(relu(m))``, with ``"log1p_relu"`` ``log1p(log1p(relu(m)))``, and m itself without an activation function;
-    ``log1p=False`` leaves the last logarithm out. The first of equal maxima receives the gradient. A text without a live
-    token gives 0. NaN in a live token, in ``weight`` or in ``bias`` gives NaN in every value that uses it.
-
-    Parameters
-    ----------
-    hidden
-        Hidden states of N texts, of size d.
-    weight
-        Output embedding, ``[V, d]``.
-    bias
-        ``[V]`` or ``None``.
-
-    Returns
-    -------
-    Tensor
-        ``[N, V]``, float64.
+    As :func:`pylate_fastmaxsim.splade_pool`, which says what f is. The first of equal maxima receives the gradient.
 
     Examples
     --------
@@ -574,31 +392,16 @@ def splade_pool(
 def splade_winners(
     hidden: TokenBatch, weight: Tensor, bias: Tensor | None = None, activation_function: str | None = "relu"
 ) -> Tensor:
-    """Position in its text of the token that gets the gradient of each value of :func:`splade_pool`.
-
-    Returns
-    -------
-    Tensor
-        ``[N, V]``, int64; -1 where no token gets it.
-    """
+    """Position in its text of the token that gets each gradient of :func:`splade_pool`, int64 ``[N, V]``; -1 for none."""
     maxima, winners = _logit_maxima(hidden, weight, bias)
     return winners if activation_function is None else winners.masked_fill(maxima <= 0, -1)
 
 
 def sparse_scores(queries: SparseBatch, documents: SparseBatch) -> Tensor:
-    """Inner products of sparse vectors in float64, summed in ascending order of terms.
+    """Inner products ``[Nq, Nd]`` of sparse vectors in float64, summed in ascending order of terms.
 
-    The product of two float32 numbers is exact in float64, so this order alone decides the bits of a score.
-
-    Parameters
-    ----------
-    queries, documents
-        Nq and Nd vectors over the same vocabulary.
-
-    Returns
-    -------
-    Tensor
-        ``[Nq, Nd]``, float64; 0 only where the two share no term.
+    The product of two float32 numbers is exact in float64, so this order alone decides the bits of a score. It is 0 only
+    where two vectors share no term.
 
     Examples
     --------

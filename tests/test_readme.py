@@ -13,7 +13,8 @@ import torch
 from paths import ROOT
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.enable import available_patches
+from pylate_fastmaxsim.integrations.hosts import find_replacements
+from pylate_fastmaxsim.integrations.options import OPTIONS
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
@@ -113,17 +114,19 @@ def test_every_trial_is_listed_by_its_key():
 
 
 def test_options_are_those_of_enable():
-    table = README.partition("| option of `enable()` |")[2].partition("\n\n")[0]
-    written = re.findall(r"^\| `(\w+)` \| `([\w()]+)` \|", table, flags=re.MULTILINE)
-    parameters = inspect.signature(pylate_fastmaxsim.enable).parameters.values()
-    assert written == [(parameter.name, str(parameter.default)) for parameter in parameters]
+    options = {option.name: (option.type, option.default) for option in OPTIONS}
+    for function in (pylate_fastmaxsim.enable, pylate_fastmaxsim.enabled):
+        parameters = inspect.signature(function).parameters.values()
+        assert {each.name: (each.annotation, each.default) for each in parameters} == options
+    described = inspect.getdoc(pylate_fastmaxsim.enable).partition("Parameters\n")[2].partition("Raises\n")[0]
+    assert re.findall(r"^(\w+)$", described, flags=re.MULTILINE) == list(options)
 
 
 def test_what_is_patched_is_named():
     pytest.importorskip("pylate")
     section = PAGES["docs/pylate.md"].partition("## What `enable()` patches")[2].partition("\n## ")[0]
     named = re.findall(r"`(?:\w+\.)?(\w+)`", section)
-    for patch in available_patches():
+    for patch in (each.patch for each in find_replacements() if each.left is None):
         of_class = isinstance(patch.owner, type)
         if (patch.owner.__module__ if of_class else patch.owner.__name__).startswith("pylate."):
             assert (patch.owner.__name__ if of_class else patch.name) in named

@@ -29,8 +29,7 @@ from types import FunctionType, ModuleType
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pylate_fastmaxsim.integrations.enable import all_patches  # noqa: E402
-from pylate_fastmaxsim.integrations.hosts import HOST_PACKAGES, usable_hosts  # noqa: E402
+from pylate_fastmaxsim.integrations.hosts import HOST_PACKAGES, find_replacements  # noqa: E402
 from pylate_fastmaxsim.integrations.patching import known_sources  # noqa: E402
 
 # Of transformers nothing else is replaced.
@@ -54,8 +53,9 @@ def main() -> None:
 
 def record() -> None:
     """Add what is installed here to the table."""
-    hosts, _ = usable_hosts()
-    versions = {host.package: host.version for host in hosts}
+    found = find_replacements()
+    print(*(each.left for each in found if each.patch is None), sep="\n", file=sys.stderr)
+    versions = {each.host.package: each.host.version for each in found if each.provider}
     for name in ("sentence_transformers", "transformers"):
         versions.setdefault(name, importlib.import_module(name).__version__)
     table = {name: dict(rows) for name, rows in known_sources.known().items()} if known_sources.TABLE.exists() else {}
@@ -136,7 +136,7 @@ def text_of(table: dict[str, dict[str, dict]]) -> str:
 
 def functions() -> list[FunctionType]:
     """The functions of the hosts that are replaced, and those that they call."""
-    found, unread = {}, [patch.original for patch in all_patches()] + also_relied_on()
+    found, unread = {}, [each.patch.original for each in find_replacements() if each.patch] + also_relied_on()
     while unread:
         function = known_sources.host_function(unread.pop())
         if function is None or not _of_host(function) or function in found:

@@ -1,6 +1,6 @@
 """Times of tiles of the attention kernels on this GPU, by head size, dropout and length of text.
 
-    python -m benchmarks attention_tiles
+python -m benchmarks attention_tiles
 """
 
 from __future__ import annotations

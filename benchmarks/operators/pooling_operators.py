@@ -36,7 +36,7 @@ from benchmarks.harness.timing import ITERATIONS, peak_bytes, time_calls
 from benchmarks.harness.workers import failure
 from benchmarks.operators.measure import CACHE_BYTES, relative_error, spread
 from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK, pooled_scores, reference
-from pylate_fastmaxsim.ops.pooled import Pooling
+from pylate_fastmaxsim.pooling import Pooling
 
 DIM = 128
 VALUES = {"softmax": Softmax(1.0), "top-4": TopK(4), "max": Max(), "lse": LogSumExp(0.1), "top-16": TopK(16)}
@@ -166,23 +166,12 @@ def gradients(score: Callable[[Batch], Tensor], grad_scores: Tensor, batch: Batc
     return torch.autograd.grad(score(batch), batch.leaves, grad_scores)
 
 
-def exact_scores(batch: Batch, pooling: Pooling) -> Tensor:
-    """By the definition in plain PyTorch, in the dtype of the vectors."""
-    if isinstance(pooling, TopK):
-        return reference.top_k_scores(batch.queries, batch.documents, pooling.k)
-    if isinstance(pooling, Softmax):
-        return reference.softmax_scores(batch.queries, batch.documents, pooling.temperature)
-    if isinstance(pooling, LogSumExp):
-        return reference.log_sum_exp_scores(batch.queries, batch.documents, pooling.temperature)
-    return reference.maxsim(batch.queries, batch.documents)
-
-
 def errors(score: Callable[[Batch], Tensor], pooling: Pooling, batch: Batch) -> dict[str, float | None]:
     """Relative errors of scores and gradients against float64, over a few queries and documents."""
     device = batch.queries.device
     rows, columns = spread(len(batch.queries), 4, device), spread(len(batch.documents), 8, device)
     exact = batch.with_leaves(*(values.double() for values in batch.leaves)).differentiable()
-    expected = exact_scores(Batch(exact.queries.select(rows), exact.documents.select(columns)), pooling)
+    expected = reference.pooled_scores(exact.queries.select(rows), exact.documents.select(columns), pooling=pooling)
     scores = score(batch)
     found = scores[rows[:, None], columns]
     weights = torch.randn(found.shape, device=device, generator=torch.Generator(device).manual_seed(1))

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, normalize
 from benchmarks.pooling_study.concepts import Concepts, Pairs, generator
 from pylate_fastmaxsim import Max, Softmax, TopK, pooled_scores
 from pylate_fastmaxsim.diagnostics.gradient_concentration import gradient_concentration
-from pylate_fastmaxsim.ops.pooled import Pooling
+from pylate_fastmaxsim.pooling import Pooling
 
 BATCH = 64
 WIDTH = 64

@@ -134,7 +134,7 @@ def load(cell: Cell, data: Path, output: Path, extra: list[str]) -> Any:
 
 def run(cell: Cell, data: Path, output: Path, extra: list[str]) -> dict[str, Any]:
     """Train and evaluate a cell in this process."""
-    from pylate_fastmaxsim.recipes.evaluation.beir import load_collection
+    from pylate_fastmaxsim.recipes.data.collection import load_collection
     from pylate_fastmaxsim.recipes.evaluation.ranking import METRICS, evaluate_collection
     from pylate_fastmaxsim.recipes.mining.mine import mine
     from pylate_fastmaxsim.recipes.models.load import load_model
@@ -145,7 +145,9 @@ def run(cell: Cell, data: Path, output: Path, extra: list[str]) -> dict[str, Any
     if cell.stage == "untrained":
         model = load_model(recipe.model, "cpu", cell.seed)
         return evaluate_collection(
-            retriever_of(model), load_collection(recipe.evaluation), recipe.evaluation.batch_size
+            retriever_of(model),
+            load_collection(recipe.evaluation.beir, recipe.evaluation.split),
+            recipe.evaluation.batch_size,
         )
     result: dict[str, Any] = {}
     if cell.stage == "distilled":

@@ -55,11 +55,10 @@ class Task:
     """The collection, and the encoder's table of token vectors."""
 
     def __init__(self, data: Path, encoder: Path | None = None) -> None:
-        from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
-        from pylate_fastmaxsim.recipes.evaluation.beir import document_texts, load_collection
+        from pylate_fastmaxsim.recipes.data.collection import document_texts, load_collection
 
         self.folder = encoder or encoder_folder()
-        self.collection = load_collection(TextEvaluationSection(beir=str(data)))
+        self.collection = load_collection(str(data))
         self.documents = document_texts(self.collection.corpus[:])
         self.queries = list(self.collection.queries.values())
 

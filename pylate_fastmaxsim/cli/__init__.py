@@ -94,6 +94,6 @@ def run(arguments: list[str]) -> None:
 
 def doctor() -> None:
     """Show versions, devices, what enable() patches, and what falls back and why."""
-    from pylate_fastmaxsim.integrations.doctor import render
+    from pylate_fastmaxsim.integrations.doctor import report
 
-    print(render())
+    print(report())

@@ -160,7 +160,7 @@ def one_sentence_for_too_little_memory(recipe: Recipe):
         yield
     except Exception as error:
         from pylate_fastmaxsim._memory import is_out_of_memory
-        from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint
+        from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
 
         if not is_out_of_memory(error):
             raise
@@ -209,7 +209,7 @@ def train(
     with one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
         from pylate_fastmaxsim.recipes.tables import training_table
-        from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint
+        from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
         from pylate_fastmaxsim.recipes.training.train import train as run
 
         def kept() -> str:
@@ -432,12 +432,11 @@ def search(
 ) -> None:
     """Search a collection exactly with a late-interaction or sparse model: a run file, metrics and times."""
     with one_sentence_instead_of_a_traceback():
-        from pylate_fastmaxsim.recipes.files.json import write_json
-        from pylate_fastmaxsim.recipes.files.write import files_of_collection, prepare_file
-        from pylate_fastmaxsim.recipes.search.inputs import load_inputs
+        from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
         from pylate_fastmaxsim.recipes.search.run import Options
         from pylate_fastmaxsim.recipes.search.run import search as run_search
         from pylate_fastmaxsim.recipes.tables import search_table
+        from pylate_fastmaxsim.recipes.targets import load_inputs
 
         # The shell leaves ~ in --run=~/file as it is.
         files = (corpus, queries, qrels, run, index, plaid, json_)

@@ -79,10 +79,9 @@ def evaluate(
 ) -> None:
     """Evaluate trained models on a collection by exact search, and compare them."""
     with one_sentence_instead_of_a_traceback():
-        from pylate_fastmaxsim.recipes.files.json import write_json
-        from pylate_fastmaxsim.recipes.files.write import files_of_collection, prepare_file
-        from pylate_fastmaxsim.recipes.retrieval_evaluation.evaluate import Options
-        from pylate_fastmaxsim.recipes.retrieval_evaluation.evaluate import evaluate as run_evaluation
+        from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
+        from pylate_fastmaxsim.recipes.search.evaluate import Options
+        from pylate_fastmaxsim.recipes.search.evaluate import evaluate as run_evaluation
         from pylate_fastmaxsim.recipes.tables import metrics_table, pairs_table
         from pylate_fastmaxsim.recipes.targets import find_collection, find_targets
 

@@ -12,7 +12,8 @@ from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._winners import no_winner
 from pylate_fastmaxsim.cpu.maxsim import require_candidates
 from pylate_fastmaxsim.ops.operands import as_batch, prepared
-from pylate_fastmaxsim.ops.pooled import Pooling, TopK, check_pooling, numbers_of, pooled_scores
+from pylate_fastmaxsim.ops.pooled import numbers_of, pooled_scores
+from pylate_fastmaxsim.pooling import Pooling, TopK, check_pooling
 from pylate_fastmaxsim.tokens import TokenBatch
 
 _NAME = "gradient_concentration"

@@ -16,7 +16,7 @@ from torch import Tensor
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.diagnostics.robustness import check_documents, check_sweep, retrieval_metrics
 from pylate_fastmaxsim.diagnostics.running_states import joined, kind_of, pooled, state_of
-from pylate_fastmaxsim.ops.pooled import Pooling, TopK
+from pylate_fastmaxsim.pooling import Pooling, TopK
 from pylate_fastmaxsim.tokens import TokenBatch
 
 COUNTS = (0, 25, 50, 100, 200, 400)

@@ -1,4 +1,4 @@
-"""How retrieval holds up where documents grow longer, for several poolings; where they are attacked, see ``injection``.
+"""Retrieval of documents that grow longer, for several poolings; of attacked ones see ``injection``.
 
 Both modules work on token embeddings and know no library that made them:
 
@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.ops.pooled import Pooling, check_pooling, pooled_scores
+from pylate_fastmaxsim.ops.pooled import pooled_scores
+from pylate_fastmaxsim.pooling import Pooling, check_pooling
 from pylate_fastmaxsim.tokens import TokenBatch
 
 TIMES = (1, 2, 4, 8)
@@ -182,7 +183,7 @@ def draw_fillers(
     own: Sequence[int | None] | None = None,
     seed: int = 0,
 ) -> list[list[int]]:
-    """Which fillers each document gets, in order, so that it is at least ``times`` as long with them; in any unit.
+    """Draw the fillers of each document, in order, so that it is at least ``times`` as long with them; in any unit.
 
     ``own`` is as in :func:`lengthened`.
 

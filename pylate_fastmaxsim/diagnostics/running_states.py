@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, Pooling, Softmax, TopK
+from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK
 
 
 def kind_of(pooling: Pooling) -> TopK | Softmax:

@@ -2,56 +2,33 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 
-from pylate_fastmaxsim.integrations.hosts import Host, left_alone, usable_hosts
-from pylate_fastmaxsim.integrations.log import forget_what_was_said, log_once
+from pylate_fastmaxsim.integrations.hosts import Replacement, find_replacements
+from pylate_fastmaxsim.integrations.log import log_once, log_once_more
 from pylate_fastmaxsim.integrations.options import (
+    OPTIONS,
+    PYLATE,
     Options,
     PaddingFree,
     current_options,
-    forbidden,
-    on_or_off,
+    names_options,
     set_options,
+    switched_off,
 )
-from pylate_fastmaxsim.integrations.patching.known_sources import code_of, host_function, not_known, unknown_part
-from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet
-from pylate_fastmaxsim.integrations.patching.provenance import defined_in
-from pylate_fastmaxsim.ops.pooled import Max, Pooling, check_pooling
+from pylate_fastmaxsim.integrations.patching.patches import PatchSet
+from pylate_fastmaxsim.pooling import Max, Pooling
 
 _logger = logging.getLogger("pylate_fastmaxsim")
 _lock = threading.RLock()
 _patches = PatchSet()
 _blocks: list[_Block] = []
 # What was found in the libraries that are patched now, or were last.
-_found: list[_Found] = []
-
-
-@dataclass(frozen=True)
-class _Found:
-    """Something to replace in a host.
-
-    Parameters
-    ----------
-    host, provider
-        The host, and who replaces it.
-    patch
-        None: the provider has none for this release.
-    left
-        A sentence that says why it is left as it is; None: it is replaced.
-    """
-
-    host: Host
-    provider: str
-    patch: Patch | None
-    left: str | None
+_found: list[Replacement] = []
 
 
 @dataclass(eq=False)
@@ -61,6 +38,7 @@ class _Block:
     before: Options | None
 
 
+@names_options
 def enable(
     *,
     padding_free: PaddingFree = True,
@@ -123,7 +101,8 @@ def enable(
         The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off, or ``stock_masking=True`` comes
         with another pooling than ``Max()``.
     TypeError
-        ``pooling`` is not one, or another option is neither True nor False, nor is ``padding_free`` ``"always"``.
+        ``pooling`` is not one, or another option is neither True nor False, nor is ``padding_free`` ``"always"``. Or there
+        is no option of a name.
 
     Notes
     -----
@@ -139,53 +118,50 @@ def enable(
     >>> pylate_fastmaxsim.disable()
     """
     new = Options(padding_free, compile, stock_masking, pooling)
-    check_pooling("enable", pooling)
-    for name, value in vars(new).items():
-        if name == "pooling" or isinstance(value, bool) or (name, value) == ("padding_free", "always"):
-            continue
-        allowed = "True, False or 'always'" if name == "padding_free" else "True or False"
-        raise TypeError(f"{name} must be {allowed}, got {value!r}.")
-    if stock_masking and not isinstance(pooling, Max):
-        raise ValueError(
-            "stock_masking=True takes pooling=Max() only, since PyLate's rule for masked tokens is one for the maximum, "
-            f"got {pooling!r}."
-        )
-    if forbidden():
-        _logger.info("PYLATE_FASTMAXSIM=%s: nothing is accelerated.", os.environ["PYLATE_FASTMAXSIM"])
+    if (setting := switched_off()) is not None:
+        _logger.info("%s: nothing is accelerated.", setting)
         return
     if not isinstance(pooling, Max):
-        _refuse_unpooled(pooling)
+        _require_pooled_scores(pooling)
     _switch_to(new)
-    has_pylate = any(each.host.name == "PyLate" for each in _found)
+    hosts = {each.host.name for each in _found if each.provider is not None}
     _logger.info(
         "%s; %s.%s",
-        "; ".join(_sentences(_found)) or "Nothing is accelerated",
-        ", ".join(f"{name} {on_or_off(value)}" for name, value in vars(new).items()),
+        "; ".join(_gains(_found)) or "Nothing is accelerated",
+        ", ".join(f"{name} {_on_or_off(value)}" for name, value in vars(new).items()),
         " With PyLate, a loss of your own gets fused scores; call pylate_fastmaxsim.encode in it to leave out padding too."
-        * has_pylate,
+        * (PYLATE in hosts),
     )
-    if stock_masking and not has_pylate:
-        _logger.warning("stock_masking=True has no effect: only PyLate's losses take it.")
+    for option in OPTIONS:
+        if (value := getattr(new, option.name)) != option.default and hosts.isdisjoint(option.metadata["hosts"]):
+            owners = " and ".join(option.metadata["hosts"])
+            _logger.warning("%s=%s has no effect: it is an option for %s.", option.name, value, owners)
     if not isinstance(pooling, Max):
         log_once(
             "pooling=%s: indexes built by others (PLAID, fast-plaid, Voyager) still search with the maximum.", pooling
         )
 
 
-def _sentences(found: Sequence[_Found]) -> Iterator[str]:
+def _on_or_off(value: bool | str | Pooling) -> object:
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+def _gains(found: list[Replacement]) -> Iterator[str]:
     """What is accelerated in which of the hosts, and which functions there are left as they are."""
-    of_gain: dict[str, list[str]] = {}
+    hosts_by_gain: dict[str, list[str]] = {}
     for host in dict.fromkeys(each.host for each in found):
         own = [each for each in found if each.host is host]
-        left = {each.provider: each for each in own if each.left}
-        names = [each.patch.short_name if each.patch else each.provider for each in own if each.left]
-        if len(names) == len(own):
+        left = [each for each in own if each.left]
+        if len(left) == len(own):
             continue
-        gain = ", ".join(gain for provider, gain in host.gains if provider not in left) or "in part"
-        gain += f" (but not {', '.join(names)})" * bool(names)
-        of_gain.setdefault(gain, []).append(f"{host.name} {host.version}")
-    for gain, names in of_gain.items():
-        yield f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} accelerated: {gain}"
+        providers = [each.provider for each in left]
+        gain = ", ".join(gain for provider, gain in host.gains.items() if provider not in providers) or "in part"
+        if left:
+            names = ", ".join(each.patch.short_name if each.patch else each.provider for each in left)
+            gain += f" (but not {names})"
+        hosts_by_gain.setdefault(gain, []).append(f"{host.name} {host.version}")
+    for gain, hosts in hosts_by_gain.items():
+        yield f"{' and '.join(hosts)} {'is' if len(hosts) == 1 else 'are'} accelerated: {gain}"
 
 
 def disable() -> None:
@@ -203,6 +179,7 @@ def disable() -> None:
     _switch_to(None)
 
 
+@names_options
 @contextmanager
 def enabled(
     *,
@@ -227,12 +204,7 @@ def enabled(
     """
     with _lock:
         block = _Block(current_options())
-        enable(
-            padding_free=padding_free,
-            compile=compile,
-            stock_masking=stock_masking,
-            pooling=pooling,
-        )
+        enable(padding_free=padding_free, compile=compile, stock_masking=stock_masking, pooling=pooling)
         _blocks.append(block)
     try:
         yield
@@ -247,100 +219,14 @@ def enabled(
                 _switch_to(block.before)
 
 
-def available_patches() -> list[Patch]:
-    """What :func:`enable` replaces in the host libraries. Imports those that are installed.
-
-    Raises
-    ------
-    ImportError
-        As :func:`enable`.
-    """
-    return _to_apply(_available())
-
-
-def not_accelerated() -> list[str]:
-    """A sentence for each host and each function of a host that is left as it is, and why."""
-    hosts, reasons = usable_hosts()
-    return [*left_alone(reasons), *_lines(_find(hosts))]
-
-
-def all_patches() -> list[Patch]:
-    """What there is to replace in the hosts that are installed, whether or not it is known code."""
-    return [patch for _, name in _providers(usable_hosts()[0]) for patch in _provider(name).patches()]
-
-
-def _available() -> list[_Found]:
-    """What there is to replace in the host libraries that can be patched."""
-    hosts, reasons = usable_hosts()
-    if not hosts:
-        raise ImportError(" ".join(dict.fromkeys(reasons.values())))
-    found = _find(hosts)
-    for line in (*left_alone(reasons), *_lines(found)):
-        log_once("%s", line)
-    return found
-
-
-def _find(hosts: Iterable[Host]) -> list[_Found]:
-    found = []
-    for host, name in _providers(hosts):
-        try:
-            made = _provider(name).patches()
-        except (ImportError, AttributeError) as error:  # a release that has renamed what the provider imports
-            release = f"{host.name} {host.version}"
-            line = f"{name} does not accelerate {release}: {error}. For this release, update pylate-fastmaxsim."
-            found.append(_Found(host, name, None, line))
-            continue
-        for patch in made:
-            reason = _reason_to_leave(patch)
-            line = reason and f"{patch.target} is not accelerated (running {host.name}'s own): {reason}."
-            found.append(_Found(host, name, patch, line))
-    return found
-
-
-def _to_apply(found: Iterable[_Found]) -> list[Patch]:
-    return [each.patch for each in found if each.left is None]
-
-
-def _lines(found: Iterable[_Found]) -> list[str]:
-    return [each.left for each in found if each.left is not None]
-
-
-def _refuse_unpooled(pooling: Pooling) -> None:
+def _require_pooled_scores(pooling: Pooling) -> None:
     """Raise ValueError if scores of a host would be left as they are, which take the maximum."""
-    for each in _find(usable_hosts()[0]):
+    for each in find_replacements():
         replacement = each.patch and getattr(each.patch.replacement, "__func__", each.patch.replacement)
         # Of a provider without a patch nothing is known.
-        if each.left and (each.patch is None or getattr(replacement, "pooled", False)):
+        unknown = each.provider is not None and each.patch is None
+        if each.left and (unknown or getattr(replacement, "pooled", False)):
             raise ValueError(f"pooling={pooling} cannot be used: its scores would take the maximum. {each.left}")
-
-
-def _providers(hosts: Iterable[Host]) -> list[tuple[Host, str]]:
-    found: dict[str, Host] = {}
-    for host in hosts:
-        for name in host.providers:
-            found.setdefault(name, host)
-    return [(host, name) for name, host in found.items()]
-
-
-def _provider(name: str) -> ModuleType:
-    return importlib.import_module(f"pylate_fastmaxsim.integrations.{name}")
-
-
-def _reason_to_leave(patch: Patch) -> str | None:
-    """Why a patch is not applied: what it would replace is not what it was written for."""
-    now = patch.original
-    if now is None:
-        return "this release has no such name"
-    # What is inherited from these libraries the replacement calls.
-    inherited = defined_in(host_function(now), ("torch", "transformers"))
-    for function in patch.needs if inherited else (now, *patch.needs):
-        if (part := unknown_part(function)) is not None:
-            return not_known(part)
-    if inherited:
-        return None
-    # It may have been put back since the replacement was made, which calls what stood there then.
-    was = code_of(patch.replacement)
-    return None if was is code_of(now) else not_known(patch.target)
 
 
 def _switch_to(new: Options | None) -> None:
@@ -349,14 +235,16 @@ def _switch_to(new: Options | None) -> None:
         if new == current_options():
             return
         if current_options() is None:
-            _found = _available()
-            _patches.apply(_to_apply(_found))
+            _found = find_replacements()
+            for line in (each.left for each in _found if each.left):
+                log_once("%s", line)
+            _patches.apply(each.patch for each in _found if each.left is None)
         else:
             # Models that were prepared for the old options go back to how they were built.
             from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 
             encoding_encode.release()
-            forget_what_was_said()
+            log_once_more()
         if new is None:
             _patches.undo()
         elif new.compile:

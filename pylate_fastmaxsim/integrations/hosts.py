@@ -1,14 +1,25 @@
-"""The libraries that are accelerated, and which of them can be patched here."""
+"""The libraries that are accelerated, and what can be replaced in those that are installed."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
 
+from pylate_fastmaxsim.integrations.options import COLPALI, PYLATE, SENTENCE_TRANSFORMERS
+from pylate_fastmaxsim.integrations.patching.known_sources import (
+    code_of,
+    defined_in,
+    host_function,
+    not_known,
+    unknown_part,
+)
+from pylate_fastmaxsim.integrations.patching.patches import Patch
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Host:
     """A library that is accelerated.
 
@@ -23,8 +34,8 @@ class Host:
     providers
         Modules of this package whose ``patches()`` say what to replace in it.
     gains
-        What is accelerated, as the line of log of ``enable()`` has it, each behind the provider that must replace all of
-        its functions for it.
+        What is accelerated, as the line of log of ``enable()`` has it, by the provider that must replace all of its
+        functions for it.
     """
 
     name: str
@@ -33,7 +44,7 @@ class Host:
     first: str
     below: str
     providers: tuple[str, ...]
-    gains: tuple[tuple[str, str], ...]
+    gains: Mapping[str, str]
 
     @property
     def package(self) -> str:
@@ -43,117 +54,172 @@ class Host:
     def version(self) -> str:
         return getattr(sys.modules[self.package], "__version__", None) or metadata.version(self.name)
 
+    def is_installed(self) -> bool:
+        """Whether it can be found; of one that is a part of a package, also whether that has been imported."""
+        can_be_there = self.module == self.package or sys.modules.get(self.package) is not None
+        return can_be_there and util.find_spec(self.module) is not None
+
+    def reason_against_patching(self) -> str | None:
+        """A sentence that says why it cannot be patched. Imports it."""
+        try:
+            importlib.import_module(self.package)
+            version = self.version
+        except ModuleNotFoundError as error:
+            if error.name != self.package:
+                return f"{self.name} cannot be imported: {error}."
+            return f'{self.name} is not installed: pip install "pylate-fastmaxsim[{self.extra}]".'
+        except Exception as error:  # a broken installation of what it needs raises anything
+            return f"{self.name} cannot be imported: {type(error).__name__}: {error}."
+        from packaging.version import Version
+
+        if Version(self.first).release <= Version(version).release < Version(self.below).release:
+            return None
+        return (
+            f"pylate-fastmaxsim accelerates {self.name} from {self.first} up to but not including {self.below}; "
+            f"installed is {version}."
+        )
+
 
 _MAXSIM = "fused MaxSim in scores, losses, rerank and evaluation"
 HOSTS = (
     Host(
-        "PyLate",
-        "pylate",
-        "pylate",
-        "1.5.1",
-        "2",
-        (
-            *("pylate.scores", "pylate.xtr", "pylate.losses", "pylate.collator"),
-            *("encoding.masks", "pylate.kv_cache", "pylate.fused_head"),
+        name=PYLATE,
+        extra="pylate",
+        module="pylate",
+        first="1.5.1",
+        below="2",
+        providers=(
+            "pylate.scores",
+            "pylate.xtr",
+            "pylate.losses",
+            "encoding.masks",
+            "pylate.kv_cache",
+            "pylate.fused_head",
         ),
-        (("pylate.scores", _MAXSIM),),
+        gains={"pylate.scores": _MAXSIM},
     ),
     Host(
-        "colpali-engine",
-        "colpali",
-        "colpali_engine",
-        "0.3.18",
-        "0.4",
-        ("colpali.losses",),
-        (("colpali.losses", _MAXSIM),),
+        name=COLPALI,
+        extra="colpali",
+        module="colpali_engine",
+        first="0.3.18",
+        below="0.4",
+        providers=("colpali.losses",),
+        gains={"colpali.losses": _MAXSIM},
     ),
     # Of Sentence Transformers, which PyLate stands on, its own MultiVectorEncoder.
     Host(
-        "Sentence Transformers",
-        "multi-vector",
-        "sentence_transformers.multi_vector_encoder",
-        "6",
-        "7",
-        (
-            *(
-                "sentence_transformers.scores",
-                "sentence_transformers.xtr",
-                "sentence_transformers.encoder",
-                "sentence_transformers.losses",
-            ),
-            *("sentence_transformers.gradcache", "encoding.masks"),
+        name=SENTENCE_TRANSFORMERS,
+        extra="multi-vector",
+        module="sentence_transformers.multi_vector_encoder",
+        first="6",
+        below="7",
+        providers=(
+            "sentence_transformers.scores",
+            "sentence_transformers.xtr",
+            "sentence_transformers.encoder",
+            "sentence_transformers.losses",
+            "encoding.masks",
         ),
-        (("sentence_transformers.scores", _MAXSIM),),
+        gains={"sentence_transformers.scores": _MAXSIM},
     ),
     # Its SparseEncoder, which release 5.3 beside PyLate has too.
     Host(
-        "Sentence Transformers",
-        "multi-vector",
-        "sentence_transformers.sparse_encoder",
-        "5",
-        "7",
-        (
-            *(
-                "sparse_encoder.encoder",
-                "sparse_encoder.training",
-                "sparse_encoder.gradcache",
-                "sparse_encoder.collator",
-            ),
-            *("sparse_encoder.search", "sparse_encoder.evaluation", "encoding.masks"),
+        name=SENTENCE_TRANSFORMERS,
+        extra="multi-vector",
+        module="sentence_transformers.sparse_encoder",
+        first="5",
+        below="7",
+        providers=(
+            "sparse_encoder.encoder",
+            "sparse_encoder.training",
+            "sparse_encoder.search",
+            "sparse_encoder.evaluation",
+            "encoding.masks",
         ),
-        (
-            ("sparse_encoder.encoder", "SPLADE without vocabulary logits"),
-            ("sparse_encoder.search", "exact search of sparse embeddings"),
-        ),
+        gains={
+            "sparse_encoder.encoder": "SPLADE without vocabulary logits",
+            "sparse_encoder.search": "exact search of sparse embeddings",
+        },
     ),
 )
 HOST_PACKAGES = frozenset(host.package for host in HOSTS)
 
 
-def brings_host(package: str) -> bool:
-    """Whether a package that is imported is a library to accelerate, or has it in it: Sentence Transformers may not."""
-    return any(host.package == package and _is_there(host) for host in HOSTS)
+def contains_host(package: str) -> bool:
+    """Whether an imported package is a library to accelerate, or has one in it: Sentence Transformers may not."""
+    return any(host.package == package and host.is_installed() for host in HOSTS)
 
 
-def _is_there(host: Host) -> bool:
-    """Whether a library is installed; of one that is a part of a package, also whether that can be imported."""
-    can_be_there = host.module == host.package or sys.modules.get(host.package) is not None
-    return can_be_there and util.find_spec(host.module) is not None
+@dataclass(frozen=True)
+class Replacement:
+    """Something to replace in a host.
+
+    Parameters
+    ----------
+    host
+        The host.
+    provider
+        The module of this package that replaces it; None: the host cannot be patched at all.
+    patch
+        None: the provider has none for this release.
+    left
+        A sentence that says why it is left as it is; None: it is replaced.
+    """
+
+    host: Host
+    provider: str | None
+    patch: Patch | None
+    left: str | None
 
 
-def left_alone(reasons: dict[Host, str] | None = None) -> list[str]:
-    """A sentence for each host library that is installed and cannot be patched; ``reasons`` as of usable_hosts()."""
-    _, reasons = usable_hosts() if reasons is None else (None, reasons)
-    return [f"{host.name} is not accelerated: {reason}" for host, reason in reasons.items() if _is_there(host)]
+def find_replacements() -> list[Replacement]:
+    """All that there is to replace in the hosts that are installed, whether or not it is left as it is. Imports them.
+
+    Raises
+    ------
+    ImportError
+        None of the hosts can be patched.
+    """
+    reasons = {host: host.reason_against_patching() for host in HOSTS}
+    if all(reasons.values()):
+        raise ImportError(" ".join(dict.fromkeys(reasons.values())))
+    found = [
+        Replacement(host, None, None, f"{host.name} is not accelerated: {reason}")
+        for host, reason in reasons.items()
+        if reason and host.is_installed()
+    ]
+    providers: dict[str, Host] = {}
+    for host in (host for host, reason in reasons.items() if reason is None):
+        for provider in host.providers:
+            providers.setdefault(provider, host)
+    for provider, host in providers.items():
+        try:
+            patches = importlib.import_module(f"pylate_fastmaxsim.integrations.{provider}").patches()
+        except (ImportError, AttributeError) as error:  # a release that has renamed what the provider imports
+            release = f"{host.name} {host.version}"
+            line = f"{provider} does not accelerate {release}: {error}. For this release, update pylate-fastmaxsim."
+            found.append(Replacement(host, provider, None, line))
+            continue
+        for patch in patches:
+            reason = _reason_against_replacing(patch)
+            line = reason and f"{patch.target} is not accelerated (running {host.name}'s own): {reason}."
+            found.append(Replacement(host, provider, patch, line))
+    return found
 
 
-def usable_hosts() -> tuple[list[Host], dict[Host, str]]:
-    """The host libraries that can be patched, and why the others cannot."""
-    usable, reasons = [], {}
-    for host in HOSTS:
-        reason = _reason_to_leave(host)
-        if reason is None:
-            usable.append(host)
-        else:
-            reasons[host] = reason
-    return usable, reasons
-
-
-def _reason_to_leave(host: Host) -> str | None:
-    try:
-        importlib.import_module(host.package)
-        version = host.version
-    except ModuleNotFoundError as error:
-        if error.name != host.package:
-            return f"{host.name} cannot be imported: {error}."
-        return f'{host.name} is not installed: pip install "pylate-fastmaxsim[{host.extra}]".'
-    except Exception as error:  # a broken installation of what it needs raises anything
-        return f"{host.name} cannot be imported: {type(error).__name__}: {error}."
-    from packaging.version import Version
-
-    if not Version(host.first).release <= Version(version).release < Version(host.below).release:
-        return (
-            f"pylate-fastmaxsim accelerates {host.name} from {host.first} up to but not including {host.below}; "
-            f"installed is {version}."
-        )
-    return None
+def _reason_against_replacing(patch: Patch) -> str | None:
+    """A clause that says that the code to replace is not what the patch was written for."""
+    now = patch.original
+    if now is None:
+        return "this release has no such name"
+    # What is inherited from these libraries the replacement calls.
+    inherited = defined_in(host_function(now), ("torch", "transformers"))
+    for function in patch.needs if inherited else (now, *patch.needs):
+        if (part := unknown_part(function)) is not None:
+            return not_known(part)
+    if inherited:
+        return None
+    # It may have been put back since the replacement was made, which calls what stood there then.
+    was = code_of(patch.replacement)
+    return None if was is code_of(now) else not_known(patch.target)

@@ -34,7 +34,7 @@ def _say_unless(said: set[str], line: str, level: int) -> None:
         _logger.log(level, "%s", line)
 
 
-def forget_what_was_said() -> None:
-    """Have :func:`log_once` say everything once more."""
+def log_once_more() -> None:
+    """Have :func:`log_once` log each line once more."""
     _said.clear()
     _said_about.clear()

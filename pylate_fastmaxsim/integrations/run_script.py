@@ -15,9 +15,8 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from pylate_fastmaxsim.integrations.enable import enable
-from pylate_fastmaxsim.integrations.hosts import HOST_PACKAGES, brings_host
-from pylate_fastmaxsim.integrations.options import pooling_from_text
-from pylate_fastmaxsim.ops.pooled import Pooling
+from pylate_fastmaxsim.integrations.hosts import HOST_PACKAGES, contains_host
+from pylate_fastmaxsim.integrations.options import OPTIONS
 
 _logger = logging.getLogger("pylate_fastmaxsim")
 
@@ -140,7 +139,7 @@ class _EnableAfterImport(AfterImport):
         self.after(module)
 
     def _enable(self, module: ModuleType) -> None:
-        if not self.running and self in sys.meta_path and brings_host(module.__name__):
+        if not self.running and self in sys.meta_path and contains_host(module.__name__):
             sys.meta_path.remove(self)
             enable(**self.options)
 
@@ -154,23 +153,14 @@ def script_parser(prog: str, description: str) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    padding = parser.add_mutually_exclusive_group()
-    padding.add_argument("--no-padding-free", dest="padding_free", action="store_false", help="encode with padding")
-    padding.add_argument("--padding-free", choices=["always"], help="also with modules or hooks of your own")
-    parser.add_argument("--compile", action="store_true", help="compile the encoder's layers")
-    parser.add_argument("--stock-masking", action="store_true", help="masked tokens have similarity 0, as in PyLate")
-    parser.add_argument("--pooling", type=_pooling, help="max, top_k=K, softmax=T or log_sum_exp=T, in place of MaxSim")
+    for option in OPTIONS:
+        group = parser.add_mutually_exclusive_group()
+        for flag, how in option.metadata["flags"].items():
+            group.add_argument(f"--{flag.replace('_', '-')}", dest=option.name, **how)
     parser.add_argument("-m", dest="as_module", action="store_true", default=False, help="run a module")
     # The script and its arguments together: between two positionals argparse would drop a `--`.
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="SCRIPT.py ARGS", help="what to run")
     return parser
-
-
-def _pooling(text: str) -> Pooling:
-    try:
-        return pooling_from_text(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def show_log() -> None:

@@ -1,4 +1,4 @@
-"""The tokenized columns of a batch: how many texts they hold, and the order of their documents."""
+"""The tokenized columns of a batch, and what a model makes of them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import FLATTENED
+from pylate_fastmaxsim.tokens import TokenBatch
+
+Features = dict[str, Tensor]
+
+# Queries [Nq, Lq, d], their mask [Nq, Lq] or None, documents by query, and their floors.
+Encoded = tuple[Tensor, Tensor | None, TokenBatch, Tensor | None]
 
 
-def texts_in(column: dict[str, Tensor]) -> int:
-    """How many texts a column holds, padded or in one row as Sentence Transformers flattens them for FlashAttention.
+def texts_in(column: Features) -> int:
+    """Number of texts in a column, padded or in one row as Sentence Transformers flattens them for FlashAttention.
 
     Examples
     --------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -16,19 +16,59 @@ from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
 from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_over_views_of_leaves
 from pylate_fastmaxsim.integrations.options import Options, current_options
-from pylate_fastmaxsim.losses.columns import texts_in
+from pylate_fastmaxsim.losses.columns import Features, texts_in
+from pylate_fastmaxsim.losses.encode import host_of
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
 from pylate_fastmaxsim.ops.pooled import pooled_scores, state_bytes
+from pylate_fastmaxsim.pooling import Pooling
 from pylate_fastmaxsim.tokens import TokenBatch
-
-Features = dict[str, Tensor]
-
-# Of queries [Nq, Lq, d], their mask [Nq, Lq] or None, documents by query, and their floors.
-Encoded = tuple[Tensor, Tensor | None, TokenBatch, Tensor | None]
 
 
 class ContrastiveDistillation(nn.Module):
-    """The loss of both terms; see the class of the same name of a library's module."""
+    """Contrastive loss and distillation of a teacher's scores together, encoded once and scored once.
+
+    ``contrastive_weight * cross_entropy(S / temperature)`` of the first document of each query against all documents of
+    the batch, and ``distillation_weight * KL(teacher / teacher_temperature || S / temperature)`` over the documents of
+    each query, both as means over the queries; S are MaxSim scores. With ``mini_batch_size`` or ``mini_batch_tokens``
+    in one pass of GradCache. The same with and without :func:`~pylate_fastmaxsim.enable`, with which it is
+    padding-free, and whose ``pooling`` and ``stock_masking`` apply.
+
+    ``MultiVectorDistillKLDivLoss`` of Sentence Transformers multiplies by the square of its student temperature; here
+    both terms have the same factor, whatever the temperature.
+
+    Parameters
+    ----------
+    model
+        A ``pylate.models.ColBERT`` or a ``MultiVectorEncoder`` of Sentence Transformers.
+    contrastive_weight, distillation_weight
+        Factors of the two terms.
+    temperature
+        Of the model's scores, in both terms.
+    teacher_temperature
+        Of the teacher's scores.
+    mini_batch_size
+        GradCache: texts in a call of the encoder. Without padding a call of a ColBERT holds at most as many tokens as so
+        many padded documents.
+    mini_batch_tokens
+        GradCache, in its place: tokens in a call of the encoder.
+    gather_across_devices
+        The documents of all processes are negatives of the contrastive term.
+
+    Raises
+    ------
+    ValueError
+        A temperature is not above 0, a size below 1, or both sizes are given.
+    TypeError
+        A size is no integer, or the model is another.
+
+    Examples
+    --------
+    With queries, and N documents for each with the teacher's scores, as for PyLate's ``Distillation``; or with columns
+    ``query``, ``positive``, ``negative`` and ``label``, a list of N scores::
+
+        loss = ContrastiveDistillation(model, distillation_weight=0.5, temperature=0.5, mini_batch_tokens=16_384)
+        trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=train_dataset, loss=loss, ...)
+    """
 
     def __init__(
         self,
@@ -43,17 +83,15 @@ class ContrastiveDistillation(nn.Module):
         gather_across_devices: bool = False,
     ) -> None:
         super().__init__()
+        where = "ContrastiveDistillation"
         for name, value in (("temperature", temperature), ("teacher_temperature", teacher_temperature)):
             if not 0 < value < math.inf:
-                raise ValueError(f"ContrastiveDistillation: {name} must be a number above 0, got {value}.")
-        sizes = {"mini_batch_size": mini_batch_size, "mini_batch_tokens": mini_batch_tokens}
-        sizes = {
-            name: require_count("ContrastiveDistillation", name, size)
-            for name, size in sizes.items()
-            if size is not None
-        }
-        if len(sizes) > 1:
-            raise ValueError("ContrastiveDistillation: give mini_batch_size or mini_batch_tokens, not both.")
+                raise ValueError(f"{where}: {name} must be a number above 0, got {value}.")
+        for name, size in (("mini_batch_size", mini_batch_size), ("mini_batch_tokens", mini_batch_tokens)):
+            if size is not None:
+                require_count(where, name, size)
+        if mini_batch_size is not None and mini_batch_tokens is not None:
+            raise ValueError(f"{where}: give mini_batch_size or mini_batch_tokens, not both.")
         self.model = model
         self.contrastive_weight, self.distillation_weight = contrastive_weight, distillation_weight
         self.temperature, self.teacher_temperature = temperature, teacher_temperature
@@ -62,7 +100,7 @@ class ContrastiveDistillation(nn.Module):
 
     @property
     def uses_gradient_cache(self) -> bool:
-        """Whether the loss differentiates in a hook on what it returns; Sentence Transformers asks its losses."""
+        """True if the loss differentiates in a hook on what it returns; Sentence Transformers asks its losses."""
         return self.mini_batch_size is not None or self.mini_batch_tokens is not None
 
     def get_config_dict(self) -> dict[str, object]:
@@ -92,23 +130,17 @@ class ContrastiveDistillation(nn.Module):
                 "ContrastiveDistillation: labels must be the teacher's scores of each query's documents, at least two, "
                 f"[B, N] = [{counts[0]}, {ways:g}], got {None if labels is None else tuple(labels.shape)}."
             )
+        host = host_of("ContrastiveDistillation", self.model)
         if self.uses_gradient_cache:
-            return self._cached(features, partial(self._of_leaves, labels))
-        queries, mask, documents, zero_floor = self._encoded(features)
+
+            def loss_of(queries: Tensor, mask: Tensor | None, *documents_and_floor) -> Tensor:
+                return sum_over_views_of_leaves(partial(self._in_chunks, labels, mask), queries, *documents_and_floor)
+
+            return host.cached(self.model, features, loss_of, self.mini_batch_size, self.mini_batch_tokens)
+        queries, mask, documents, zero_floor = host.encoded(self.model, features)
         return sum_over_views(partial(self._at_once, labels, mask), queries, documents, zero_floor)
 
     forward.takes_views = True
-
-    def _encoded(self, features: list[Features]) -> Encoded:
-        """What is scored, differentiable."""
-        raise NotImplementedError
-
-    def _cached(self, features: list[Features], loss_of: Callable[..., Tensor]) -> Tensor:
-        """The loss of embeddings made without gradients, whose backward makes them again.
-
-        ``loss_of`` takes what :meth:`_encoded` returns, and leaves gradients at it.
-        """
-        raise NotImplementedError
 
     def _at_once(
         self, labels: Tensor, mask: Tensor | None, queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None
@@ -116,16 +148,11 @@ class ContrastiveDistillation(nn.Module):
         documents, zero_floor, own = self._gathered(documents, zero_floor, labels)
         return self._share(labels, mask, queries, documents, zero_floor, own)
 
-    def _of_leaves(
-        self, labels: Tensor, queries: Tensor, mask: Tensor | None, documents: TokenBatch, zero_floor: Tensor | None
-    ) -> Tensor:
-        return sum_over_views_of_leaves(partial(self._in_chunks, labels, mask), queries, documents, zero_floor)
-
     def _in_chunks(
         self, labels: Tensor, mask: Tensor | None, queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None
     ) -> Tensor:
         documents, zero_floor, own = self._gathered(documents, zero_floor, labels)
-        kept = state_bytes(_options().pooling, documents.max_length, documents.values.dtype)
+        kept = state_bytes(_pooling(), documents.max_length, documents.values.dtype)
         step, count = queries_at_once(queries.shape[1], len(documents), kept), len(queries)
 
         def loss_of(chunk: slice, values: Tensor) -> Tensor:
@@ -141,13 +168,9 @@ class ContrastiveDistillation(nn.Module):
     ) -> tuple[TokenBatch, Tensor | None, Tensor]:
         """The documents of all ranks, if asked for, and which of them each query has of its own, ``[B, N]``."""
         own = torch.arange(len(documents), device=documents.device).view(labels.shape)
-        if not self._gathers:
+        if not (self.gather_across_devices and dist.is_available() and dist.is_initialized()):
             return documents, zero_floor, own
         return *gather_documents(documents, zero_floor), own + dist.get_rank() * len(documents)
-
-    @property
-    def _gathers(self) -> bool:
-        return self.gather_across_devices and dist.is_available() and dist.is_initialized()
 
     def _share(
         self,
@@ -159,9 +182,8 @@ class ContrastiveDistillation(nn.Module):
         own: Tensor,
     ) -> Tensor:
         """The mean over some queries."""
-        options = _options()
         batch = TokenBatch.from_padded(queries.to(torch.promote_types(queries.dtype, documents.values.dtype)), mask)
-        scores = pooled_scores(batch, documents, pooling=options.pooling, zero_floor=zero_floor) / self.temperature
+        scores = pooled_scores(batch, documents, pooling=_pooling(), zero_floor=zero_floor) / self.temperature
         # Not times the number of ranks, as in PyLate: the balance of the terms would depend on it.
         contrastive = F.cross_entropy(scores, own[:, 0])
         teacher = F.log_softmax(labels.detach().to(scores.dtype) / self.teacher_temperature, dim=1)
@@ -170,6 +192,6 @@ class ContrastiveDistillation(nn.Module):
         return self.contrastive_weight * contrastive + self.distillation_weight * distillation
 
 
-def _options() -> Options:
-    """The options in force; those of a flag that is off are the defaults."""
-    return current_options() or Options()
+def _pooling() -> Pooling:
+    """The pooling in force, with the flag off the default."""
+    return (current_options() or Options()).pooling

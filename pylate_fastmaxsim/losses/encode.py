@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from types import ModuleType
 
-from torch import Tensor, nn
+from torch import nn
 
-from pylate_fastmaxsim.integrations.models.wrappers import unwrap
-from pylate_fastmaxsim.losses.columns import texts_in
+from pylate_fastmaxsim.integrations.models.wrappers import StandIn, unwrap
+from pylate_fastmaxsim.losses.columns import Features, texts_in
 from pylate_fastmaxsim.tokens import TokenBatch
-
-Features = dict[str, Tensor]
 
 
 def encode(model: nn.Module, features: Iterable[Features]) -> tuple[TokenBatch, TokenBatch]:
@@ -62,20 +61,23 @@ def encode(model: nn.Module, features: Iterable[Features]) -> tuple[TokenBatch, 
             "encode: features must be a column of queries and columns of documents, each of as many texts as there are "
             f"queries or a multiple of it, got columns of {', '.join(map(str, counts)) or 'nothing'}."
         )
-    return _host_of(model).encode(model, columns)
+    queries, mask, documents, _ = host_of("encode", model).encoded(model, columns)
+    return TokenBatch.from_padded(queries, mask), documents
 
 
-def _host_of(model: nn.Module):
-    """The module of this package with the losses for a model's library."""
+def host_of(where: str, model: nn.Module) -> ModuleType:
+    """The module that encodes for losses with the models of a library. TypeError, for ``where``, if it knows none."""
     core = unwrap(model)
+    while isinstance(core, StandIn):  # of one Matryoshka inside of another
+        core = unwrap(core)
     # A model is of a library that was imported.
     if isinstance(core, getattr(sys.modules.get("pylate.models"), "ColBERT", ())):
         from pylate_fastmaxsim.losses import pylate as host
     elif isinstance(core, getattr(sys.modules.get("sentence_transformers"), "MultiVectorEncoder", ())):
-        from pylate_fastmaxsim.losses import sentence_transformers as host
+        from pylate_fastmaxsim.losses import multi_vector as host
     else:
         raise TypeError(
-            "encode: model must be a ColBERT of PyLate or a MultiVectorEncoder of Sentence Transformers, got "
+            f"{where}: model must be a ColBERT of PyLate or a MultiVectorEncoder of Sentence Transformers, got "
             f"{type(core).__name__}."
         )
     return host

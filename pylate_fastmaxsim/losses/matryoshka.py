@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -14,58 +13,52 @@ from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim.integrations.encoding import views as encoding_views
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.wrappers import StandIn
-from pylate_fastmaxsim.integrations.pylate.normalize import unit
-from pylate_fastmaxsim.losses.tokens import first_live, first_tokens, padded_to, pool_padded, pooled_tokens
-from pylate_fastmaxsim.ops.pooled import live_counts
-from pylate_fastmaxsim.tokens import TokenBatch
-
-Features = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class View:
-    """The first ``dim`` dimensions of each token, renormalised, and so many tokens of each document; None: all."""
-
-    weight: float
-    dim: int | None
-    tokens: int | None
-    pooled: bool
-
-    def of(
-        self, queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None
-    ) -> tuple[Tensor, TokenBatch, Tensor | None]:
-        """Of queries ``[Nq, Lq, d]`` and documents. ``zero_floor`` as in ``maxsim``: a token left out is a masked one."""
-        if self.tokens is not None:
-            fewer = (pooled_tokens if self.pooled else first_tokens)(documents, self.tokens)
-            if zero_floor is not None:
-                live = live_counts(documents.starts, documents.lengths, documents.keep)
-                zero_floor = zero_floor | (live > self.tokens)
-            documents = fewer
-        return self._cut(queries), documents.with_values(self._cut(documents.values)), zero_floor
-
-    def of_padded(self, values: Tensor, live: Tensor, are_documents: bool) -> tuple[Tensor, Tensor]:
-        """Of one side as ``[N, L, d]`` with a mask ``[N, L]``, in as many places."""
-        if are_documents and self.tokens is not None:
-            if self.pooled:
-                length = live.shape[1]
-                values, live = padded_to(*pool_padded(values, live, min(self.tokens, length)), length)
-            else:
-                live = first_live(live, self.tokens)
-        return self._cut(values), live
-
-    def _cut(self, values: Tensor) -> Tensor:
-        if self.dim is None:
-            return values
-        if self.dim > values.shape[-1]:
-            raise ValueError(
-                f"Matryoshka: dims must be at most the {values.shape[-1]} dimensions of the model's embeddings, "
-                f"got {self.dim}."
-            )
-        return unit(values[..., : self.dim])
+from pylate_fastmaxsim.losses.columns import Features
+from pylate_fastmaxsim.losses.encode import host_of
+from pylate_fastmaxsim.losses.views import View
 
 
 class Matryoshka(nn.Module):
-    """A loss modifier; see the class of the same name of a library's module."""
+    """A loss over fewer dimensions, and over fewer tokens of each document, of one encoding.
+
+    The weighted sum of the loss of all combinations of ``dims`` and ``document_tokens``. Inside may be the losses of the
+    model's library, :class:`ContrastiveDistillation`, and a loss of your own that calls ``self.model``: of a ColBERT once
+    with each column in order, with masks from the columns as in PyLate's; of a MultiVectorEncoder with token embeddings
+    and masks from what it returns. With :func:`~pylate_fastmaxsim.enable` losses are as fast inside as outside.
+
+    Parameters
+    ----------
+    model
+        A ``pylate.models.ColBERT`` or a ``MultiVectorEncoder`` of Sentence Transformers.
+    loss
+        The loss, with the same model.
+    dims
+        Numbers of leading dimensions, of which embeddings are renormalised. ``None``: all dimensions only.
+    weights
+        One for each of ``dims``; ``None``: 1.
+    document_tokens
+        How many tokens of each document to score, each number from 1; ``None`` among them: all.
+    token_weights
+        One for each of ``document_tokens``; ``None``: 1.
+    pooled
+        Take not the first tokens of a document but so many means of neighbours
+        (:func:`~pylate_fastmaxsim.losses.tokens.pooled_tokens`).
+
+    Raises
+    ------
+    ValueError
+        Neither ``dims`` nor ``document_tokens`` is given, a number is below 1, weights differ in number, or the loss has
+        no ``model``. In ``forward``: one of ``dims`` is larger than the model's.
+    TypeError
+        One of ``dims`` or ``document_tokens`` is no integer, or the model is another.
+
+    Examples
+    --------
+    Four losses of one encoding::
+
+        loss = losses.CachedContrastive(model, mini_batch_size=32)
+        loss = Matryoshka(model, loss, dims=(128, 64), document_tokens=(None, 32), pooled=True)
+    """
 
     def __init__(
         self,
@@ -99,7 +92,7 @@ class Matryoshka(nn.Module):
 
     @property
     def uses_gradient_cache(self) -> bool:
-        """Whether the loss differentiates in a hook on what it returns; Sentence Transformers asks its losses."""
+        """True if the loss differentiates in a hook on what it returns; Sentence Transformers asks its losses."""
         return getattr(self.loss, "uses_gradient_cache", False)
 
     def get_config_dict(self) -> dict[str, object]:
@@ -131,19 +124,11 @@ class Matryoshka(nn.Module):
                 f"Matryoshka: {type(self.loss).__name__} cannot be cut, because it has GradCache inside of it or in a subclass "
                 "with a forward of its own; give the loss with GradCache to one Matryoshka itself."
             )
-        return self._of_answers(stock, features, *labels, **named_labels)
 
-    def _of_answers(self, stock: Callable[..., Tensor], features: list[Features], *labels, **named_labels) -> Tensor:
-        """The sum for a loss that calls its model and scores, once for each view."""
-        raise NotImplementedError
+        def loss_of(columns: list[Features]) -> Tensor:
+            return stock(columns, *labels, **named_labels)
 
-    def _masks_of(self, column: list[Tensor], masks: list[Tensor] | Tensor) -> list[Tensor]:
-        """Masks of the mini-batches of a column, as ``calculate_loss`` of GradCache is given them."""
-        raise NotImplementedError
-
-    def _masks_for(self, masks: list[Tensor]) -> list[Tensor] | Tensor:
-        """And back."""
-        raise NotImplementedError
+        return host_of("Matryoshka", self.model).sum_of_answers(self.loss, self.views, features, loss_of)
 
     @contextmanager
     def _calculating(self) -> Iterator[None]:
@@ -151,7 +136,11 @@ class Matryoshka(nn.Module):
         stock = self.loss.calculate_loss
 
         def calculate_loss(embeddings, masks, *args, with_backward: bool = False) -> Tensor:
-            masks = [self._masks_of(*column) for column in zip(embeddings, masks, strict=True)]
+            # PyLate gives one mask for all mini-batches of a column, Sentence Transformers a mask for each.
+            joined = isinstance(masks[0], Tensor)
+            if joined:
+                sizes = [[len(part) for part in column] for column in embeddings]
+                masks = [mask.split(of_column) for mask, of_column in zip(masks, sizes, strict=True)]
             total = 0.0
             for view in self.views:
                 seen = [
@@ -160,7 +149,8 @@ class Matryoshka(nn.Module):
                 ]
                 cut = [[values for values, _ in column] for column in seen]
                 leaves = [[values.detach().requires_grad_(with_backward) for values in column] for column in cut]
-                of_columns = [self._masks_for([mask for _, mask in column]) for column in seen]
+                of_columns = [[mask for _, mask in column] for column in seen]
+                of_columns = [torch.cat(each) for each in of_columns] if joined else of_columns
                 total = total + view.weight * stock(leaves, of_columns, *args, with_backward=with_backward)
                 if with_backward:
                     pairs = [pair for each in zip(cut, leaves, strict=True) for pair in zip(*each, strict=True)]
@@ -174,43 +164,6 @@ class Matryoshka(nn.Module):
             yield
         finally:
             del vars(self.loss)["calculate_loss"]
-
-
-@contextmanager
-def answering(loss: nn.Module, answer: Callable) -> Iterator[None]:
-    """Context in which ``answer`` stands for the model of a loss, and of the losses inside of it.
-
-    Raises
-    ------
-    ValueError
-        The loss did not ask it, so that it has computed with other embeddings.
-    """
-    model, asked = loss.model, []
-
-    def asking(*args, **kwargs):
-        asked.append(None)
-        return answer(*args, **kwargs)
-
-    holders = list(_holders(loss, model))
-    for holder in holders:
-        holder.model = StandIn(model, asking)
-    try:
-        yield
-    finally:
-        for holder in holders:
-            holder.model = model
-    if not asked:
-        raise ValueError(
-            f"Matryoshka: {type(loss).__name__} does not call self.model, so its embeddings cannot be cut."
-        )
-
-
-def _holders(loss: nn.Module, model: nn.Module) -> Iterator[nn.Module]:
-    if getattr(loss, "model", None) is model:
-        yield loss
-    for child in loss.children():
-        if child is not model:
-            yield from _holders(child, model)
 
 
 def _weighted(

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import numbers
-from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim._operands import PoolingNumbers, ScoringOperands
 from pylate_fastmaxsim._winners import winner_dtype
@@ -19,63 +16,8 @@ from pylate_fastmaxsim.ops.dispatch import logger, path
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.operands import check_numbers, fake_gradients, fake_scores, prepared, recording
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
+from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, TopK, check_pooling
 from pylate_fastmaxsim.tokens import TokenBatch
-
-
-@dataclass(frozen=True)
-class Max:
-    """The largest similarity: MaxSim."""
-
-
-@dataclass(frozen=True)
-class TopK:
-    """The mean of the ``k`` largest similarities, or of all where a document has fewer live tokens.
-
-    Of equal similarities the lower position comes first.
-    """
-
-    k: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "k", require_count("TopK", "k", self.k))
-
-
-@dataclass(frozen=True)
-class Softmax:
-    """The mean of the similarities S with the weights ``softmax(S / temperature)``."""
-
-    temperature: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "temperature", _temperature("Softmax", self.temperature))
-
-
-@dataclass(frozen=True)
-class LogSumExp:
-    """``temperature * log sum exp(S / temperature)`` of the similarities S: colpali-engine's smooth maximum."""
-
-    temperature: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "temperature", _temperature("LogSumExp", self.temperature))
-
-
-Pooling = Max | TopK | Softmax | LogSumExp
-
-
-def _temperature(where: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{where}: temperature must be a number from 1e-30 to 1e30, got {value!r}.")
-    # Similarities over it must be numbers of float32.
-    if not 1e-30 <= value <= 1e30:
-        raise ValueError(f"{where}: temperature must be a number from 1e-30 to 1e30, got {value}.")
-    return float(value)
-
-
-def check_pooling(where: str, pooling: object) -> None:
-    """Raise TypeError unless ``pooling`` is one; ``where`` is the name in the error."""
-    if not isinstance(pooling, Pooling):
-        raise TypeError(f"{where}: pooling must be Max(), TopK(k), Softmax(t) or LogSumExp(t), got {pooling!r}.")
 
 
 def pooled_scores(

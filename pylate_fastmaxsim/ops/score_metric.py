@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.ops.operands import as_batch
-from pylate_fastmaxsim.ops.pooled import Max, Pooling, check_pooling, live_counts, pooled_scores
+from pylate_fastmaxsim.ops.pooled import live_counts, pooled_scores
+from pylate_fastmaxsim.pooling import Max, Pooling, check_pooling
 from pylate_fastmaxsim.tokens import TokenBatch
 
 Embeddings = Tensor | np.ndarray | list

@@ -13,19 +13,19 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from pylate_fastmaxsim._winners import queries_at_once
-from pylate_fastmaxsim.ops.pooled import Pooling, TopK, state_bytes
+from pylate_fastmaxsim.ops.pooled import state_bytes
+from pylate_fastmaxsim.pooling import Pooling, TopK
 from pylate_fastmaxsim.precompile.processes import Compiled, cached_kernels, compile_calls
 from pylate_fastmaxsim.precompile.shapes import BatchShape, Call, calls_of
 from pylate_fastmaxsim.recipes.config.schema import PoolingSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.models.encoder import encoder_of
 from pylate_fastmaxsim.recipes.models.load import HostModel, load_model
-from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
+from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin
 from pylate_fastmaxsim.recipes.pooling import final_pooling
-from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
-from pylate_fastmaxsim.recipes.training.trainer import build_trainer
+from pylate_fastmaxsim.recipes.training.arguments import training_arguments
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.reporting.table import Table
 
 
@@ -70,7 +70,7 @@ def nothing_to_compile(recipe: Recipe) -> str | None:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError("warmup needs one process, whose cache all of them share; start it without a launcher.")
-    if (reason := plugin_off(recipe.fast)) is not None:
+    if (reason := reason_against_plugin(recipe.fast)) is not None:
         return f"{reason}, so there is nothing to compile."
     if not torch.cuda.is_available() or recipe.training.use_cpu:
         return f"{recipe.name} trains on a CPU here, where there is nothing to compile."
@@ -107,7 +107,7 @@ def warm_up(recipe: Recipe, processes: int | None = None) -> Warmed:
     if recipe.data.streaming:
         rows = Dataset.from_list(list(rows.take(recipe.training.per_device_train_batch_size)))
     steps, before = [], cached_kernels()
-    with tempfile.TemporaryDirectory() as scratch, switched(recipe.fast):
+    with tempfile.TemporaryDirectory() as scratch, plugin_of(recipe.fast):
         arguments = training_arguments(
             recipe,
             output_dir=scratch,
@@ -119,7 +119,6 @@ def warm_up(recipe: Recipe, processes: int | None = None) -> Warmed:
             report_to=[],
             disable_tqdm=True,
         )
-        require_trainable(arguments)
         model = load_model(prepared.model, arguments.device, recipe.training.seed)
         sizes = batch_sizes(len(rows), recipe)
         ahead = Compiled(0, 0, 0.0)
@@ -128,7 +127,7 @@ def warm_up(recipe: Recipe, processes: int | None = None) -> Warmed:
             ahead = compile_calls(calls_of_recipe(recipe, model, rows, sizes, dtype), processes)
         for size in sizes:
             arguments.per_device_train_batch_size = size
-            trainer = build_trainer(recipe, model, rows.select(range(size)), arguments)
+            trainer = kind_of(recipe.model).build_trainer(recipe.loss, model, rows.select(range(size)), arguments)
             times = _StepTimes()
             trainer.add_callback(times)
             trainer.train()

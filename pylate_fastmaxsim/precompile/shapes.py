@@ -10,7 +10,7 @@ import torch
 
 from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES
-from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, Pooling, Softmax, check_pooling
+from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, check_pooling
 
 # Of compressed documents, with the bits of residual codes.
 FORMATS = {"int8": 8, "int8-per-token": 8, "fp8": 8, "residual-1": 1, "residual-2": 2, "residual-4": 4}

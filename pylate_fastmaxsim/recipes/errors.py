@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be run. The message is one sentence that names the key and what is allowed."""
+    """A recipe or an option that cannot be run, which any function of recipes may raise.
+
+    The message is one sentence that names the key and what is allowed.
+    """
 
     def __init__(self, sentence: str) -> None:
         # A DataLoader raises an error of its workers again, with their traceback before the sentence.

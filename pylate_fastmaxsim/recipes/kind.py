@@ -13,6 +13,8 @@ from pylate_fastmaxsim.recipes.config.schema import LossSection, ModelSection, R
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from datasets import Dataset
     from sentence_transformers.evaluation import NanoBEIREvaluator
@@ -42,6 +44,8 @@ class Kind:
         The host's trainer. That of recipes saves whole models, also under FSDP and DeepSpeed.
     writes_card
         Whether the host's card of a saved model says something of its training.
+    nano_beir_evaluator
+        The host's evaluator of NanoBEIR, of which only the queries, documents and judgements are used.
     encoder_class
         Of a model from scratch.
     """
@@ -51,6 +55,7 @@ class Kind:
     arguments: dict[str, Any] = {}
     plain_trainer: type[Trainer]
     writes_card = True
+    nano_beir_evaluator: Callable[..., NanoBEIREvaluator]
     encoder_class: type[PreTrainedModel] = ModernBertModel
 
     def load(self, section: ModelSection, device: torch.device | str, key: str, checkpoint: Path | None = None) -> Any:
@@ -97,10 +102,6 @@ class Kind:
 
     def gradient_logger(self, recipe: Recipe, trainer: Trainer) -> TrainerCallback:
         """The callback of ``training.log_gradient_concentration``."""
-        raise NotImplementedError
-
-    def nano_beir_evaluator(self, recipe: Recipe) -> NanoBEIREvaluator:
-        """The host's evaluator of NanoBEIR, of which only the queries, documents and judgements are used."""
         raise NotImplementedError
 
     def divergence(self, loss: LossSection, scores: Tensor, teacher: Tensor) -> Tensor:

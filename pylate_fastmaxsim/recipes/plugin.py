@@ -1,19 +1,18 @@
-"""Switch the plugin on for a recipe, or say why it is off."""
+"""The plugin as the section ``fast`` of a recipe switches it."""
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.options import forbidden
+from pylate_fastmaxsim.integrations.options import switched_off
 from pylate_fastmaxsim.recipes.config.schema import FastSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
-def plugin_off(fast: FastSection) -> str | None:
-    """Why the plugin stays off, or None if :func:`switched` switches it on.
+def reason_against_plugin(fast: FastSection) -> str | None:
+    """A clause that says why the plugin stays off; None if :func:`plugin_of` switches it on.
 
     Raises
     ------
@@ -23,13 +22,12 @@ def plugin_off(fast: FastSection) -> str | None:
     if not fast.enabled:
         return "fast.enabled is false"
     try:
-        off = forbidden()
+        return switched_off()
     except ValueError as error:
         raise RecipeError(str(error)) from None
-    return f"PYLATE_FASTMAXSIM={os.environ['PYLATE_FASTMAXSIM']}" if off else None
 
 
-def switched(fast: FastSection) -> AbstractContextManager:
+def plugin_of(fast: FastSection) -> AbstractContextManager:
     """A context in which the plugin is on, with the options of the recipe, or off."""
     options = asdict(fast)
     return pylate_fastmaxsim.enabled(**options) if options.pop("enabled") else nullcontext()

@@ -1,11 +1,16 @@
-"""The pooling of a recipe's scores: its value at each step of the training, and at the end."""
+"""The pooling of a recipe's scores: its value at each step, and scores with it in PyLate's losses."""
 
 from __future__ import annotations
 
 import math
 
-from pylate_fastmaxsim.integrations.options import POOLINGS
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from pylate_fastmaxsim.integrations.options import POOLINGS, current_options
+from pylate_fastmaxsim.ops.score_metric import PooledScores
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.config.schema import PoolingSection
 
 
@@ -45,19 +50,77 @@ def final_pooling(section: PoolingSection | None) -> Pooling:
     return pooling_at(section, 0, 1)
 
 
-def described(section: PoolingSection) -> str:
-    """The pooling of a training, in words.
+class PlainPooledScores:
+    """PyLate's scores with another pooling than the maximum, as one would write them in PyTorch.
+
+    Like ``pylate.scores.ColBERTScores`` and ``colbert_kd_scores``, in the dtype of ``einsum``, under autocast too. One
+    group of documents at a time has its similarities in memory. Masked document tokens are left out, where PyLate
+    multiplies their similarities by 0, and so are vectors of zeros. Every document needs a token that counts.
 
     Examples
     --------
-    >>> from pylate_fastmaxsim.recipes.config.schema import PoolingSection
-    >>> from pylate_fastmaxsim.recipes.pooling import described
-    >>> described(PoolingSection(top_k=4))
-    'TopK(k=4)'
-    >>> described(PoolingSection(softmax=0.02, start=1.0, schedule="cosine"))
-    'Softmax(temperature=1.0) to Softmax(temperature=0.02) (cosine over the training)'
+    >>> import torch
+    >>> from pylate_fastmaxsim import Softmax
+    >>> from pylate_fastmaxsim.recipes.pooling import PlainPooledScores
+    >>> scores = PlainPooledScores(Softmax(0.5))
+    >>> scores(torch.ones(3, 4, 8), torch.ones(3, 2, 5, 8)).shape  # 3 queries, 2 documents for each
+    torch.Size([3, 6])
     """
-    end = final_pooling(section)
-    if section.schedule is None:
-        return repr(end)
-    return f"{pooling_at(section, 0, 2)} to {end} ({section.schedule} over the training)"
+
+    def __init__(self, pooling: Pooling, own_documents: bool = False) -> None:
+        self.pooling = pooling
+        self.own_documents = own_documents
+
+    def __call__(
+        self,
+        queries_embeddings: Tensor,
+        documents_embeddings: Tensor,
+        queries_mask: Tensor | None = None,
+        documents_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Scores ``[Nq, Nd * N]`` of queries ``[Nq, Lq, d]`` and documents ``[Nd, N, Ld, d]``, or ``[Nq, N]`` of own ones."""
+        # As in PooledScores, a token whose vector is zero does not count.
+        queries_mask = (queries_embeddings != 0).any(dim=-1) & (True if queries_mask is None else queries_mask.bool())
+        live_documents = (documents_embeddings != 0).any(dim=-1)
+        if documents_mask is not None:
+            live_documents &= documents_mask.bool()
+        groups = []
+        for documents, live in zip(documents_embeddings.unbind(1), live_documents.unbind(1), strict=True):
+            if self.own_documents:
+                similarities, live = torch.einsum("ash,ath->ast", queries_embeddings, documents), live[:, None]
+                counts = queries_mask
+            else:
+                similarities, live = torch.einsum("ash,bth->abst", queries_embeddings, documents), live[None, :, None]
+                counts = queries_mask[:, None]
+            groups.append((self.pooling.of(similarities, live) * counts).sum(dim=-1))
+        scores = torch.stack(groups, dim=-1)
+        return scores if self.own_documents else scores.flatten(1)
+
+
+ScoreMetric = PooledScores | PlainPooledScores
+
+
+def score_metric(section: PoolingSection, own_documents: bool) -> ScoreMetric:
+    """The metric of the first step for the state that the plugin is in; its attribute ``pooling`` may be changed.
+
+    With ``own_documents`` each query is scored against its own documents, as in distillation.
+    """
+    metric = PlainPooledScores if current_options() is None else PooledScores
+    return metric(pooling_at(section, 0, 2), own_documents=own_documents)
+
+
+class FollowSchedule(TrainerCallback):
+    """Sets the pooling of a loss in each optimizer step, and logs k or the temperature beside the learning rate."""
+
+    def __init__(self, section: PoolingSection, metric: ScoreMetric) -> None:
+        self.section = section
+        self.metric = metric
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self.metric.pooling = pooling_at(self.section, state.global_step, state.max_steps)
+
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
+        if "learning_rate" in logs:  # a step, not the summary at the end
+            values = {f"pooling_{name}": value for name, value in vars(self.metric.pooling).items()}
+            for entry in (logs, state.log_history[-1]):
+                entry.update(values)

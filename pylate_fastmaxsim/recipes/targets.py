@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
-from pylate_fastmaxsim.recipes.config.schema import Recipe, TextEvaluationSection
+from pylate_fastmaxsim.pooling import Max, Pooling
+from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
 from pylate_fastmaxsim.recipes.config.shipped import is_recipe
+from pylate_fastmaxsim.recipes.data.collection import Collection, load_collection, load_files_of_collection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection, load_collection
 from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.kind import load_retriever, saved_class
-from pylate_fastmaxsim.recipes.models.load import HostModel, load_trained
+from pylate_fastmaxsim.recipes.models.load import HostModel, load_retriever, load_trained, saved_class
 from pylate_fastmaxsim.recipes.pooling import final_pooling
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.recipes.training.run_directory import MODEL_DIRECTORY
 
 if TYPE_CHECKING:
@@ -29,31 +27,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """A model to evaluate.
+    """A model to evaluate."""
 
-    Parameters
-    ----------
-    label
-        What tables and files call it.
-    path
-        Its folder or its name on the Hub.
-    recipe
-        That trained it, if the command line names a recipe.
-    """
-
-    label: str
-    path: str
-    recipe: Recipe | None = None
+    label: str  # in tables and files
+    path: str  # its folder or its name on the Hub
+    recipe: Recipe | None = None  # that trained it, if the command line names a recipe
 
     @property
     def pooling(self) -> Pooling:
-        """Of its scores."""
+        """The pooling of its scores."""
         return Max() if self.recipe is None else final_pooling(self.recipe.loss.pooling)
 
     @property
     def visual(self) -> bool:
-        """Whether it retrieves pages."""
+        """Tell whether it retrieves pages."""
         return self.recipe is not None and self.recipe.model.visual
+
+    @property
+    def batch_size(self) -> int:
+        """Texts or pages that are encoded at once."""
+        return (EvaluationSection() if self.recipe is None else self.recipe.evaluation).batch_size
 
     def load(self, device: torch.device, trust_remote_code: bool) -> HostModel:
         """The model. RecipeError if it cannot be loaded."""
@@ -67,12 +60,6 @@ def find_targets(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Ta
     """The models of recipes, folders and names on the Hub. None is loaded.
 
     A label is the name of the recipe, or the last part of the path; where that is not unique, the whole.
-
-    Raises
-    ------
-    RecipeError
-        There is no such recipe or model, the model of a recipe is not trained, a model is of another kind, or one is given
-        twice.
     """
     recipes = {name: load_recipe(name, overrides) for name in names if is_recipe(name)}
     if overrides and not recipes:
@@ -86,7 +73,7 @@ def find_targets(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Ta
             saved_class(path)
         target = Target(short[name] if counts[short[name]] == 1 else name, path, recipe)
         # Under another spelling as well: it would count as one more pair in the correction of p.
-        if any(_made_of(target) == _made_of(other) for other in targets):
+        if any(_scoring_of(target) == _scoring_of(other) for other in targets):
             raise RecipeError(f"each model must be given once, but {name} is given twice.")
         targets.append(target)
     return targets
@@ -97,8 +84,8 @@ def short_name(path: str) -> str:
     return os.path.basename(os.path.abspath(os.path.expanduser(path)))
 
 
-def _made_of(target: Target) -> tuple[str, Pooling]:
-    """What makes the scores of a model."""
+def _scoring_of(target: Target) -> tuple[str, Pooling]:
+    """The weights and the pooling behind the scores of a model."""
     return os.path.realpath(os.path.expanduser(target.path)), target.pooling
 
 
@@ -111,13 +98,7 @@ def _trained(name: str, recipe: Recipe) -> Path:
 
 
 def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> tuple[str, Collection]:
-    """The name of the collection and the collection: that of ``--beir``, or that of the recipes.
-
-    Raises
-    ------
-    RecipeError
-        There is neither, recipes have several, or it cannot be loaded.
-    """
+    """The name of the collection and the collection: that of ``--beir``, or that of the recipes."""
     visual = [target.label for target in targets if target.visual]
     if visual and (beir is not None or len(visual) < len(targets)):
         raise RecipeError(
@@ -125,29 +106,42 @@ def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> 
             "models of texts."
         )
     if beir is not None:
-        return beir, load_collection(TextEvaluationSection(beir=str(Path(beir).expanduser()), split=split), "--beir")
+        return beir, load_collection(beir, split, "--beir")
     recipes = [target.recipe for target in targets if target.recipe is not None]
     if not recipes:
         raise RecipeError("name a collection in BEIR's layout with --beir, or give the recipe of a model.")
     first = recipes[0]
-    if other := next((recipe for recipe in recipes if _evaluated_on(recipe) != _evaluated_on(first)), None):
+    if other := next((recipe for recipe in recipes if _evaluation_data(recipe) != _evaluation_data(first)), None):
         raise RecipeError(
             f"{first.name} and {other.name} are evaluated on different data; name one collection for all with --beir."
         )
     section = first.evaluation
     if section.beir is not None:
-        return section.beir, load_collection(section)
+        return section.beir, load_collection(section.beir, section.split)
     if section.nano_beir is not None or not section.rows:
         has = "several collections (evaluation.nano_beir)" if section.nano_beir else "no data to evaluate on"
         raise RecipeError(f"{first.name} has {has}; name one collection with --beir.")
-    prepared, name = prepare(first), f"rows held out by {first.name}"
-    held_out = load_data(prepared).held_out
-    return name, collection_of(prepared, held_out)
+    prepared = prepare(first)
+    return f"rows held out by {first.name}", collection_of(prepared, load_data(prepared).held_out)
 
 
-def _evaluated_on(recipe: Recipe) -> Any:
-    """What makes the collection of a recipe; the same for those with the same one."""
+def _evaluation_data(recipe: Recipe) -> Any:
+    """The keys that decide what a recipe is evaluated on."""
     section = recipe.evaluation
     if section.beir is not None:
         return section.beir, section.split
     return recipe.data, section.rows, section.nano_beir, recipe.loss.name == "distillation"
+
+
+def load_inputs(
+    beir: str | None, split: str, corpus: Path | None, queries: Path | None, qrels: Path | None
+) -> Collection:
+    """The collection of ``--beir``, with its judged queries, or that of ``--corpus``, ``--queries`` and ``--qrels``."""
+    files = [corpus, queries]
+    if (beir is None) == (files == [None, None] and qrels is None) or (beir is None and None in files):
+        raise RecipeError(
+            "Name what to search: --beir FOLDER_OR_NAME, or --corpus and --queries, and --qrels for metrics."
+        )
+    if beir is not None:
+        return load_collection(beir, split, "--beir")
+    return load_files_of_collection(corpus, queries, qrels)

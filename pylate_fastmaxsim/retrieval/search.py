@@ -10,7 +10,8 @@ from torch import Tensor
 from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.compressed import CompressedBatch
-from pylate_fastmaxsim.ops.pooled import Max, Pooling, pooled_scores
+from pylate_fastmaxsim.ops.pooled import pooled_scores
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.retrieval.checks import require_batches
 from pylate_fastmaxsim.retrieval.corpus import TOKENS_PER_BATCH, Corpus
 from pylate_fastmaxsim.retrieval.formats.reading import moved, read_ahead

@@ -1,7 +1,8 @@
 """The benchmark of attention: which tiles it tries, and what its tables say."""
 
-from benchmarks.operators.attention import heads_table, rotary_table
 from benchmarks.operators.attention_sweep import HEADS, LENGTHS, fastest, trials
+
+from benchmarks.operators.attention import heads_table, rotary_table
 from pylate_fastmaxsim.kernels.attention import launch
 
 

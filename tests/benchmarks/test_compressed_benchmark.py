@@ -9,10 +9,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from benchmarked import run_benchmark
+from benchmarks.operators.compressed_table import PACKED, docs_table, fastest, ratios
 
 from benchmarks.operators import compressed as command
 from benchmarks.operators import compressed_cells as cells_module
-from benchmarks.operators.compressed_table import PACKED, docs_table, fastest, ratios
 
 CPU = torch.device("cpu")
 

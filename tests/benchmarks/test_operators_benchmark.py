@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 from benchmarked import run_benchmark
+from benchmarks.operators.worker import run_cell
 
 from benchmarks.operators.competitors import Entry, fast_entries, make_inputs
 from benchmarks.operators.measure import errors, measure_entry
 from benchmarks.operators.shapes import BY_NAME
-from benchmarks.operators.worker import run_cell
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-candidates", "tiny-ragged"])

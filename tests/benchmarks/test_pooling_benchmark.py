@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 from benchmarked import run_benchmark
+from benchmarks.operators.pooling_table import POOLINGS, docs_table, ratios
 
 from benchmarks.operators import pooling as benchmark
-from benchmarks.operators.pooling_table import POOLINGS, docs_table, ratios
 
 CPU = torch.device("cpu")
 

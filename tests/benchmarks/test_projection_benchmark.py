@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from benchmarked import run_benchmark
-
 from benchmarks.operators.projection import measure
 from benchmarks.operators.projection_entries import SHAPES
 

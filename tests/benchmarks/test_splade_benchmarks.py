@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 from benchmarked import run_benchmark
+from benchmarks.operators.splade_table import docs_table
 
 from benchmarks.documents import gpu
 from benchmarks.harness.records import load
 from benchmarks.harness.turns import ratio, speed
 from benchmarks.operators import splade as head
-from benchmarks.operators.splade_table import docs_table
 from benchmarks.training import splade_step
 from benchmarks.training.multi_vector_step import cell_name
 

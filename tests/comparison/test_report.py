@@ -29,7 +29,7 @@ from pylate_fastmaxsim.comparison.runs import contrast, summarize
 from pylate_fastmaxsim.comparison.turns import Run, Turns
 from pylate_fastmaxsim.comparison.verdict import compared_runs
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
-from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
+from pylate_fastmaxsim.recipes.files import without_nan, write_json
 from pylate_fastmaxsim.reporting.figures import svg
 
 MEBIBYTE = 2**20

@@ -5,9 +5,8 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from pooled_definitions import defined_scores
 
-from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK
+from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK, reference
 from pylate_fastmaxsim.diagnostics.gradient_concentration import gradient_concentration
 
 POOLINGS = [Max(), TopK(3), Softmax(0.5), LogSumExp(0.2)]
@@ -51,7 +50,7 @@ def test_against_autograd_of_the_definition(pooling, of):
     found = gradient_concentration(queries, documents, candidates, pooling=pooling, loss_gradient=loss_gradient)
 
     leaf = documents.values.clone().requires_grad_()
-    scores = defined_scores(queries, documents.with_values(leaf), candidates, pooling=pooling)
+    scores = reference.pooled_scores(queries, documents.with_values(leaf), candidates, pooling=pooling)
     if of == "score":
         gradients = [
             (int(candidates[query, slot]), torch.autograd.grad(scores[query, slot], leaf, retain_graph=True)[0])

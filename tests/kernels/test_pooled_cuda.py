@@ -6,11 +6,10 @@ import pytest
 import torch
 from on_gpu import DEVICE, DTYPES, captured, no_waiting, ragged, random_problem
 
-from pylate_fastmaxsim import LogSumExp, Softmax, TokenBatch, TopK, maxsim, pooled_scores
+from pylate_fastmaxsim import LogSumExp, Softmax, TokenBatch, TopK, maxsim, pooled_scores, reference
 
 pytest.importorskip("triton")
 
-from pooled_definitions import defined_scores  # noqa: E402
 from pooled_exactness import check, run  # noqa: E402
 
 pytestmark = pytest.mark.cuda
@@ -113,7 +112,7 @@ def test_more_than_the_kernels_keep_and_float64_run_in_blocks(caplog):
     for dtype, pooling in ((torch.float32, TopK(100)), (torch.float64, Softmax(0.5)), (torch.float64, TopK(3))):
         batches = [TokenBatch.from_padded(values.to(dtype)) for values in (queries, documents)]
         doubles = [batch.with_values(batch.values.double()) for batch in batches]
-        scores, exact = pooled_scores(*batches, pooling=pooling), defined_scores(*doubles, pooling=pooling)
+        scores, exact = pooled_scores(*batches, pooling=pooling), reference.pooled_scores(*doubles, pooling=pooling)
         torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-4)
     assert caplog.text.count("TopK(100) is computed in blocks of PyTorch") == 1
 

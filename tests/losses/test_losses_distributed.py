@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
-from pylate_fastmaxsim.losses.pylate import ContrastiveDistillation, Matryoshka
+from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
 
 pytestmark = pytest.mark.process
 

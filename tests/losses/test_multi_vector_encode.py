@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import encode, maxsim
-from pylate_fastmaxsim.integrations.sentence_transformers.losses import Batch
+from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import LossColumns
 
 
 class ByHand(nn.Module):
@@ -37,8 +37,8 @@ class Both(ByHand):
 
 @pytest.mark.parametrize("family", ["modernbert", "bert"])
 def test_a_loss_by_hand(encoder, mode, family, monkeypatch):
-    model, joined, keep = load(encoder(family)), [], Batch.keep
-    monkeypatch.setattr(Batch, "keep", lambda *args: joined.append(None) or keep(*args))
+    model, joined, keep = load(encoder(family)), [], LossColumns.keep
+    monkeypatch.setattr(LossColumns, "keep", lambda *args: joined.append(None) or keep(*args))
     padded = run(model, ByHand(model))
     assert_nearly_equal(padded, run(model, Both(model)))
     pylate_fastmaxsim.enable()

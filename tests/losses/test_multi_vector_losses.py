@@ -15,8 +15,8 @@ from sentence_transformers.multi_vector_encoder import losses
 from torch import nn
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.sentence_transformers.losses import Batch
-from pylate_fastmaxsim.losses.multi_vector import ContrastiveDistillation, Matryoshka
+from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import LossColumns
+from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
 
 OPTIONS = {"contrastive_weight": 0.7, "distillation_weight": 3.0, "temperature": 0.5, "teacher_temperature": 0.25}
 SIZES = [{}, {"mini_batch_size": 3}, {"mini_batch_tokens": 60}]
@@ -27,8 +27,8 @@ VIEWS = {"dims": (128, 24), "weights": (1.0, 0.5), "document_tokens": (None, 3),
 @pytest.fixture
 def joined(monkeypatch) -> list[None]:
     """An entry for each time that queries and documents shared a call."""
-    made, keep = [], Batch.keep
-    monkeypatch.setattr(Batch, "keep", lambda *args: made.append(None) or keep(*args))
+    made, keep = [], LossColumns.keep
+    monkeypatch.setattr(LossColumns, "keep", lambda *args: made.append(None) or keep(*args))
     return made
 
 

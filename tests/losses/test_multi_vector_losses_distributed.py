@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
-from pylate_fastmaxsim.losses.multi_vector import ContrastiveDistillation
+from pylate_fastmaxsim.losses import ContrastiveDistillation
 
 pytestmark = pytest.mark.process
 

@@ -12,7 +12,7 @@ from pylate import losses
 from torch import nn
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.losses.pylate import ContrastiveDistillation
+from pylate_fastmaxsim.losses import ContrastiveDistillation
 
 LABELS = torch.rand(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 OPTIONS = {"contrastive_weight": 0.7, "distillation_weight": 3.0, "temperature": 0.5, "teacher_temperature": 0.25}

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import pylate_fastmaxsim
 from pylate_fastmaxsim import encode, maxsim
 from pylate_fastmaxsim.integrations.encoding import modes
-from pylate_fastmaxsim.losses.pylate import ContrastiveDistillation, Matryoshka
+from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
 
 pytestmark = pytest.mark.cuda
 

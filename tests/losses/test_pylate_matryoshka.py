@@ -15,7 +15,7 @@ from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import PooledScores
-from pylate_fastmaxsim.losses.pylate import ContrastiveDistillation, Matryoshka
+from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
 
 VIEWS = {"dims": (16, 6), "weights": (1.0, 0.5), "document_tokens": (None, 3), "token_weights": (2.0, 1.0)}
 LOSSES = [

@@ -8,7 +8,7 @@ from models import load_model
 from training_runs import candidates, train
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.losses.pylate import ContrastiveDistillation, Matryoshka
+from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
 
 pytestmark = pytest.mark.e2e
 

@@ -19,7 +19,7 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TokenBatch, TopK, maxsim, pooled_scores
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
-from pylate_fastmaxsim.ops.pooled import Pooling
+from pylate_fastmaxsim.pooling import Pooling
 
 DIM = 8
 

@@ -5,11 +5,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pooled_definitions import defined_scores
 from ragged_batches import CANDIDATES, batches
 from strategies import Problem, problems
 
-from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK, maxsim, pooled_scores
+from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK, maxsim, pooled_scores, reference
 
 POOLINGS = (TopK(2), TopK(4), TopK(9), Softmax(1.0), Softmax(0.1), LogSumExp(0.5))
 sweep = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), max_examples=60)
@@ -28,7 +27,7 @@ def scores_and_gradients(function, problem: Problem, dtype: torch.dtype, pooling
 @given(problem=problems((torch.float64,), integers=False), pooling=st.sampled_from(POOLINGS))
 @settings(sweep)
 def test_scores_and_gradients_are_those_of_the_definition(problem, pooling):
-    expected = scores_and_gradients(defined_scores, problem, torch.float64, pooling)
+    expected = scores_and_gradients(reference.pooled_scores, problem, torch.float64, pooling)
     actual = scores_and_gradients(pooled_scores, problem, torch.float64, pooling)
     for ours, definition in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, definition, rtol=1e-9, atol=1e-9)
@@ -39,7 +38,7 @@ def test_scores_and_gradients_are_those_of_the_definition(problem, pooling):
 def test_of_equal_similarities_the_lower_positions_count(problem, k):
     """Small integers tie all the time, and nothing but the mean rounds."""
     dtype = problem.queries.values.dtype
-    expected = scores_and_gradients(defined_scores, problem, torch.float64, TopK(k))
+    expected = scores_and_gradients(reference.pooled_scores, problem, torch.float64, TopK(k))
     actual = scores_and_gradients(pooled_scores, problem, dtype, TopK(k))
     assert actual[0].dtype == torch.float32
     torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-6, atol=1e-5)
@@ -110,7 +109,9 @@ def test_autocast_and_masks_are_as_in_maxsim(pooling):
         for values, mask in zip((queries, documents), masks.values(), strict=True)
     ]
     assert scores.dtype == torch.float32
-    torch.testing.assert_close(scores.double(), defined_scores(*rounded, pooling=pooling), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        scores.double(), reference.pooled_scores(*rounded, pooling=pooling), rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("pooling", [TopK(2), Softmax(0.5), LogSumExp(0.5)], ids=str)

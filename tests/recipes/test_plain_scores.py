@@ -6,7 +6,8 @@ from pylate.scores import ColBERTScores, colbert_kd_scores
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TopK
-from pylate_fastmaxsim.recipes.scores import PlainPooledScores, score_metric
+from pylate_fastmaxsim.recipes.config.schema import PoolingSection
+from pylate_fastmaxsim.recipes.pooling import PlainPooledScores, score_metric
 
 
 def embeddings() -> list[torch.Tensor]:
@@ -40,6 +41,6 @@ def test_the_maximum_is_pylates_own_in_its_dtype():
 
 
 def test_the_metric_is_that_of_the_plugin_where_it_is_on():
-    assert isinstance(score_metric(TopK(4), own_documents=False), PlainPooledScores)
+    assert isinstance(score_metric(PoolingSection(top_k=4), own_documents=False), PlainPooledScores)
     with pylate_fastmaxsim.enabled():
-        assert isinstance(score_metric(TopK(4), own_documents=True), PooledScores)
+        assert isinstance(score_metric(PoolingSection(top_k=4), own_documents=True), PooledScores)

@@ -97,19 +97,18 @@ class Interrupt(TrainerCallback):
 
 
 def train(recipe: str, output: Path, interrupt: bool = False) -> dict:
-    build = training.build_trainer
+    run = training._run_trainer
 
-    def build_interrupted(*args, **kwargs):
-        trainer = build(*args, **kwargs)
+    def interrupted(recipe, kind, trainer, checkpoint):
         if interrupt:
             trainer.add_callback(Interrupt())
-        return trainer
+        return run(recipe, kind, trainer, checkpoint)
 
-    training.build_trainer = build_interrupted
+    training._run_trainer = interrupted
     try:
         return training.train(load_recipe(recipe, [f"output_dir={output}"]))
     finally:
-        training.build_trainer = build
+        training._run_trainer = run
 
 
 def main() -> None:

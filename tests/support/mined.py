@@ -19,7 +19,7 @@ from pylate_fastmaxsim.recipes.mining import resumable, teacher
 RANK = int(os.environ["RANK"])
 folder, failing = Path(sys.argv[1]), sys.argv[2]
 written = []
-write = resumable.write_atomically
+write = resumable.replace_file
 
 
 def noting(file: Path, writer) -> None:
@@ -35,7 +35,7 @@ def load_late(file: Path) -> np.ndarray:
     return resumable.read_part(file)
 
 
-resumable.write_atomically = noting
+resumable.replace_file = noting
 if RANK == 1 and failing == "late":
     teacher.read_part = load_late
 apart = ["--set", f"data.name={folder / 'apart'}"] if RANK == 1 and failing == "apart" else []

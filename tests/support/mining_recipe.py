@@ -51,7 +51,7 @@ def written_to(folder: Path, recipe: Recipe) -> Path:
 
 def mine_but_stop(recipe: Recipe, stage: str, after: int, monkeypatch, resume: bool = True) -> list[str]:
     """Mine until so many parts of a stage are written; their names."""
-    write, seen = resumable.write_atomically, []
+    write, seen = resumable.replace_file, []
 
     def interrupting(file, writer):
         if file.name.startswith(stage):
@@ -61,7 +61,7 @@ def mine_but_stop(recipe: Recipe, stage: str, after: int, monkeypatch, resume: b
         write(file, writer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(resumable, "write_atomically", interrupting)
+        patch.setattr(resumable, "replace_file", interrupting)
         with pytest.raises(KeyboardInterrupt):
             mining_mine.mine(recipe, resume)
     return seen
@@ -69,11 +69,9 @@ def mine_but_stop(recipe: Recipe, stage: str, after: int, monkeypatch, resume: b
 
 def parts_written(recipe: Recipe, monkeypatch) -> list[str]:
     """Mine; the stages of the parts that are computed."""
-    write, written = resumable.write_atomically, []
+    write, written = resumable.replace_file, []
     with monkeypatch.context() as patch:
-        patch.setattr(
-            resumable, "write_atomically", lambda file, writer: (written.append(file.name), write(file, writer))
-        )
+        patch.setattr(resumable, "replace_file", lambda file, writer: (written.append(file.name), write(file, writer)))
         mining_mine.mine(recipe)
     return [name.partition("-")[0] for name in written if not name.startswith("settings")]
 

@@ -1,27 +1,11 @@
-"""The float64 definition of each pooling, under the pooling's own name."""
+"""A score metric of a host in plain PyTorch, with any pooling."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TokenBatch, TopK, reference
-from pylate_fastmaxsim.ops.pooled import Pooling
-
-
-def defined_scores(
-    queries: TokenBatch, documents: TokenBatch, candidates: Tensor | None = None, *, pooling: Pooling
-) -> Tensor:
-    """Scores of :mod:`pylate_fastmaxsim.reference` with a pooling."""
-    match pooling:
-        case Max():
-            return reference.maxsim(queries, documents, candidates)
-        case TopK(k=k):
-            return reference.top_k_scores(queries, documents, k, candidates)
-        case Softmax(temperature=temperature):
-            return reference.softmax_scores(queries, documents, temperature, candidates)
-        case LogSumExp(temperature=temperature):
-            return reference.log_sum_exp_scores(queries, documents, temperature, candidates)
+from pylate_fastmaxsim import PooledScores, TokenBatch, reference
 
 
 class PlainScores:
@@ -39,5 +23,5 @@ class PlainScores:
         documents = documents.flatten(0, 1)
         live_documents = (documents != 0).any(dim=2) & documents_mask.flatten(0, 1).bool()
         batches = TokenBatch.from_padded(queries, live), TokenBatch.from_padded(documents, live_documents)
-        scores = defined_scores(*batches, candidates, pooling=self.metric.pooling)
+        scores = reference.pooled_scores(*batches, candidates, pooling=self.metric.pooling)
         return scores / live.sum(1, keepdim=True).clamp(min=1) if self.metric.length_normalize else scores

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 from exactness import from_winners, relative_error, uninitialized_memory_as_nan, winner_index
-from pooled_definitions import defined_scores
 from torch import Tensor
 
 from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.kernels.pooled import launch
 from pylate_fastmaxsim.kernels.pooled.tiles import FROM_TABLES
-from pylate_fastmaxsim.ops.pooled import Pooling, numbers_of, of_each_winner
+from pylate_fastmaxsim.ops.pooled import numbers_of, of_each_winner
+from pylate_fastmaxsim.pooling import Pooling
 
 # Relative error (Frobenius norm). Weights of 16-bit rows are rounded to bf16, as the gradients are.
 TOLERANCE = {
@@ -52,7 +52,7 @@ def check(
     tolerance = slack * TOLERANCE[queries.values.dtype, precision]
     leaves = [batch.values.double().nan_to_num().requires_grad_() for batch in (queries, documents)]
     doubles = [batch.with_values(values) for batch, values in zip((queries, documents), leaves, strict=True)]
-    exact = defined_scores(*doubles, candidates, pooling=pooling)
+    exact = reference.pooled_scores(*doubles, candidates, pooling=pooling)
     generator = torch.Generator(exact.device).manual_seed(3)
     grad = torch.randn(exact.shape, generator=generator, device=exact.device)
     scores, state, *gradients = run(queries, documents, candidates, pooling, grad, precision, tiles)

@@ -11,8 +11,8 @@ from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 from pylate_fastmaxsim.cli.commands import app
-from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint
 from pylate_fastmaxsim.recipes.training import train as training
+from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
 
 
 def command(name: str, recipe: Path, *overrides: str):
@@ -29,15 +29,14 @@ def interrupt(recipe, monkeypatch, step: int) -> str:
             if state.global_step == step:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    build = training.build_trainer
+    run = training._run_trainer
 
-    def build_interrupted(*args, **kwargs):
-        trainer = build(*args, **kwargs)
+    def interrupted(recipe, kind, trainer, checkpoint):
         trainer.add_callback(Interrupt())
-        return trainer
+        return run(recipe, kind, trainer, checkpoint)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "build_trainer", build_interrupted)
+        patch.setattr(training, "_run_trainer", interrupted)
         with pytest.raises(KeyboardInterrupt):
             training.train(recipe)
     return last_checkpoint(recipe).name

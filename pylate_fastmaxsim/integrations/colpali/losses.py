@@ -36,7 +36,8 @@ from pylate_fastmaxsim.integrations.patching.fallback import (
     replaces,
 )
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, pooled_scores
+from pylate_fastmaxsim.ops.pooled import pooled_scores
+from pylate_fastmaxsim.pooling import LogSumExp, Max
 from pylate_fastmaxsim.tokens import TokenBatch
 
 _replaces = partial(replaces, host="colpali-engine")
@@ -47,7 +48,7 @@ _OWN_POOLING = "use_smooth_max=True of a loss counts before the pooling of enabl
 
 
 def patches() -> list[Patch]:
-    """What to replace in colpali-engine.
+    """Replacements in colpali-engine.
 
     ``ColbertLoss``, ``ColbertPairwiseCELoss`` and ``ColbertSigmoidLoss`` score through ``_inbatch_scores``, which calls
     ``maxsim_inbatch`` without ``use_smooth_max``; every processor's ``score`` calls ``score_multi_vector``.
@@ -204,7 +205,7 @@ def _smooth_score(
 
 
 def _counts(queries: Tensor) -> Tensor:
-    """What stock divides by to normalise the scores of each query, ``[N]``."""
+    """Number of tokens of each query, by which stock divides its scores, ``[N]``."""
     return (queries[:, :, 0] != 0).sum(dim=1)
 
 

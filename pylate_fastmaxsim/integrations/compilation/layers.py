@@ -14,8 +14,7 @@ from pylate_fastmaxsim.integrations.compilation import checkpointing, modernbert
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, layers_share_keys, transformer_of
 from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed, is_compiled, layers_of_wrapping, unwrap
-from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet
-from pylate_fastmaxsim.integrations.patching.redirect import detached
+from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet, detached
 
 try:
     from transformers.utils import output_capturing

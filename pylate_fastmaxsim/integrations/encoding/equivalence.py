@@ -23,7 +23,7 @@ from pylate_fastmaxsim.integrations.models.encoders import (
     position_table,
 )
 from pylate_fastmaxsim.integrations.models.user_code import custom_module
-from pylate_fastmaxsim.integrations.patching.provenance import LIBRARIES, defined_in
+from pylate_fastmaxsim.integrations.patching.known_sources import LIBRARIES, defined_in
 
 # Distance between unit token vectors that may differ by rounding only.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.05}

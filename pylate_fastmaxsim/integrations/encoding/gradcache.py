@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import lru_cache, partial, wraps
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -22,66 +21,62 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from pylate_fastmaxsim.integrations.encoding.autocast import autocast_in_force
 from pylate_fastmaxsim.integrations.encoding.masks import writes_to
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.wrappers import no_grad_sync
 from pylate_fastmaxsim.integrations.options import current_options
-from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.redirect import detached
+from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 
 Found = TypeVar("Found")
 
 
-@dataclass
-class _First:
-    """What the second pass over some texts is to have in common with the first."""
+class _Recording:
+    """Findings and autocast of the first pass over some texts, which the second pass has again."""
 
-    autocast: dict[str, object]
-    writes: int
-    found: list[object] = field(default_factory=list)
-
-    @classmethod
-    def over(cls, tensors: Sequence[Tensor]) -> _First:
-        return cls(autocast_in_force(tensors[0].device.type), sum(map(writes_to, tensors)))
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        device = tensors[0].device.type
+        self._autocast = {
+            "device_type": device,
+            "dtype": torch.get_autocast_dtype(device),
+            "enabled": torch.is_autocast_enabled(device),
+            # Up to PyTorch 2.10 a backward inside autocast would reuse the weights that the first pass cast without
+            # gradients.
+            "cache_enabled": False,
+        }
+        self._writes = sum(map(writes_to, tensors))
+        self.found: list[object] = []
+        self.texts_changed = False
 
     @contextmanager
     def again(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Context of the second pass over the same texts."""
-        changed = sum(map(writes_to, tensors)) != self.writes
-        with setting(_pass, _Pass(iter(self.found), texts_changed=changed)), torch.autocast(**self.autocast):
+        self.texts_changed = sum(map(writes_to, tensors)) != self._writes
+        with setting(_pass, (self, iter(self.found))), torch.autocast(**self._autocast):
             yield
 
 
-@dataclass
-class _Pass:
-    """The pass that is being made: the first notes what it finds, the second has it again."""
-
-    found: list[object] | Iterator[object]
-    texts_changed: bool = False
-
-
-_pass: ContextVar[_Pass | None] = ContextVar("pass", default=None)
+# The recording of the mini-batch that is encoded; in the second pass also what is left of what the first one found.
+_pass: ContextVar[tuple[_Recording, Iterator | None] | None] = ContextVar("pass", default=None)
 
 # By the random numbers that the second pass is to draw again.
-_firsts: WeakKeyDictionary[object, _First] = WeakKeyDictionary()
+_recordings: WeakKeyDictionary[object, _Recording] = WeakKeyDictionary()
 
 _NOTHING = object()
 
 
 def replay(find: Callable[[], Found], of_texts: bool = False) -> Found:
-    """What ``find`` found in the first pass over some texts, in the order of the questions, or finds now.
+    """The answer of the first pass over some texts to the same question, in the order of the questions, or a new one.
 
     Answers are ``of_texts`` that do not hold any more once somebody has written to the texts in between.
     """
-    current = _pass.get()
-    if current is None:
+    if not inside():
         return find()
-    if isinstance(current.found, list):
-        current.found.append(found := find())
+    recording, answers = _pass.get()
+    if answers is None:
+        recording.found.append(found := find())
         return found
-    found = next(current.found, _NOTHING)
-    return find() if found is _NOTHING or (of_texts and current.texts_changed) else found
+    found = next(answers, _NOTHING)
+    return find() if found is _NOTHING or (of_texts and recording.texts_changed) else found
 
 
 def inside() -> bool:
@@ -99,7 +94,7 @@ def two_passes(
     Parameters
     ----------
     stock
-        What it replaces, :func:`~pylate_fastmaxsim.integrations.patching.redirect.detached`.
+        What it replaces, :func:`~pylate_fastmaxsim.integrations.patching.patches.detached`.
     check
         Called with the loss before each first pass.
     advise
@@ -112,17 +107,17 @@ def two_passes(
         given = parameters.bind(self, *args, **kwargs).arguments
         state = given.get("random_state")
         tensors = _tensors(given["sentence_feature"].values())
-        if state is not None and state in _firsts:
-            with _firsts[state].again(tensors):
+        if state is not None and state in _recordings:
+            with _recordings[state].again(tensors):
                 return stock(self, *args, **kwargs)
         if state is not None or current_options() is None:
             return stock(self, *args, **kwargs)
         check(self)
-        first = _First.over(tensors)
-        with setting(_pass, _Pass(first.found)):
+        first = _Recording(tensors)
+        with setting(_pass, (first, None)):
             *embedded, state = stock(self, *args, **kwargs)
         if state is not None:
-            _firsts[state] = first
+            _recordings[state] = first
             advise(self, given["sentence_feature"], first.found)
         return *embedded, state
 
@@ -147,14 +142,14 @@ class CachedCall:
     def first(self) -> Tensor:
         """Embeddings without gradients."""
         self._cpu_state, self._device_states = torch.get_rng_state(), get_device_states(*self._tensors)
-        self._first = _First.over(self._tensors)
-        with torch.no_grad(), setting(_pass, _Pass(self._first.found)):
+        self._recording = _Recording(self._tensors)
+        with torch.no_grad(), setting(_pass, (self._recording, None)):
             return _wide(self._embed())
 
     def again(self) -> Tensor:
-        """The same with gradients."""
+        """Embeddings with gradients."""
         devices, states = self._device_states
-        with torch.random.fork_rng(devices), torch.enable_grad(), self._first.again(self._tensors):
+        with torch.random.fork_rng(devices), torch.enable_grad(), self._recording.again(self._tensors):
             torch.set_rng_state(self._cpu_state)
             set_device_states(devices, states)
             return _wide(self._embed())
@@ -240,8 +235,8 @@ def _tensors(values: Iterable[object]) -> list[Tensor]:
 
 
 @lru_cache(maxsize=1)
-def cutting() -> tuple[Patch, ...]:
-    """What is replaced in releases that cut mini-batches to their longest text, which waits for the device."""
+def minibatch_patches() -> tuple[Patch, ...]:
+    """Replacements in releases that cut mini-batches to their longest text, which waits for the device."""
     try:
         from sentence_transformers.base.losses import gradcache
     except ImportError:  # before release 5.7

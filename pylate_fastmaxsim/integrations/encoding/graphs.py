@@ -25,7 +25,7 @@ from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of
 from pylate_fastmaxsim.integrations.models.user_code import GLOBAL_HOOKS, has_hooks
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
-from pylate_fastmaxsim.integrations.patching.provenance import defined_in
+from pylate_fastmaxsim.integrations.patching.known_sources import defined_in
 
 # With more tokens the GPU is busy while the host launches.
 MOST_TOKENS = 2**14

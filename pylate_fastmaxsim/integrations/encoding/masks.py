@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
-from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.redirect import detached
+from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 
 try:
     from transformers import masking_utils

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from pylate_fastmaxsim.integrations.models.wrappers import layers_of_wrapping, unsharded
-from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
-from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, LIBRARIES, defined_in
+from pylate_fastmaxsim.integrations.patching.known_sources import HOSTS, LIBRARIES, defined_in, unknown_part
 
 # Their layers treat each text by itself, or trials find that they do not; their hooks leave texts as they are.
 _KNOWN = (

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from pylate_fastmaxsim.integrations.patching.provenance import defined_in
+from pylate_fastmaxsim.integrations.patching.known_sources import defined_in
 
 
 class StandIn(nn.Module):

@@ -1,4 +1,4 @@
-"""When a host library's own function computes: what the operator does not take, and how that is said."""
+"""Stand-ins for functions of a host library, which leave to it what the operators do not take."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import current_options
-from pylate_fastmaxsim.integrations.patching.known_sources import constant, not_known
-from pylate_fastmaxsim.integrations.patching.redirect import detached
-from pylate_fastmaxsim.ops.pooled import Max
+from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
+from pylate_fastmaxsim.integrations.patching.patches import detached
+from pylate_fastmaxsim.pooling import Max
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class FallbackToHost(Exception):
-    """Why the host's own function has to compute this, or has to raise for it."""
+    """The host's own function has to compute this, or has to raise for it: the reason."""
 
 
 def replaces(stock: Callable, host: str, pooled: bool = True) -> Callable[[Callable], Callable]:
@@ -32,7 +32,8 @@ def replaces(stock: Callable, host: str, pooled: bool = True) -> Callable[[Calla
     in another thread or by a reference to a method that was taken before; one that begins afterwards calls stock.
     """
     stock = detached(stock)
-    unknown = constant(stock)
+    # torch.compile takes the answer as it is when it compiles the caller.
+    unknown = torch.compiler.assume_constant_result(lambda: unknown_part(stock))
 
     def decorate(fast: Callable) -> Callable:
         @functools.wraps(stock)
@@ -84,12 +85,8 @@ def check(queries: Tensor, documents: Tensor, queries_dim: int, documents_dim: i
     """
     if not isinstance(queries, Tensor) or not isinstance(documents, Tensor):
         raise FallbackToHost("embeddings are neither tensors nor arrays nor lists of them")
-    if queries.is_nested or documents.is_nested:
-        raise FallbackToHost("embeddings are a nested tensor")
     if (queries.dim(), documents.dim()) != (queries_dim, documents_dim) or queries.shape[-1] != documents.shape[-1]:
         raise FallbackToHost(f"embeddings have the shapes {tuple(queries.shape)} and {tuple(documents.shape)}")
-    if queries.is_meta or documents.is_meta:
-        raise FallbackToHost("embeddings on the meta device hold no numbers to score")
     if queries.device != documents.device:
         raise FallbackToHost(f"embeddings are on {queries.device} and {documents.device}")
     dtypes = (queries.dtype, documents.dtype)

@@ -1,4 +1,4 @@
-"""Whether a host's function is the code that its replacement was written against.
+"""Check where a function is from: which library, and whether it is the code that a replacement was written against.
 
 ``known_sources.json`` holds, for each function that is replaced and for each function of the host that it calls, a
 digest of its source in the known releases. A function of another release with the same source is known too. One that
@@ -13,17 +13,25 @@ import hashlib
 import inspect
 import json
 import linecache
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from weakref import WeakKeyDictionary
 
 import torch
 
-from pylate_fastmaxsim.integrations.patching.redirect import stock_code
+from pylate_fastmaxsim.integrations.patching.patches import stock_code
 
 TABLE = Path(__file__).with_name("known_sources.json")
+
+# They train or wrap any model.
+LIBRARIES = ("torch", "accelerate", "deepspeed", "peft")
+
+# The libraries that are patched, and this package, whose replacements stand in for theirs.
+HOSTS = ("pylate", "colpali_engine", "sentence_transformers", "transformers", "pylate_fastmaxsim")
+
+_AROUND_A_FUNCTION = MethodType, classmethod, staticmethod
 _PACKAGE = __name__.partition(".")[0]
 _SELF = "self."
 
@@ -53,7 +61,7 @@ def known() -> dict[str, dict[str, dict]]:
 # Outside of what is compiled: dynamo cannot trace it.
 @torch.compiler.disable
 def unknown_part(function: Callable, instance: object = None) -> str | None:
-    """What a function of a host runs that is not the code of a known release; None if all of it is.
+    """The part of a host's function that is not the code of a known release; None if all of it is.
 
     Parameters
     ----------
@@ -81,16 +89,6 @@ def unknown_part(function: Callable, instance: object = None) -> str | None:
     methods = ((name.removeprefix(_SELF), value) for _, name, value in references if name.startswith(_SELF))
     changed = (name for name, value in methods if _code_on(instance, name) is not value)
     return next((f"its {name}" for name in changed), None)
-
-
-def constant(function: Callable) -> Callable[[], str | None]:
-    """:func:`unknown_part` of a function, which ``torch.compile`` takes as it is when it compiles the caller."""
-
-    @torch.compiler.assume_constant_result
-    def part() -> str | None:
-        return unknown_part(function)
-
-    return part
 
 
 def not_known(part: str) -> str:
@@ -125,7 +123,7 @@ def digest_of(node: ast.FunctionDef) -> str:
 
 
 def _references(function: FunctionType, seen: set[str]) -> Iterator[_Reference]:
-    """What a function and all functions below it use, without those that were ``seen``.
+    """The names that a function and all functions below it use, without those that were ``seen``.
 
     Raises
     ------
@@ -194,7 +192,7 @@ def host_function(function: object) -> FunctionType | None:
 
 
 def _inside(function: object) -> object | None:
-    if type(function) in (MethodType, staticmethod, classmethod):
+    if type(function) in _AROUND_A_FUNCTION:
         return function.__func__
     if type(function) is property:
         return function.fget
@@ -210,7 +208,7 @@ def _inside(function: object) -> object | None:
 def _definition(code: CodeType) -> ast.FunctionDef | None:
     """The definition of a function in the file that its code says it is from, if that compiles to this code."""
     compiled = _codes_of(code.co_filename).get((code.co_name, code.co_firstlineno))
-    if compiled is None or not _same(code, compiled):
+    if compiled is None or _content(code) != _content(compiled):
         return None
     # Not all of the file, for whose tree the garbage collector would look at everything that is imported.
     source = inspect.getsource(code)
@@ -227,25 +225,16 @@ def _codes_of(path: str) -> dict[tuple[str, int], CodeType]:
     except (SyntaxError, ValueError):
         return {}
     for code in codes:
-        codes += _codes_in(code)
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
     return {(code.co_name, code.co_firstlineno): code for code in codes}
 
 
-def _codes_in(code: CodeType) -> list[CodeType]:
-    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-
-
-def _same(one: CodeType, other: CodeType) -> bool:
-    """Whether two code objects do the same. ``==`` also compares what Python notes in them as they run."""
+def _content(code: CodeType) -> tuple:
+    """Instructions, names and constants of a code object. ``==`` would also compare what Python notes in it as it runs."""
     names = ("co_code", "co_names", "co_varnames", "co_freevars", "co_argcount", "co_kwonlyargcount", "co_flags")
-    ours, theirs = (
-        [(type(each), each) for each in code.co_consts if type(each) is not CodeType] for code in (one, other)
-    )
     return (
-        all(getattr(one, name) == getattr(other, name) for name in names)
-        and ours == theirs
-        and len(_codes_in(one)) == len(_codes_in(other))
-        and all(map(_same, _codes_in(one), _codes_in(other)))
+        *(getattr(code, name) for name in names),
+        *(_content(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts),
     )
 
 
@@ -266,3 +255,35 @@ def _text(node: object) -> str:
 
 def _is_docstring(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+# Dynamo cannot trace it.
+@torch.compiler.disable
+def defined_in(function: Callable, libraries: Iterable[str]) -> bool:
+    """Whether a function is from one of these libraries, by the module of its code; of a ``partial``, what it calls.
+
+    Examples
+    --------
+    >>> linear = torch.nn.Linear(1, 1)
+    >>> defined_in(partial(type(linear).forward, linear), ("torch",)), defined_in(len, ("torch",))
+    (True, False)
+    """
+    # By type, not isinstance: a proxy may pass for what it wraps.
+    while type(function) is partial:
+        function = function.func
+    if type(function) in _AROUND_A_FUNCTION:
+        function = function.__func__
+    # Not by __module__, which functools.wraps copies from what is decorated.
+    written = function.__globals__ if type(function) is FunctionType else {}
+    return written.get("__name__", type(function).__module__).partition(".")[0] in libraries
+
+
+def full_name(thing: object) -> str:
+    """The class of an object with its module: PEFT's layers are called as PyTorch's are.
+
+    Examples
+    --------
+    >>> full_name(torch.nn.Linear(1, 1))
+    'torch.nn.modules.linear.Linear'
+    """
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"

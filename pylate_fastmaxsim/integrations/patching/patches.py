@@ -1,21 +1,39 @@
-"""Reversible patches: replace a function for whoever holds it, and put everything back."""
+"""Reversible patches: replace a function for whoever holds it, and put everything back.
+
+A plain function of a module is redirected: it stays the same object and runs other code. To replace the attribute of its
+module is not enough, since hosts hold their scoring functions elsewhere: ``ColBERT._similarity`` and
+``MultiVectorEncoder._similarity`` on each model, by which evaluators score; ``score_metric`` and ``similarity_fct`` on each
+loss, from a default argument; ``partial(colbert_scores, chunk_elements=...)``, as Sentence Transformers' documentation has
+it. Models and losses that were built before would score the slow way, and would not pickle, because pickle looks a
+function up by its name and refuses another object.
+
+Only ``__code__`` is exchanged, for code with the same parameters: signature, source and help stay, and
+``torch.compile``, which remembers the parameters of a function but guards its code, compiles again.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
-import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import ModuleType
-
-from pylate_fastmaxsim.integrations.patching.redirect import Redirection, can_redirect
+from inspect import Parameter
+from itertools import count
+from types import CodeType, FunctionType, ModuleType
+from weakref import WeakKeyDictionary
 
 _logger = logging.getLogger("pylate_fastmaxsim")
-_PACKAGE = __name__.partition(".")[0]
 _INHERITED = object()
 _REPLACED_SINCE = "disable() leaves %s as it is: it was replaced after enable(), by another library or the script."
+
+# What each redirected function runs. Nothing is taken out: a thread may be inside a function that is restored now.
+targets: dict[int, Callable] = {}
+
+# Made once for each function, so that torch.compile finds what it compiled when it is redirected again.
+_code: WeakKeyDictionary[FunctionType, tuple[int, CodeType]] = WeakKeyDictionary()
+_numbers = count()
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,14 +44,13 @@ class Patch:
     ----------
     owner
         The module or the class that has the name. A plain function of a module stays the same object and runs the
-        replacement, so that whoever holds it follows. Anything else that a module defines is replaced there and in
-        every loaded module that holds the same object, ``__main__`` included. On a class, the attribute of that class
-        alone is replaced, also if it was inherited.
+        replacement, so that whoever holds it follows. On a class, the attribute of that class alone is replaced, also
+        if it was inherited.
     name
         The attribute of ``owner`` to replace.
     replacement
         What stands there, or is run, while the patch is applied. It must call what it replaces through a copy that
-        was :func:`~pylate_fastmaxsim.integrations.patching.redirect.detached` before.
+        was :func:`detached` before.
     needs
         Functions of the host that the replacement computes in place of, besides: code of known releases too.
     """
@@ -52,12 +69,12 @@ class Patch:
 
     @property
     def short_name(self) -> str:
-        """The same without the module."""
+        """Name within the module of what is replaced."""
         return self.name if isinstance(self.owner, ModuleType) else f"{self.owner.__qualname__}.{self.name}"
 
     @property
     def original(self) -> object:
-        """What stands there now; None where there is no such name."""
+        """The present value of the name; None where there is none."""
         return inspect.getattr_static(self.owner, self.name, None)
 
 
@@ -97,18 +114,15 @@ class PatchSet:
         with self._lock:
             applied = self.targets
             fresh = {patch.target: (patch, _original(patch)) for patch in patches if patch.target not in applied}
-            replaced = {}
             for target, (patch, original) in fresh.items():
                 if isinstance(patch.owner, ModuleType) and can_redirect(original):
                     self._redirected[target] = Redirection(original, patch.replacement)
                 else:
                     setattr(patch.owner, patch.name, patch.replacement)
-                    replaced[target] = patch, original
-            self._replaced |= replaced
-            _swap({id(original): patch.replacement for patch, original in _of_modules(replaced)})
+                    self._replaced[target] = patch, original
 
     def undo(self) -> None:
-        """Put back every original, also in modules that imported a replacement in the meantime."""
+        """Put back every original."""
         with self._lock:
             for target, redirection in self._redirected.items():
                 if not redirection.undo():
@@ -121,7 +135,6 @@ class PatchSet:
                     delattr(patch.owner, patch.name)
                 else:
                     setattr(patch.owner, patch.name, original)
-            _swap({id(patch.replacement): original for patch, original in _of_modules(self._replaced)})
             self._redirected, self._replaced = {}, {}
 
 
@@ -131,25 +144,79 @@ def _original(patch: Patch) -> object:
     return vars(patch.owner).get(patch.name, _INHERITED)
 
 
-def _of_modules(replaced: Mapping[str, tuple[Patch, object]]) -> Iterable[tuple[Patch, object]]:
-    return (entry for entry in replaced.values() if isinstance(entry[0].owner, ModuleType))
+def can_redirect(function: object) -> bool:
+    """Whether it is a plain Python function: undecorated, without free variables, no generator or coroutine."""
+    return (
+        isinstance(function, FunctionType)
+        and not function.__code__.co_freevars
+        and not function.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR)
+        and not {"__wrapped__", "__signature__"} & vars(function).keys()
+    )
 
 
-def _swap(objects: Mapping[int, object]) -> None:
-    """In every loaded module, put ``objects[id(value)]`` in the place of ``value``."""
-    if not objects:  # mostly: functions are redirected, and to look through all modules takes 50 ms
-        return
-    for module in list(sys.modules.values()):
-        try:
-            # Not vars(): a lazily loaded module overrides attribute access, and would load now.
-            namespace = object.__getattribute__(module, "__dict__")
-        except AttributeError:
-            continue
-        if not isinstance(namespace, dict):
-            continue
-        # Our own modules hold originals and replacements side by side, on purpose.
-        if str(namespace.get("__name__")).partition(".")[0] == _PACKAGE:
-            continue
-        for name, value in list(namespace.items()):
-            if id(value) in objects:
-                namespace[name] = objects[id(value)]
+def detached(function: Callable) -> Callable:
+    """A copy that goes on to do what the function does now; the function itself where it cannot be redirected.
+
+    Examples
+    --------
+    >>> def score():
+    ...     return "stock"
+    >>> stock = detached(score)
+    >>> redirection = Redirection(score, lambda: f"faster than {stock()}")
+    >>> score()
+    'faster than stock'
+    >>> redirection.undo(), score()
+    (True, 'stock')
+    """
+    if not can_redirect(function):
+        return function
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(copy, function)
+    del copy.__wrapped__
+    return copy
+
+
+def stock_code(function: FunctionType) -> CodeType:
+    """The code that a function runs while it is not redirected."""
+    redirected = _code.get(function)
+    is_redirected = redirected is not None and function.__code__ is redirected[1]
+    return function.__wrapped__.__code__ if is_redirected else function.__code__
+
+
+class Redirection:
+    """Has a function run ``target`` from now on, with the arguments of the call and its own defaults.
+
+    ``target`` must call not the function, which leads back to it, but a copy that was :func:`detached` before.
+    Meanwhile ``function.__wrapped__`` is such a copy.
+    """
+
+    def __init__(self, function: FunctionType, target: Callable) -> None:
+        number, self._redirected = _code.get(function) or _code.setdefault(function, _redirecting(function))
+        self._function, self._stock = function, function.__code__
+        targets[number] = target
+        function.__wrapped__ = detached(function)
+        function.__code__ = self._redirected
+
+    def undo(self) -> bool:
+        """Let the function run its own code again; False where somebody else has exchanged it, which then stays."""
+        ours = self._function.__code__ is self._redirected
+        if ours:
+            self._function.__code__ = self._stock
+        vars(self._function).pop("__wrapped__", None)
+        return ours
+
+
+def _redirecting(function: FunctionType) -> tuple[int, CodeType]:
+    """A number for the function, and code with its parameters that calls the target of that number."""
+    number = next(_numbers)
+    parameters = inspect.signature(function).parameters.values()
+    # Defaults are the function's and stay there.
+    bare = inspect.Signature([Parameter(parameter.name, parameter.kind) for parameter in parameters])
+    passed = {Parameter.VAR_POSITIONAL: "*{0}", Parameter.KEYWORD_ONLY: "{0}={0}", Parameter.VAR_KEYWORD: "**{0}"}
+    arguments = ", ".join(passed.get(parameter.kind, "{0}").format(parameter.name) for parameter in parameters)
+    # Not by a name in the function's module, which would be one more thing to put there and take away.
+    source = f"def redirected{bare}:\n from {__name__} import targets as _t\n return _t[{number}]({arguments})\n"
+    namespace: dict[str, FunctionType] = {}
+    exec(compile(source, f"<{function.__module__}.{function.__qualname__}, redirected>", "exec"), namespace)
+    return number, namespace["redirected"].__code__.replace(co_name=function.__name__)

@@ -35,9 +35,8 @@ from pylate_fastmaxsim.integrations.models.wrappers import (
     unwrap,
 )
 from pylate_fastmaxsim.integrations.options import current_options
-from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
+from pylate_fastmaxsim.integrations.patching.known_sources import LIBRARIES, defined_in, full_name, unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.provenance import LIBRARIES, defined_in, full_name
 from pylate_fastmaxsim.integrations.pylate.normalize import unit
 from pylate_fastmaxsim.ops.projection import project_normalize
 
@@ -48,7 +47,7 @@ _UNIT = "unit_embeddings"
 
 @dataclass(frozen=True)
 class UnitEmbeddings:
-    """What the last module answers with.
+    """The answer of the last module.
 
     A box, because accelerate makes every half-precision tensor of a model's output float32, which would double the
     bytes of the embeddings and cost scoring its fast matrix products. FSDP and DistributedDataParallel look inside.
@@ -63,7 +62,7 @@ _pytree.register_pytree_node(
 
 
 def patches() -> list[Patch]:
-    """What to replace in PyLate."""
+    """Replacements in PyLate."""
     return [Patch(Dense, "forward", project)]
 
 
@@ -171,7 +170,7 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
 
 
 def _reason_to_expect_changes(module: nn.Module) -> str | None:
-    """Why what the module returns may differ from what PyLate's code made, as where embeddings are cut short."""
+    """Reason why a module may return something else than PyLate's code made, as where embeddings are cut short."""
     name = type(module).__name__
     if isinstance(module, ColBERT) and unknown_part(type(module).forward) is not None:
         return f"the forward of {name} is not PyLate's own"

@@ -13,8 +13,7 @@ from sentence_transformers.models import Transformer
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations.models.encoders import layers_share_keys
-from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.redirect import detached
+from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 
 _stock_forward = detached(Transformer.forward)
 
@@ -28,6 +27,6 @@ def forward(self: Transformer, features: dict[str, Tensor], **kwargs: object) ->
 
 
 def patches() -> list[Patch]:
-    """What to replace in Sentence Transformers, which since release 6 asks for no cache itself."""
+    """Replacements in Sentence Transformers, which since release 6 asks for no cache itself."""
     asks_for_none = util.find_spec("sentence_transformers.multi_vector_encoder") is not None
     return [] if asks_for_none else [Patch(Transformer, "forward", forward)]

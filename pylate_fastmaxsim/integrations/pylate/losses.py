@@ -14,12 +14,14 @@ from pylate import scores as stock_scores
 from pylate.losses.cached_contrastive import CachedContrastive
 from pylate.losses.contrastive import Contrastive
 from pylate.losses.distillation import Distillation
-from pylate.utils import all_gather_with_gradients, get_rank, get_world_size
+from pylate.utils import ColBERTCollator, all_gather_with_gradients, get_rank, get_world_size
+from sentence_transformers import SentenceTransformerTrainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding.collated import counting_tokens_of_batches
 from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
 from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged, as_given, changes_masks, settle
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
@@ -37,9 +39,10 @@ from pylate_fastmaxsim.integrations.pylate.xtr import passing_tokens
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
 from pylate_fastmaxsim.ops.distributed.layout import DtypesDiffer
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.ops.pooled import Max, check_pooling, state_bytes
+from pylate_fastmaxsim.ops.pooled import state_bytes
 from pylate_fastmaxsim.ops.score_metric import PooledScores
 from pylate_fastmaxsim.ops.xtr import xtr_scores
+from pylate_fastmaxsim.pooling import Max, check_pooling
 from pylate_fastmaxsim.tokens import TokenBatch
 
 Features = list[dict[str, Tensor]]
@@ -47,9 +50,13 @@ Features = list[dict[str, Tensor]]
 NOT_ACCELERATED = "%s is not accelerated (running PyLate's padded implementation): %s."
 
 
+_COLLATOR_AND_TRAINER = counting_tokens_of_batches(ColBERTCollator, SentenceTransformerTrainer)
+
+
 def patches() -> list[Patch]:
-    """What to replace in PyLate."""
+    """Replacements in PyLate, and in the trainer of Sentence Transformers."""
     return [
+        *_COLLATOR_AND_TRAINER,
         Patch(Contrastive, "forward", contrastive),
         Patch(CachedContrastive, "forward", cached_contrastive),
         Patch(Distillation, "forward", distillation),
@@ -277,7 +284,7 @@ def _encode(loss: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
 
 
 def scored_tokens(model: nn.Module, features: Features) -> Tensor | None:
-    """Which tokens of the queries are scored, ``[B, L]``, bool; None: all."""
+    """Mask of the query tokens that are scored, ``[B, L]``, bool; None: all."""
     # With query expansion all tokens of a query are scored, also those that are not attended to.
     # Else any number but 0 is a token, as in PyLate.
     return None if wrapper_attribute(model, "do_query_expansion") else features[0]["attention_mask"].bool()
@@ -309,7 +316,7 @@ def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: 
 
 
 def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candidates: Tensor | None = None) -> Tensor:
-    batch = TokenBatch.from_padded(_as_wide(queries, scored.documents), queries_mask)
+    batch = TokenBatch.from_padded(_widened(queries, scored.documents), queries_mask)
     if scored.k is not None:
         scores = xtr_scores(batch, scored.documents, scored.k, candidates, zero_floor=scored.zero_floor)
         return scores.float()  # as in PyLate
@@ -318,7 +325,7 @@ def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candid
     return scored.metric.of_batches(batch, scored.documents, candidates)
 
 
-def _as_wide(queries: Tensor, documents: TokenBatch) -> Tensor:
+def _widened(queries: Tensor, documents: TokenBatch) -> Tensor:
     # Documents may have become wider for those of other ranks; never are queries made narrower.
     return queries.to(torch.promote_types(queries.dtype, documents.values.dtype))
 

@@ -15,18 +15,17 @@ from torch import Tensor
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, asked_backend, check, own_documents
-from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.redirect import detached
+from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.ops.pooled import Max
 from pylate_fastmaxsim.ops.score_metric import PooledScores
+from pylate_fastmaxsim.pooling import Max
 from pylate_fastmaxsim.tokens import TokenBatch
 
 replaces = functools.partial(fallback.replaces, host="PyLate")
 
 
 def patches() -> list[Patch]:
-    """What to replace in PyLate.
+    """Replacements in PyLate.
 
     Evaluators and retrievers score through these: the triplet evaluator pairwise, the distillation
     evaluator with ``colbert_kd_scores``, the information retrieval evaluators with the model's
@@ -194,9 +193,8 @@ def _sequences(embeddings: Tensor | np.ndarray | list) -> TokenBatch:
     if isinstance(embeddings, np.ndarray) and embeddings.dtype != object:
         embeddings = torch.from_numpy(embeddings)
     if isinstance(embeddings, Tensor):
-        if embeddings.is_nested or embeddings.dim() != 3:
-            shape = "of a nested tensor" if embeddings.is_nested else tuple(embeddings.shape)
-            raise FallbackToHost(f"embeddings have the shape {shape}")
+        if embeddings.dim() != 3:
+            raise FallbackToHost(f"embeddings have the shape {tuple(embeddings.shape)}")
         _check_floating(embeddings)
         return TokenBatch.from_padded(embeddings)
     if not isinstance(embeddings, (list, tuple, np.ndarray)) or len(embeddings) == 0:

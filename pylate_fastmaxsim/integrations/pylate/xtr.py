@@ -17,7 +17,7 @@ from pylate_fastmaxsim.tokens import TokenBatch
 
 
 def patches() -> list[Patch]:
-    """What to replace in PyLate."""
+    """Replacements in PyLate."""
     return [
         Patch(XTRScores, "__call__", score_batch),
         Patch(XTRKDScores, "__call__", score_own_documents),
@@ -25,32 +25,30 @@ def patches() -> list[Patch]:
 
 
 def passing_tokens(loss: nn.Module) -> int | None:
-    """How many document tokens pass for each query token of a loss with PyLate's XTR scores; None: it has others."""
+    """Number of document tokens that pass for each query token of a loss with PyLate's XTR scores; None: it has others."""
     own = XTRKDScores if isinstance(loss, Distillation) else XTRScores
     metric = loss.score_metric
     return metric.k if type(metric) is own and unknown_part(own.__call__, metric) is None else None
 
 
 @replaces(XTRScores.__call__, pooled=False)
-def score_batch(
-    _options: Options, self, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None
-):
-    return _score(self, queries_embeddings, documents_embeddings, queries_mask, documents_mask, own=False)
+def score_batch(_options: Options, *args, **kwargs) -> Tensor:
+    return _score(False, *args, **kwargs)
 
 
 @replaces(XTRKDScores.__call__, pooled=False)
-def score_own_documents(
-    _options: Options, self, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None
-):
-    return _score(self, queries_embeddings, documents_embeddings, queries_mask, documents_mask, own=True)
+def score_own_documents(_options: Options, *args, **kwargs) -> Tensor:
+    return _score(True, *args, **kwargs)
 
 
-def _score(metric: XTRScores, queries, documents, queries_mask, documents_mask, own: bool) -> Tensor:
+def _score(
+    own: bool, metric, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None
+) -> Tensor:
     # Asked only where the answer may be no: torch.compile cannot trace the question.
     is_plain = "_score" not in vars(metric) and type(metric)._score is XTRScores._score
     if not is_plain and (part := unknown_part(XTRScores.__call__, metric)) is not None:
         raise FallbackToHost(not_known(part))
-    queries, documents = convert_to_tensor(queries), convert_to_tensor(documents)
+    queries, documents = convert_to_tensor(queries_embeddings), convert_to_tensor(documents_embeddings)
     check(queries, documents, 3, 4)
     count, ways, length = documents.shape[:3]
     if own and len(queries) != count:

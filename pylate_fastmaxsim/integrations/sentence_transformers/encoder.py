@@ -2,62 +2,62 @@
 
 Only the encoder leaves the padding out. Its hidden states are padded again for what follows, as Sentence Transformers
 does after FlashAttention: projection, masks and losses, also the user's own, are unchanged. Padding holds the state of a
-token, not zeros. A model with a module that reads padding, or with code of the user's own, is encoded with padding.
+token, not zeros. What a module makes of attended tokens must not change with it: a convolution or a mean over all tokens
+of a text does. A model with such a module, or with code of the user's own, is encoded with padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import partial, wraps
+from functools import wraps
+from types import MethodType
 
 import torch
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
-from pylate_fastmaxsim.integrations.encoding import gradcache as encoding_gradcache
-from pylate_fastmaxsim.integrations.encoding.batch import Documents, padded_again
-from pylate_fastmaxsim.integrations.encoding.modes import APART, GAP, UNDERSTOOD, mode_for
-from pylate_fastmaxsim.integrations.log import log_once
+from pylate_fastmaxsim.integrations.encoding import gradcache
+from pylate_fastmaxsim.integrations.encoding.batch import Documents, attended_index, padded_again
+from pylate_fastmaxsim.integrations.encoding.equivalence import alike, untouched, what_fails
+from pylate_fastmaxsim.integrations.encoding.modes import mode_for
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import inputs_of
-from pylate_fastmaxsim.integrations.options import current_options
-from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.redirect import detached
-from pylate_fastmaxsim.integrations.sentence_transformers import loss_columns
-from pylate_fastmaxsim.integrations.sentence_transformers.behind import reader_of_padding
-from pylate_fastmaxsim.integrations.sentence_transformers.losses import Batch
+from pylate_fastmaxsim.integrations.options import Options
+from pylate_fastmaxsim.integrations.patching.known_sources import defined_in
+from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import (
-    COUNTED,
-    FLATTENED,
     TEXT_METADATA,
-    as_wide_as_ever,
-    compile_layers,
-    counts_calls,
-    grouped_states,
-    has_texts,
-    packed_states,
-    reason_in_transformer,
-    say_flattened,
-    say_padded,
-    understood,
+    Features,
+    TransformerCall,
+    noting_model,
+    pad_to_widest_seen,
+    running_model,
 )
 
 _stock_transformer = detached(Transformer.forward)
 
-# The model in training whose forward is running, and its keywords; None inside the check on the first batch.
-_in_training: ContextVar[tuple[MultiVectorEncoder, dict] | None] = ContextVar("in_training", default=None)
-
-# Whether that check is running.
+# Whether the check on the first batch is running.
 _checking: ContextVar[bool] = ContextVar("checking", default=False)
+
+# States of padding in the check, relative to those of tokens: so large that a maximum over tokens shows as well.
+_LARGE = 10
 
 # Sentence Transformers adds it to expanded queries, whose masked tokens are encoded.
 _EXPANDED = "query_expansion_positions"
 
+_LAST_STATES = (
+    ("forward", "last_hidden_state", "token_embeddings"),
+    ("forward", ("last_hidden_state",), "token_embeddings"),
+)
+
 
 def patches() -> list[Patch]:
-    """What to replace in Sentence Transformers."""
+    """Replacements in Sentence Transformers."""
     return [
         # Both: accelerate puts a forward on the instance for mixed precision, and a subclass may have its own.
         Patch(MultiVectorEncoder, "__call__", called),
@@ -66,145 +66,184 @@ def patches() -> list[Patch]:
     ]
 
 
-def _noting_training(stock: Callable) -> Callable:
-    """A call of a model that notes whether the model is in training."""
-
-    @wraps(stock)
-    def call(self: MultiVectorEncoder, *args, **kwargs) -> dict[str, Tensor]:
-        # A model compiled as a whole is left to stock: decisions about it cannot be traced.
-        if torch.compiler.is_compiling() or self._compiled_call_impl is not None:
-            return stock(self, *args, **kwargs)
-        leaves_padding_out = self.training and current_options() is not None and not _checking.get()
-        with setting(_in_training, (self, kwargs) if leaves_padding_out else None):
-            return stock(self, *args, **kwargs)
-
-    return call
+def _in_training(model: MultiVectorEncoder) -> bool:
+    return model.training and not _checking.get()
 
 
-called = _noting_training(detached(MultiVectorEncoder.__call__))
-encode = _noting_training(detached(MultiVectorEncoder.forward))
+called = noting_model(detached(MultiVectorEncoder.__call__), _in_training)
+encode = noting_model(detached(MultiVectorEncoder.forward), _in_training)
 
 
 @wraps(_stock_transformer)
-def forward(self: Transformer, features: dict[str, Tensor], **kwargs) -> dict[str, Tensor]:
-    if torch.compiler.is_compiling() or (running := _in_training.get()) is None:
+def forward(self: Transformer, features: Features, **kwargs) -> Features:
+    if (running := running_model(MultiVectorEncoder)) is None:
         return _stock_transformer(self, features, **kwargs)
-    with setting(_in_training, None):
-        hidden = _without_padding(*running, self, features, kwargs)
-    if hidden is None:
+    model, model_kwargs = running
+    states = _Call(model, model_kwargs, self, features, kwargs).run()
+    if states is None:
         return _stock_transformer(self, features, **kwargs)
-    features[self.module_output_name] = hidden
+    mask = features["attention_mask"]
+    index, _ = attended_index(mask, total=len(states))
+    filler = states[:1] if len(states) else states.new_ones(1, states.shape[1])
+    features[self.module_output_name] = padded_again(states, index, *mask.shape, filler=filler)
     return features
 
 
-def _without_padding(
-    model: MultiVectorEncoder, of_model: dict, transformer: Transformer, features: dict[str, Tensor], kwargs: dict
-) -> Tensor | None:
-    """Hidden states ``[N, L, d]`` of padded texts; None if Sentence Transformers is to encode them."""
-    options = current_options()
-    if options is None:
-        return None
-    if FLATTENED in features:
-        say_flattened(transformer, bool(options.padding_free), options.compile)
-        return None
-    # Before anything is encoded: checkpointing needs the same layers in forward and backward.
-    if options.compile:
-        compile_layers(transformer)
-    if not has_texts(features) or not options.padding_free or _EXPANDED in features:
-        return None
-    batch = loss_columns.current()
-    if batch is not None and (hidden := batch.take(transformer, features)) is not None:
-        return hidden
-    reason = _reason_in_features(transformer, features, kwargs) or reason_in_transformer(transformer, model)
-    if reason is not None:
-        say_padded(transformer, reason)
-        return None
-    metadata = {key: features[key] for key in TEXT_METADATA.intersection(features)}
-    call = partial(_called, transformer, metadata)
-    columns = [understood(features)]
-    behind = () if batch is None else batch.behind(features)
-    apart = _reason_apart(batch, model, transformer, behind) if behind else None
-    if apart is None:
-        columns += map(understood, behind)
-    backwards = encoding_gradcache.inside()
-    mode = encoding_gradcache.replay(
-        lambda: mode_for(
-            transformer,
-            as_wide_as_ever(transformer, columns),
+class _Call(TransformerCall):
+    """A call that makes hidden states ``[T, d]`` of the attended tokens."""
+
+    known = MultiVectorEncoder, Transformer
+
+    def __init__(self, model: MultiVectorEncoder, model_kwargs: dict, *args) -> None:
+        super().__init__(model, *args)
+        self._model_kwargs = model_kwargs
+        self._metadata = {key: self.features[key] for key in TEXT_METADATA.intersection(self.features)}
+
+    def applies(self, options: Options) -> bool:
+        return bool(options.padding_free) and _EXPANDED not in self.features
+
+    def mode(self, columns: list[Features]) -> str:
+        return mode_for(
+            self.transformer,
+            pad_to_widest_seen(self.transformer, columns),
             None,
-            backwards,
+            gradcache.inside(),
             host="Sentence Transformers",
-            whole=model,
-            task=of_model.get("task"),
-            why_not_behind=partial(_why_not_behind, model, transformer, metadata, of_model),
+            whole=self.model,
+            task=self._model_kwargs.get("task"),
+            why_not_behind=self._reason_behind,
         )
+
+    def call(self, features: Features) -> Tensor:
+        output = _stock_transformer(self.transformer, {**self._metadata, **features})
+        return output[self.transformer.module_output_name]
+
+    def reason_in_output(self, features: Features) -> str | None:
+        config, output_name = self.transformer.modality_config, self.transformer.module_output_name
+        called = config.get(features.get("modality", "text"), {})
+        if (called.get("method"), called.get("method_output_name"), output_name) not in _LAST_STATES:
+            return "its output is not the last hidden state of each token"
+        return None if "text" in config else "it takes no plain texts, which the check on the first batch needs"
+
+    def given_to_encoder(self, features: Features) -> set[str]:
+        # A call that is checkpointed finds the output of the first one there.
+        return features.keys() - ({self.transformer.module_output_name} - inputs_of(self.transformer))
+
+    def _reason_behind(self, samples: Documents) -> str | None:
+        features = {**self._metadata, **samples.column}
+        with setting(_checking, True):
+            return _reader_of_padding(self.model, self.transformer, features, self._model_kwargs)
+
+
+def _reader_of_padding(
+    model: MultiVectorEncoder, transformer: Transformer, features: dict[str, Tensor], kwargs: dict
+) -> str | None:
+    """Name the part of a model that reads the states of padding, as a part of a sentence; None if none does.
+
+    The model runs as it is, in training, on the same random numbers each time: with the encoder's states and with
+    others in the place of padding; then again with noise as the weights behind the encoder, since a convolution whose
+    weights are 0 now may be trained.
+
+    Parameters
+    ----------
+    model
+        The whole model.
+    transformer
+        The encoder in it, which returns hidden states ``[N, L, d]``.
+    features
+        Tokenized texts, some of them with padding.
+    kwargs
+        Keywords that the model is called with.
+    """
+    found: list[str] = []
+    padding = features["attention_mask"][..., None] == 0
+
+    def trial() -> None:
+        for weights in ({}, _noise_behind(model, transformer)):
+            states, expected = _run(model, transformer, features, kwargs, weights)
+            others = torch.where(padding, _LARGE * states.flip(0, 1), states)
+            _, made = _run(model, transformer, features, kwargs, weights, others)
+            found.extend(
+                f"{type(module).__name__} reads the states of padding"
+                for module, output in expected.items()
+                if output.keys() != made[module].keys()
+                or not all(alike(made[module][key], output[key]) for key in output)
+            )
+
+    failed = what_fails(
+        trial, features["input_ids"].device, "the model cannot be run with other states of padding ({})"
     )
-    if mode == "padded":
-        return None
-    if mode == "packed" and apart is not None:
-        log_once(APART, apart, about=transformer)
-    if mode == "packed" and len(columns) > 1:
-        documents = Documents.from_columns(columns)
-        if not documents.gaps and loss_columns.are_few(documents):
-            return batch.keep(transformer, documents, packed_states(transformer, documents, call))
-    documents = encoding_gradcache.replay(lambda: Documents.from_columns(columns[:1]), of_texts=True)
-    if len(documents.token_index) == 0:
-        return None
-    if documents.gaps:
-        reason = GAP
-    elif mode == "grouped" and counts_calls(transformer):
-        reason = COUNTED
-    if reason is not None:
-        say_padded(transformer, reason)
-        return None
-    states = packed_states(transformer, documents, call) if mode == "packed" else grouped_states(documents, call)
-    shape = features["input_ids"].shape
-    return padded_again(states, documents.token_index, *shape, filler=states[:1])
+    return next(iter(found), failed)
 
 
-def _called(transformer: Transformer, metadata: dict, features: dict[str, Tensor]) -> Tensor:
-    return _stock_transformer(transformer, {**metadata, **features})[transformer.module_output_name]
+def _noise_behind(model: nn.Module, transformer: nn.Module) -> dict[str, Tensor]:
+    encoder = set(map(id, transformer.parameters()))
+    behind = ((name, weight) for name, weight in model.named_parameters() if id(weight) not in encoder)
+    return {name: torch.randn_like(weight) for name, weight in behind if weight.is_floating_point()}
 
 
-def _reason_apart(
-    batch: Batch,
-    model: MultiVectorEncoder,
+def _run(
+    model: nn.Module,
     transformer: Transformer,
-    documents: Sequence[dict[str, Tensor]],
-) -> str | None:
-    """Why documents need calls of their own."""
-    if not all(map(has_texts, documents)):
-        return "a column of documents has no texts"
-    reasons = (_reason_in_features(transformer, each, {}) for each in documents)
-    if (reason := next(filter(None, reasons), None)) is not None:
-        return reason
-    if counts_calls(transformer):
-        return COUNTED
-    return batch.reason_apart(model, transformer, known=(MultiVectorEncoder, Transformer))
+    features: dict[str, Tensor],
+    kwargs: dict,
+    weights: dict[str, Tensor],
+    states: Tensor | None = None,
+) -> tuple[Tensor, dict[nn.Module, dict[str, Tensor]]]:
+    """Hidden states ``[N, L, d]`` of the encoder, or others in their place, and what each module makes of attended tokens."""
+    made: dict[nn.Module, dict[str, Tensor]] = {}
+    encoded: list[Tensor] = []
+
+    def replace(_module: nn.Module, _args: tuple, output: dict[str, Tensor]) -> None:
+        name = transformer.module_output_name
+        output[name] = output[name] if states is None else states
+        encoded.append(output[name].clone())
+
+    def record(module: nn.Module, _args: tuple, output: dict[str, Tensor]) -> None:
+        made[module] = _of_attended_tokens(output)
+
+    device = features["input_ids"].device
+    with ExitStack() as stack:
+        stack.enter_context(untouched(model))
+        stack.enter_context(_inside_of_accelerate(model))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        # Reentrant checkpointing warns of inputs without gradients.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
+        stack.callback(transformer.register_forward_hook(replace).remove)
+        for module in (*model.children(), model):
+            stack.callback(module.register_forward_hook(record).remove)
+        # Copies of buffers: to write to those that batch norm has would break a backward that is still to come.
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        # Tied, weights of a module that stands in two routes would be replaced twice, and put back once.
+        functional_call(model, {**buffers, **weights}, (dict(features),), kwargs, tie_weights=False)
+    return encoded[0], made
 
 
-# This and reason_in_transformer check what mode_for does not.
-def _reason_in_features(transformer: Transformer, features: dict[str, Tensor], kwargs: dict) -> str | None:
-    called = transformer.modality_config.get(features.get("modality", "text"), {})
-    output = called.get("method"), called.get("method_output_name"), transformer.module_output_name
-    if output not in (
-        ("forward", "last_hidden_state", "token_embeddings"),
-        ("forward", ("last_hidden_state",), "token_embeddings"),
-    ):
-        return "its output is not the last hidden state of each token"
-    if "text" not in transformer.modality_config:
-        return "it takes no plain texts, which the check on the first batch needs"
-    # Keywords replace features, also known ones. A call that is checkpointed finds the output of the first one there.
-    left = {transformer.module_output_name} - inputs_of(transformer)
-    if unknown := sorted((features.keys() - UNDERSTOOD - left | kwargs.keys()) - TEXT_METADATA):
-        return f"the encoder may take {', '.join(unknown)}"
-    if TEXT_METADATA & inputs_of(transformer):
-        return f"the encoder takes {', '.join(sorted(TEXT_METADATA & inputs_of(transformer)))}"
-    return None
+@contextmanager
+def _inside_of_accelerate(model: nn.Module) -> Iterator[None]:
+    """Context in which a model has the forward inside the one that accelerate gave it.
+
+    That one is running, and its autocast is one object: entered twice, it would stay on.
+    """
+    inner = prepared = vars(model).get("forward")
+    while defined_in(inner, ("accelerate", "torch")) and hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    if inner is prepared:
+        yield
+        return
+    model.forward = MethodType(inner, model) if isinstance(prepared, MethodType) else inner
+    try:
+        yield
+    finally:
+        model.forward = prepared
 
 
-def _why_not_behind(
-    model: MultiVectorEncoder, transformer: Transformer, metadata: dict, of_model: dict, samples: Documents
-) -> str | None:
-    with setting(_checking, True):
-        return reader_of_padding(model, transformer, {**metadata, **samples.column}, of_model)
+def _of_attended_tokens(output: dict[str, Tensor]) -> dict[str, Tensor]:
+    mask = output["attention_mask"] != 0
+    return {
+        key: (value[mask] if value.shape[:2] == mask.shape else value).clone()
+        for key, value in output.items()
+        if torch.is_tensor(value)
+    }

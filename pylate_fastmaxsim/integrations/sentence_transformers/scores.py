@@ -23,7 +23,7 @@ replaces = partial(fallback.replaces, host="Sentence Transformers")
 
 
 def patches() -> list[Patch]:
-    """What to replace in Sentence Transformers.
+    """Replacements in Sentence Transformers.
 
     Its other MaxSim scores and those of its models go through these.
     """
@@ -36,48 +36,51 @@ def patches() -> list[Patch]:
 
 
 @replaces(stock_similarity.maxsim)
-def all_pairs(
-    options: Options, a, b, a_mask=None, b_mask=None, chunk_elements=None, length_normalize=False, device=None
-) -> Tensor:
+def all_pairs(options: Options, a, b, *args, **kwargs) -> Tensor:
     if len(a) == 0 or len(b) == 0:
-        return all_pairs.__wrapped__(a, b, a_mask, b_mask, device=device)
-    queries, documents = _side(a, a_mask, of_queries=True), _side(b, b_mask)
-    _check_device(documents, device)
-    return _score(options, queries, documents, _counts(a, a_mask) if length_normalize else None)
+        return all_pairs.__wrapped__(a, b, *args, **kwargs)
+    return _score_sides(options, False, a, b, *args, **kwargs)
 
 
 @replaces(stock_similarity.maxsim_pairwise)
-def pairs(
-    options: Options, a, b, a_mask=None, b_mask=None, chunk_elements=None, length_normalize=False, device=None
-) -> Tensor:
+def pairs(options: Options, a, b, *args, **kwargs) -> Tensor:
     if len(a) == 0 or len(b) == 0:
-        return pairs.__wrapped__(a, b, a_mask, b_mask, device=device)
+        return pairs.__wrapped__(a, b, *args, **kwargs)
+    return _score_sides(options, True, a, b, *args, **kwargs).squeeze(1)
+
+
+def _score_sides(
+    options: Options,
+    pairwise: bool,
+    a,
+    b,
+    a_mask=None,
+    b_mask=None,
+    chunk_elements=None,
+    length_normalize=False,
+    device=None,
+) -> Tensor:
     queries, documents = _side(a, a_mask, of_queries=True), _side(b, b_mask)
-    _check_device(documents, device)
-    if len(queries) != len(documents):
-        raise FallbackToHost("queries and documents differ in number")
-    own = torch.arange(len(documents), device=documents.device)[:, None]
-    return _score(options, queries, documents, _counts(a, a_mask) if length_normalize else None, own).squeeze(1)
+    if device is not None and torch.device(device) != documents.device:
+        raise FallbackToHost(f"the scores are to be computed on {device} and not where the documents are")
+    own = torch.arange(len(documents), device=documents.device)[:, None] if pairwise else None
+    counts = _counts(a, a_mask) if length_normalize else None
+    return _score(options, queries, documents, own, counts)
 
 
 @replaces(stock_scores.colbert_scores)
-def colbert_scores(
-    options: Options,
-    queries_embeddings,
-    documents_embeddings,
-    queries_mask=None,
-    documents_mask=None,
-    chunk_elements=None,
-    length_normalize=False,
-) -> Tensor:
-    queries, documents, _ = groups(queries_embeddings, documents_embeddings, queries_mask, documents_mask)
-    counts = _counts(queries_embeddings, queries_mask) if length_normalize else None
-    return _score(options, queries, documents, counts)
+def colbert_scores(options: Options, *args, **kwargs) -> Tensor:
+    return _score_groups(options, False, *args, **kwargs)
 
 
 @replaces(stock_scores.colbert_kd_scores)
-def colbert_kd_scores(
+def colbert_kd_scores(options: Options, *args, **kwargs) -> Tensor:
+    return _score_groups(options, True, *args, **kwargs)
+
+
+def _score_groups(
     options: Options,
+    own: bool,
     queries_embeddings,
     documents_embeddings,
     queries_mask=None,
@@ -85,15 +88,12 @@ def colbert_kd_scores(
     chunk_elements=None,
     length_normalize=False,
 ) -> Tensor:
-    queries, documents, own = groups(queries_embeddings, documents_embeddings, queries_mask, documents_mask)
-    if len(queries) != len(own):
-        raise FallbackToHost("queries and documents differ in number")
-    counts = _counts(queries_embeddings, queries_mask) if length_normalize else None
-    return _score(options, queries, documents, counts, own)
+    batches = groups(queries_embeddings, documents_embeddings, queries_mask, documents_mask, own)
+    return _score(options, *batches, _counts(queries_embeddings, queries_mask) if length_normalize else None)
 
 
-def groups(queries, documents, queries_mask, documents_mask) -> tuple[TokenBatch, TokenBatch, Tensor]:
-    """Queries ``[Nq, Lq, d]``, groups of documents ``[B, N, L, d]`` one behind the other, and which are whose."""
+def groups(queries, documents, queries_mask, documents_mask, own: bool) -> tuple[TokenBatch, TokenBatch, Tensor | None]:
+    """Queries ``[Nq, Lq, d]``, groups of documents ``[B, N, L, d]`` one behind the other, and the ``own`` of each query."""
     documents = _convert_to_tensor(documents)
     if documents.dim() != 4:
         raise FallbackToHost(f"documents have the shape {tuple(documents.shape)}")
@@ -102,24 +102,36 @@ def groups(queries, documents, queries_mask, documents_mask) -> tuple[TokenBatch
         if documents_mask.shape != documents.shape[:-1]:
             raise FallbackToHost(f"a mask has the shape {tuple(documents_mask.shape)}")
         documents_mask = documents_mask.flatten(0, 1)
-    own = own_documents(documents)
     queries = _side(_convert_to_tensor(queries), queries_mask, of_queries=True)
-    return queries, _side(documents.flatten(0, 1), documents_mask), own
+    candidates = own_documents(documents) if own else None
+    return queries, _side(documents.flatten(0, 1), documents_mask), candidates
 
 
 def _score(
     options: Options,
     queries: TokenBatch,
     documents: TokenBatch,
+    candidates: Tensor | None,
     counts: Tensor | None,
-    candidates: Tensor | None = None,
 ) -> Tensor:
     """``counts``: the number of tokens of each query, for the mean over them."""
-    check(queries.values, documents.values, 2, 2)
+    check_groups(queries, documents, candidates)
     scores = pooled_scores(queries, documents, candidates, pooling=options.pooling).float()
-    empty = documents.lengths == 0
-    scores = _fill_empty_document_scores(scores, empty if candidates is None else empty[candidates])
+    scores = without_empty(scores, documents, candidates)
     return scores if counts is None else scores / counts.to(scores)[:, None]
+
+
+def check_groups(queries: TokenBatch, documents: TokenBatch, candidates: Tensor | None) -> None:
+    """Raise FallbackToHost where tokens do not fit together, or there are not as many queries as rows of candidates."""
+    if candidates is not None and len(queries) != len(candidates):
+        raise FallbackToHost("queries and documents differ in number")
+    check(queries.values, documents.values, 2, 2)
+
+
+def without_empty(scores: Tensor, documents: TokenBatch, candidates: Tensor | None) -> Tensor:
+    """Scores with stock's own in the place of those of documents without a token."""
+    empty = documents.lengths == 0
+    return _fill_empty_document_scores(scores, empty if candidates is None else empty[candidates])
 
 
 def _side(embeddings, mask, of_queries: bool = False) -> TokenBatch:
@@ -161,13 +173,8 @@ def _listed(sequences: list[Tensor]) -> TokenBatch:
 
 
 def _counts(queries, mask) -> Tensor:
-    """What stock divides by for the mean over the tokens of each query, ``[Nq]``."""
+    """Number of tokens of each query, by which stock divides for their mean, ``[Nq]``."""
     if isinstance(queries, (Tensor, np.ndarray)) and queries.ndim == 2:
         queries = queries[None]
         mask = mask[None] if mask is not None and mask.ndim == 1 else mask
     return _query_token_counts(queries, mask)
-
-
-def _check_device(documents: TokenBatch, device: str | torch.device | None) -> None:
-    if device is not None and torch.device(device) != documents.device:
-        raise FallbackToHost(f"the scores are to be computed on {device} and not where the documents are")

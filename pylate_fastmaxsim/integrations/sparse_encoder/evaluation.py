@@ -28,7 +28,7 @@ Ranking = tuple[Tensor, Tensor]
 
 
 def patches() -> list[Patch]:
-    """What to replace in Sentence Transformers. The NanoBEIR evaluator goes through it."""
+    """Replacements in Sentence Transformers. The NanoBEIR evaluator goes through it."""
     return [Patch(_Evaluator, name, all_metrics) for name in _NAMES if name in vars(_Evaluator)]
 
 
@@ -103,7 +103,7 @@ class _Search:
 
 
 def _ranks(evaluator: SparseInformationRetrievalEvaluator) -> Tensor:
-    """Which document comes first of those with equal scores, ``[N]``: from release 6 by its id, before by its position."""
+    """Order of documents with equal scores, ``[N]``: from release 6 by their ids, before by their positions."""
     if hasattr(evaluator, "get_corpus_id_ranks"):
         return evaluator.get_corpus_id_ranks()
     return torch.arange(len(evaluator.corpus))
@@ -127,7 +127,7 @@ def _results(evaluator: SparseInformationRetrievalEvaluator, ranks: Tensor, best
 
 
 def _report(evaluator: SparseInformationRetrievalEvaluator, results: dict[str, list], output_path: str | None) -> dict:
-    """What the evaluator does with results: it writes and logs them, and computes metrics."""
+    """Write and log results as the evaluator does, and compute its metrics."""
     logger = logging.getLogger(_Evaluator.__module__)
     if evaluator.write_predictions and output_path is not None:
         os.makedirs(output_path, exist_ok=True)

@@ -16,7 +16,7 @@ from pylate_fastmaxsim.integrations.encoding.equivalence import evaluating, unto
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, with_adapters
 from pylate_fastmaxsim.integrations.models.hidden_states import HiddenStates
 from pylate_fastmaxsim.integrations.models.user_code import has_hooks, user_code, without_user_hooks
-from pylate_fastmaxsim.integrations.patching.provenance import defined_in, full_name
+from pylate_fastmaxsim.integrations.patching.known_sources import defined_in, full_name
 
 # Texts and tokens that the check by numbers computes logits of.
 _SAMPLE = 2, 16
@@ -30,7 +30,7 @@ _found: WeakKeyDictionary[nn.Module, dict[Hashable, str | None]] = WeakKeyDictio
 
 @dataclass(frozen=True)
 class Head:
-    """What a masked language model does with hidden states: the steps, and the projection to the vocabulary.
+    """Head of a masked language model: steps from hidden states to hidden states, and the projection to the vocabulary.
 
     Parameters
     ----------
@@ -84,8 +84,8 @@ def _of_modernbert(model: nn.Module) -> Head:
     return Head((), (model.head,), model.decoder)
 
 
-def why_not(transformer: nn.Module, hidden: HiddenStates, features: dict[str, Tensor]) -> str | None:
-    """Why the head of a Transformer has to run as it is; None if its decoder can be left out.
+def reason_to_compute_logits(transformer: nn.Module, hidden: HiddenStates, features: dict[str, Tensor]) -> str | None:
+    """Reason to run the head of a Transformer as it is; None if its decoder can be left out.
 
     Parameters
     ----------

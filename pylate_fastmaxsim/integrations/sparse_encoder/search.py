@@ -26,7 +26,7 @@ _LAYOUTS = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
 
 
 def patches() -> list[Patch]:
-    """What to replace in Sentence Transformers."""
+    """Replacements in Sentence Transformers."""
     return [Patch(sys.modules[stock_search.__module__], "semantic_search", semantic_search)]
 
 
@@ -63,7 +63,7 @@ def semantic_search(query_embeddings, corpus_embeddings, *options) -> list[list[
 
 
 def preparation(score_function: Callable) -> Callable[[SparseBatch], SparseBatch]:
-    """What to do with vectors so that their inner products are the scores of a function of Sentence Transformers.
+    """Transformation of vectors after which inner products are the scores of a function of Sentence Transformers.
 
     Raises
     ------

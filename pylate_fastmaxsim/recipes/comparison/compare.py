@@ -20,14 +20,10 @@ from pylate_fastmaxsim.comparison.verdict import compared_runs, summary_of
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.inputs import require_outputs
-from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
-from pylate_fastmaxsim.recipes.files.lock import hold_lock
-from pylate_fastmaxsim.recipes.files.write import make_directory
+from pylate_fastmaxsim.recipes.files import hold_lock, make_directory, require_outputs, without_nan, write_json
 from pylate_fastmaxsim.recipes.models.load import load_model
-from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.arguments import training_arguments
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 
 MODES = ("stock", "fast")
 RESULT_FILE = "compare.json"
@@ -136,7 +132,7 @@ def _compare(
 def _require_trainable(recipe: Recipe) -> None:
     """Refuse arguments that both runs would fail on, without using the GPU."""
     training = replace(recipe.training, use_cpu=True, precision="fp32")
-    require_trainable(training_arguments(replace(recipe, training=training), report_to=[]))
+    training_arguments(replace(recipe, training=training), report_to=[])
 
 
 def recipes_of(recipe: Recipe) -> dict[str, Recipe]:

@@ -27,10 +27,10 @@ from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import HostModel, load_model
-from pylate_fastmaxsim.recipes.plugin import switched
+from pylate_fastmaxsim.recipes.plugin import plugin_of
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.trainer import build_trainer, require_steps
+from pylate_fastmaxsim.recipes.training.train import require_steps
 from pylate_fastmaxsim.reporting.environment import environment
 
 
@@ -78,7 +78,7 @@ def measure(
         "warnings": warnings.messages,
         "environment": environment(arguments.device),
     }
-    with switched(recipe.fast):
+    with plugin_of(recipe.fast):
         try:
             memory, state = _train(recipe, model, data.train, arguments, steps_file, gate)
         except (RuntimeError, MemoryError) as error:
@@ -87,7 +87,7 @@ def measure(
             return result | {"status": OUT_OF_MEMORY}
         if steps_only and not state.global_step:
             return result | {"status": NO_BATCH}
-        require_steps(recipe, state)
+        require_steps(recipe.training, state)
         result["memory"] = memory.figures()
         if steps_only:
             return result
@@ -113,7 +113,9 @@ def _train(
     gate: Gate | None,
 ) -> tuple[PeakMemory, TrainerState]:
     with open(steps_file, "w", encoding="utf-8") as lines:
-        trainer = build_trainer(recipe, model, rows, arguments, trainer_with(Counted, recipe))
+        trainer = kind_of(recipe.model).build_trainer(
+            recipe.loss, model, rows, arguments, trainer_with(Counted, recipe)
+        )
         trainer.add_callback(_StepWriter(trainer, lines, gate))
         memory = PeakMemory(arguments.device)
         if gate:
@@ -137,7 +139,7 @@ def _phases(
     recipe: Recipe, model: HostModel, rows: Dataset, arguments: SentenceTransformerTrainingArguments
 ) -> dict[str, float]:
     """Seconds of each phase of a step, in a few more steps of the trained model."""
-    trainer = build_trainer(recipe, model, rows, arguments, trainer_with(Phases, recipe))
+    trainer = kind_of(recipe.model).build_trainer(recipe.loss, model, rows, arguments, trainer_with(Phases, recipe))
     trainer.train()
     return median_phases(trainer.laps)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from typing import Any, Literal, get_type_hints
 
+from pylate_fastmaxsim.integrations.options import OPTIONS, PYLATE, SENTENCE_TRANSFORMERS
 from pylate_fastmaxsim.recipes.config.parse import build
 from pylate_fastmaxsim.recipes.config.schema import (
     EvaluationSection,
@@ -99,7 +100,7 @@ class ColBERTSection(LateModelSection):
     """
 
     kind: Literal["colbert"] = "colbert"
-    token_table: str | None = key(None, path=True)
+    token_table: str | None = key(None, on_hub="a model")
 
     def loaded_from(self, folder: str) -> ModelSection:
         return replace(self, name_or_path=folder, build=None, token_table=None)
@@ -169,7 +170,7 @@ class ColBERTLoss(LossSection):
     """A loss of PyLate. ``pooling`` is that of its scores and of the evaluation; null or ``max`` is the maximum."""
 
     name: TextLoss = "contrastive"
-    temperature: float | None = key(None, minimum=0, only=CONTRASTIVE)
+    temperature: float | None = key(None, above=0, only=CONTRASTIVE)
     size_average: bool | None = None
     mini_batch_size: int | None = key(None, minimum=1, only=CACHED)
     score_mini_batch_size: int | None = key(None, minimum=1, only=CONTRASTIVE)
@@ -188,7 +189,7 @@ class MultiVectorLoss(LossSection):
     """
 
     name: TextLoss = "contrastive"
-    temperature: float | None = key(None, minimum=0)
+    temperature: float | None = key(None, above=0)
     mini_batch_size: int | None = key(None, minimum=1)
     mini_batch_num_tokens: int | None = key(None, minimum=1, only=CACHED)
     score_mini_batch_size: int | None = key(None, minimum=1, only=CONTRASTIVE)
@@ -214,7 +215,7 @@ class RegularizersSection:
     document_threshold: int | None = key(None, minimum=0)
     query_threshold: int | None = key(None, minimum=0)
     schedule: Literal["linear", "quadratic"] = "quadratic"
-    warmup_ratio: float = key(1 / 3, minimum=0, maximum=1)
+    warmup_ratio: float = key(1 / 3, above=0, maximum=1)
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ class SpladeLoss(LossSection):
     """
 
     name: TextLoss = "contrastive"
-    temperature: float | None = key(None, minimum=0)
+    temperature: float | None = key(None, above=0)
     mini_batch_size: int | None = key(None, minimum=1, only=CACHED + DISTILLATION)
     gather_across_devices: bool | None = key(None, only=CONTRASTIVE)
     objective: Objective | None = key(None, only=DISTILLATION)
@@ -245,10 +246,10 @@ class PagesLoss(LossSection):
     name: Literal[
         "colbert", "colbert_pairwise_ce", "colbert_sigmoid", "colbert_negative_ce", "colbert_pairwise_negative_ce"
     ] = "colbert"
-    temperature: float | None = key(None, minimum=0)
+    temperature: float | None = key(None, above=0)
     normalize_scores: bool | None = None
     use_smooth_max: bool | None = None
-    tau: float | None = key(None, minimum=0)
+    tau: float | None = key(None, above=0)
     pos_aware_negative_filtering: bool | None = None
     filter_threshold: float | None = None
     filter_factor: float | None = None
@@ -288,19 +289,15 @@ class SpladeTraining(TextTraining):
     query_learning_rate: float | None = key(None, minimum=0)
 
 
-@dataclass(frozen=True)
-class TextFast(FastSection):
-    """Options of ``pylate_fastmaxsim.enable`` for text encoders."""
+def _fast_section(name: str, host: str) -> type[FastSection]:
+    """The section ``fast`` of the kinds that a host trains; the option ``pooling`` is ``loss.pooling``."""
+    switches = [option for option in OPTIONS if isinstance(option.default, bool) and host in option.metadata["hosts"]]
+    keys = [(option.name, bool, field(default=option.default)) for option in switches]
+    return make_dataclass(name, keys, bases=(FastSection,), namespace={"__module__": __name__}, frozen=True)
 
-    padding_free: bool = True
-    compile: bool = False
 
-
-@dataclass(frozen=True)
-class ColBERTFast(TextFast):
-    """``stock_masking`` is of PyLate's losses."""
-
-    stock_masking: bool = False
+PyLateFast = _fast_section("PyLateFast", PYLATE)
+SentenceTransformersFast = _fast_section("SentenceTransformersFast", SENTENCE_TRANSFORMERS)
 
 
 @dataclass(frozen=True)
@@ -310,7 +307,7 @@ class ColBERTRecipe(Recipe):
     model: ColBERTSection
     loss: ColBERTLoss = field(default_factory=ColBERTLoss)
     training: LateTraining = field(default_factory=LateTraining)
-    fast: ColBERTFast = field(default_factory=ColBERTFast)
+    fast: PyLateFast = field(default_factory=PyLateFast)
     evaluation: LateEvaluationSection = field(default_factory=LateEvaluationSection)
     mining: MiningSection | None = None
 
@@ -322,7 +319,7 @@ class MultiVectorRecipe(Recipe):
     model: MultiVectorSection
     loss: MultiVectorLoss = field(default_factory=MultiVectorLoss)
     training: LateTraining = field(default_factory=LateTraining)
-    fast: TextFast = field(default_factory=TextFast)
+    fast: SentenceTransformersFast = field(default_factory=SentenceTransformersFast)
     evaluation: LateEvaluationSection = field(default_factory=LateEvaluationSection)
     mining: MiningSection | None = None
 
@@ -334,7 +331,7 @@ class SpladeRecipe(Recipe):
     model: SpladeSection
     loss: SpladeLoss = field(default_factory=SpladeLoss)
     training: SpladeTraining = field(default_factory=SpladeTraining)
-    fast: TextFast = field(default_factory=TextFast)
+    fast: SentenceTransformersFast = field(default_factory=SentenceTransformersFast)
     evaluation: TextEvaluationSection = field(default_factory=TextEvaluationSection)
 
 

@@ -1,4 +1,4 @@
-"""Plain values to the sections of a recipe. Each key is checked by itself: its name, type and limits."""
+"""Plain values to the sections of a recipe. Each key is checked by itself, and against the selector of its section."""
 
 from __future__ import annotations
 
@@ -21,51 +21,63 @@ _TYPE_NAMES = {
     list[str]: "a list of at least one string",
     dict[str, Any]: "a mapping",
 }
+_LIMITS = {"minimum": "of at least", "above": "greater than", "maximum": "and at most"}
 
-# The smallest and the largest value of a key.
-Limits = tuple[float | None, float | None]
-NO_LIMITS: Limits = (None, None)
+# Limits of a key by name; None for none.
+Limits = dict[str, float | None]
 
 
 def build(section: type, values: Any, path: str, whose: str = "") -> Any:
     """An instance of a schema dataclass from parsed YAML. ``whose`` is what an error says of a recipe without a key."""
+    hints, fields = typing.get_type_hints(section), {field.name: field for field in dataclasses.fields(section)}
     if not isinstance(values, dict):
-        names = ", ".join(field.name for field in dataclasses.fields(section))
-        raise RecipeError(f"{path} must be a section with the keys {names}, got {values!r}.")
-    hints = typing.get_type_hints(section)
-    fields = {field.name: field for field in dataclasses.fields(section)}
-    for name in values:
-        if name not in fields:
-            raise RecipeError(_unknown_key(name, path, list(fields), whose))
+        raise RecipeError(f"{path} must be a section with the keys {', '.join(fields)}, got {values!r}.")
     arguments = {}
-    for name, field in fields.items():
+    for name, value in values.items():
         dotted = f"{path}.{name}" if path else name
-        if name in values:
-            limits = field.metadata.get("minimum"), field.metadata.get("maximum")
-            word = field.metadata.get("null")
-            if word is not None and isinstance(values[name], str) and values[name] != word:
-                raise RecipeError(f"{dotted} must be {word} or {_allowed(hints[name], limits)}, got {values[name]!r}.")
-            value = None if values[name] == word else _convert(values[name], hints[name], limits, dotted, whose)
-            arguments[name] = _expanded(value, dotted) if field.metadata.get("path") else value
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise RecipeError(f"{dotted} is missing; it must be {_allowed(hints[name], NO_LIMITS)}.")
-    return section(**arguments)
+        if name not in fields:
+            close = difflib.get_close_matches(str(name), fields, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"allowed here: {', '.join(fields)}."
+            raise RecipeError(f"{dotted} is not a key of a recipe{whose}; {hint}")
+        options = fields[name].metadata
+        limits, word = options.get("limits", {}), options.get("null")
+        if word is not None and isinstance(value, str) and value != word:
+            raise RecipeError(f"{dotted} must be {word} or {_allowed(hints[name], limits)}, got {value!r}.")
+        value = None if value == word else _convert(value, hints[name], limits, dotted, whose)
+        is_path = options.get("path") and value is not None
+        arguments[name] = _expanded(value, dotted, options["on_hub"]) if is_path else value
+    for name, field in fields.items():
+        if name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            dotted = f"{path}.{name}" if path else name
+            raise RecipeError(f"{dotted} is missing; it must be {_allowed(hints[name], {})}.")
+    built = section(**arguments)
+    if selector := getattr(section, "SELECTOR", None):
+        _require_selected(built, path, selector, typing.get_args(hints[selector]))
+    return built
 
 
-def _expanded(paths: str | list[str] | None, key: str) -> str | list[str] | None:
-    """``paths`` with the home directory for a leading ``~``."""
-    if paths is None:
-        return None
-    if "" in (paths if isinstance(paths, list) else [paths]):  # for example of a shell variable that is not set
+def _expanded(paths: str | list[str], key: str, on_hub: str | None) -> str | list[str]:
+    """Paths with the home directory for a leading ``~``."""
+    if isinstance(paths, list):
+        return [_expanded(path, key, on_hub) for path in paths]
+    if not paths:  # for example of a shell variable that is not set
         raise RecipeError(f"{key} must not be empty.")
-    return [os.path.expanduser(path) for path in paths] if isinstance(paths, list) else os.path.expanduser(paths)
+    path = os.path.expanduser(paths)
+    if on_hub is not None and os.path.isfile(path):
+        raise RecipeError(f"{key} must be {on_hub} on the Hub or a directory, but {path} is a file.")
+    return path
 
 
-def _unknown_key(name: Any, path: str, known: list[str], whose: str) -> str:
-    dotted = f"{path}.{name}" if path else name
-    close = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"allowed here: {', '.join(known)}."
-    return f"{dotted} is not a key of a recipe{whose}; {hint}"
+def _require_selected(section: Any, path: str, selector: str, values: tuple[str, ...]) -> None:
+    """Refuse keys that do not apply to the value of a section's selector, and require those that it needs."""
+    selected = getattr(section, selector)
+    for field in dataclasses.fields(section):
+        only, missing = field.metadata.get("only"), getattr(section, field.name) == field.default
+        if only and selected not in only and not missing:
+            others = " and ".join(value for value in values if value in only)
+            raise RecipeError(f"{path}.{field.name} does not apply to {path}.{selector} {selected}, but to {others}.")
+        if missing and field.metadata.get("required") and selected in only:
+            raise RecipeError(f"{path}.{field.name} is missing; {path}.{selector} {selected} needs it.")
 
 
 def _convert(value: Any, hint: Any, limits: Limits, path: str, whose: str) -> Any:
@@ -79,7 +91,7 @@ def _convert(value: Any, hint: Any, limits: Limits, path: str, whose: str) -> An
     if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         with suppress(ValueError, OverflowError):
             value = float(value)
-    if not _is_a(value, kind) or not _is_within(value, limits):
+    if not _is_a(value, kind) or not _is_within(value, **limits):
         raise RecipeError(f"{path} must be {_allowed(hint, limits)}, got {value!r}.")
     return value
 
@@ -89,9 +101,14 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
-def _is_within(value: Any, limits: Limits) -> bool:
-    minimum, maximum = limits
-    return (minimum is None or value >= minimum) and (maximum is None or value <= maximum)
+def _is_within(
+    value: Any, minimum: float | None = None, maximum: float | None = None, above: float | None = None
+) -> bool:
+    return (
+        (minimum is None or value >= minimum)
+        and (maximum is None or value <= maximum)
+        and (above is None or value > above)
+    )
 
 
 def _is_a(value: Any, kind: Any) -> bool:
@@ -107,7 +124,6 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 
 def _allowed(hint: Any, limits: Limits) -> str:
-    minimum, maximum = limits
     names = []
     for option in _alternatives(hint):
         if option is type(None):
@@ -117,7 +133,6 @@ def _allowed(hint: Any, limits: Limits) -> str:
         elif dataclasses.is_dataclass(option):
             names.append("a section with the keys " + ", ".join(field.name for field in dataclasses.fields(option)))
         else:
-            bounds = f" of at least {minimum}" if minimum is not None else ""
-            bounds += f" and at most {maximum}" if maximum is not None else ""
-            names.append(_TYPE_NAMES[option] + bounds)
+            bounds = [f" {words} {limits[name]}" for name, words in _LIMITS.items() if limits.get(name) is not None]
+            names.append(_TYPE_NAMES[option] + "".join(bounds))
     return " or ".join(names)

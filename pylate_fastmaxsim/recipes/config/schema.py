@@ -16,9 +16,12 @@ def key(
     *,
     minimum: float | None = None,
     maximum: float | None = None,
+    above: float | None = None,
     path: bool = False,
+    on_hub: str | None = None,
     null: str | None = None,
     only: tuple[str, ...] | None = None,
+    required: bool = False,
 ) -> Any:
     """A key of a section.
 
@@ -26,17 +29,22 @@ def key(
     ----------
     default
         Its value where it is left out.
-    minimum, maximum
-        Its limits.
+    minimum, maximum, above
+        Its limits; ``above`` is one that it must exceed.
     path
         Whether it is a path, in which ``~`` is the home directory.
+    on_hub
+        Of a path that may also be a name on the Hub, what has that name.
     null
         A word for null.
     only
-        Names of the losses that take it; None for all.
+        Values of the section's ``SELECTOR`` that take it, None for all, and whether they need it (``required``).
     """
-    metadata = {"minimum": minimum, "maximum": maximum, "path": path, "null": null, "only": only}
-    return field(default=default, metadata=metadata)
+    limits = {"minimum": minimum, "maximum": maximum, "above": above}
+    places = {"path": path or on_hub is not None, "on_hub": on_hub}
+    return field(
+        default=default, metadata={"limits": limits, **places, "null": null, "only": only, "required": required}
+    )
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class ModelSection:
     """The model: ``name_or_path`` on the Hub or on disk. Each kind has a section of its own, with its own keys."""
 
     kind: str
-    name_or_path: str | None = key(None, path=True)
+    name_or_path: str | None = key(None, on_hub="a model")
 
     # What only some kinds have as a key, as those without it are.
     visual = False  # whether the documents are images
@@ -60,19 +68,39 @@ class ModelSection:
         return replace(self, name_or_path=folder)
 
 
-_OF_ROWS = ("queries", "collection", "text_key", "negatives", "negatives_per_query", "n_ways")
-
-# The keys of each source; the first one is required.
-SOURCE_KEYS = {
-    "docstrings": ("packages",),
-    "hub": ("name", "config", "split", *_OF_ROWS),
-    "files": ("files", *_OF_ROWS),
-    "distillation": ("name", "split", "n_ways"),
-}
+_ROWS = ("hub", "files")
+_ON_HUB = ("hub", "distillation")
 
 
 @dataclass(frozen=True)
-class DataSection:
+class RowsSection:
+    """Rows of texts: ``hub`` loads ``name``, ``config`` and ``split``, ``files`` local ``files``, as in :class:`DataSection`."""
+
+    SELECTOR: ClassVar = "source"
+
+    source: Literal["hub", "files"]
+    name: str | None = key(None, on_hub="data", only=_ON_HUB, required=True)
+    config: str | None = key(None, only=("hub",))
+    split: str | None = key(None, only=_ON_HUB)
+    files: list[str] | None = key(None, path=True, only=("files",), required=True)
+    columns: list[str] | None = None
+    max_rows: int | None = key(None, minimum=2)
+    seed: int = key(0, minimum=0)
+
+    # What only rows to train on have as a key, and pairs to mine the text_key.
+    packages = queries = collection = text_key = negatives = negatives_per_query = n_ways = None
+    streaming = False
+
+
+@dataclass(frozen=True)
+class PairsSection(RowsSection):
+    """Rows of a query and its positive, which may be a passage with a ``text_key``."""
+
+    text_key: str | None = None
+
+
+@dataclass(frozen=True)
+class DataSection(RowsSection):
     """Rows to train on.
 
     ``source: docstrings`` makes (query, positive) pairs from the installed ``packages``; ``hub`` loads
@@ -117,29 +145,19 @@ class DataSection:
     """
 
     source: Literal["docstrings", "hub", "files", "distillation"]
-    packages: list[str] | None = None
-    name: str | None = key(None, path=True)
-    config: str | None = None
-    split: str | None = None
-    files: list[str] | None = key(None, path=True)
-    columns: list[str] | None = None
-    queries: str | None = key(None, path=True)
-    collection: str | None = key(None, path=True)
-    text_key: str | None = None
-    negatives: list[str] | None = None
-    negatives_per_query: int | None = key(None, minimum=1)
-    n_ways: int | None = key(None, minimum=2)
-    max_rows: int | None = key(None, minimum=2)
-    seed: int = key(0, minimum=0)
+    columns: list[str] | None = key(None, only=("docstrings", *_ROWS))
+    packages: list[str] | None = key(None, only=("docstrings",), required=True)
+    queries: str | None = key(None, path=True, only=_ROWS)
+    collection: str | None = key(None, path=True, only=_ROWS)
+    text_key: str | None = key(None, only=_ROWS)
+    negatives: list[str] | None = key(None, only=_ROWS)
+    negatives_per_query: int | None = key(None, minimum=1, only=_ROWS)
+    n_ways: int | None = key(None, minimum=2, only=(*_ROWS, "distillation"))
     streaming: bool = False
 
 
 # How the embeddings of documents may be compressed: int8, fp8, and PLAID's residual codes of 1, 2 or 4 bits a number.
 CompressedFormat = Literal["int8", "fp8", "residual-1", "residual-2", "residual-4"]
-
-
-# The keys that each kind of first stage takes beside k; where there is a model it is required.
-FIRST_STAGE_KEYS = {"sparse": ("model",), "static": ("model", "threshold"), "bm25": ("k1", "b")}
 
 
 @dataclass(frozen=True)
@@ -152,12 +170,14 @@ class FirstStageSection:
     that shares no term with a query is no candidate.
     """
 
+    SELECTOR: ClassVar = "kind"
+
     kind: Literal["sparse", "static", "bm25"]
     k: int = key(1000, minimum=1)
-    model: str | None = key(None, path=True)
-    threshold: float | None = None
-    k1: float = key(1.5, minimum=0)
-    b: float = key(0.75, minimum=0, maximum=1)
+    model: str | None = key(None, on_hub="a model", only=("sparse", "static"), required=True)
+    threshold: float | None = key(None, only=("static",))
+    k1: float = key(1.5, minimum=0, only=("bm25",))
+    b: float = key(0.75, minimum=0, maximum=1, only=("bm25",))
 
 
 @dataclass(frozen=True)
@@ -183,9 +203,9 @@ class MiningSection:
     the processes of a distributed launcher share, so that there should be more of them than processes.
     """
 
-    pairs: DataSection
-    teacher: str = key(path=True)
-    corpus: DataSection | None = None
+    pairs: PairsSection
+    teacher: str = key(on_hub="a model")
+    corpus: RowsSection | None = None
     teacher_type: Literal["cross_encoder", "colbert"] = "cross_encoder"
     first_stage: FirstStageSection | None = None
     corpus_format: CompressedFormat | None = None
@@ -216,9 +236,9 @@ class PoolingSection:
     """
 
     top_k: int | None = key(None, minimum=1)
-    softmax: float | None = key(None, minimum=0)
-    log_sum_exp: float | None = key(None, minimum=0)
-    start: float | None = key(None, minimum=0)
+    softmax: float | None = key(None, minimum=1e-30, maximum=1e30)
+    log_sum_exp: float | None = key(None, minimum=1e-30, maximum=1e30)
+    start: float | None = key(None, minimum=1e-30, maximum=1e30)
     schedule: Literal["linear", "cosine"] | None = None
 
     @property
@@ -230,6 +250,8 @@ class PoolingSection:
 @dataclass(frozen=True)
 class LossSection:
     """A loss of the library that trains a kind of model. null keeps the default of an option."""
+
+    SELECTOR: ClassVar = "name"
 
     name: str
 
@@ -326,7 +348,7 @@ class TextEvaluationSection(EvaluationSection):
     (docs/recipes.md). ``batch_size`` texts are encoded at once.
     """
 
-    beir: str | None = key(None, path=True)
+    beir: str | None = key(None, on_hub="a collection")
     split: str = "test"
     nano_beir: list[str] | None = None
 

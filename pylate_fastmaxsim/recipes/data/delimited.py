@@ -19,19 +19,14 @@ FIRST_NAMES = ("query", "anchor", "question", "qid", "pid", "docid", "id", "_id"
 # A line with two of these is one of names as well, in any order.
 OTHER_NAMES = ("positive", "negative", "negative_1", "pos", "neg", "text", "title", "passage", "document", "answer")
 
+TABS = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+
 # Names of n columns without a line of names.
 Names = Callable[[int], list[str]]
 
 
 def names_of_rows(columns: int) -> list[str]:
-    """The columns of triples, as those of MS MARCO and ColBERT.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.data.delimited import names_of_rows
-    >>> names_of_rows(3), names_of_rows(4)[2:]
-    (['query', 'positive', 'negative'], ['negative_1', 'negative_2'])
-    """
+    """The columns of triples, as those of MS MARCO and ColBERT."""
     if columns <= 3:
         return ["query", "positive", "negative"][:columns]
     return ["query", "positive", *(f"negative_{number}" for number in range(1, columns - 1))]
@@ -87,9 +82,7 @@ def _first_row(key: str, file: str, tabs: bool) -> list[str]:
     limit = csv.field_size_limit(2**31 - 1)  # by default shorter than a long document
     try:
         with open_text(file) as lines:
-            rows = (
-                (line.rstrip("\r\n").split("\t") for line in lines if line.strip("\r\n")) if tabs else csv.reader(lines)
-            )
+            rows = csv.reader(lines, **(TABS if tabs else {}))
             first, second = islice(chain(filter(None, rows), [[], []]), 2)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {first_line(error)}") from error

@@ -31,34 +31,9 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*:\[(\"'>\-\d])|\n\s*\n")
 def docstring_pairs(packages: Sequence[str], limit: int | None, seed: int = 0) -> list[dict[str, str]]:
     """Pairs from the docstrings of installed packages, read from their sources without importing them.
 
-    Files are visited in an order drawn from ``seed`` until ``limit`` pairs are found, so the result
-    depends on nothing but the arguments and the installed versions. No two pairs share a query or a
-    positive, and no query occurs in its positive.
-
-    Parameters
-    ----------
-    packages
-        Import names of installed packages.
-    limit
-        Number of pairs to return; fewer if the packages hold fewer. ``None``: all.
-    seed
-        Seed of the order in which files are visited.
-
-    Returns
-    -------
-    Rows with the text columns ``query`` and ``positive``.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        A package is not installed.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
-    >>> pairs = docstring_pairs(["numpy"], limit=3)
-    >>> len(pairs), sorted(pairs[0])
-    (3, ['positive', 'query'])
+    Files are visited in an order drawn from ``seed`` until ``limit`` pairs are found (None: all), so the result depends on
+    nothing but the arguments and the installed versions. No two pairs share a query or a positive, and no query occurs in
+    its positive.
     """
     files = [file for package in packages for file in source_files(package)]
     random.Random(seed).shuffle(files)
@@ -109,17 +84,7 @@ def docstrings(file: Path) -> Iterator[str]:
 
 
 def split_docstring(docstring: str) -> tuple[str, str] | None:
-    """The first sentence and the rest of a docstring; None if one is too short or too long, or repeats the other.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.data.docstrings import split_docstring
-    >>> rest = "Elements beyond the last position are introduced again at the first one, so none is lost."
-    >>> split_docstring(f"Roll array elements along an axis.\\n\\n    {rest}")[0]
-    'Roll array elements along an axis.'
-    >>> split_docstring("Too short.") is None
-    True
-    """
+    """The first sentence and the rest of a docstring; None if one is too short or too long, or repeats the other."""
     text = inspect.cleandoc(docstring).strip()
     while text and _SIGNATURE.match(text.split("\n", 1)[0]):
         text = text.partition("\n")[2].strip()

@@ -6,8 +6,10 @@ own texts from memory-mapped files.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,9 +17,16 @@ from datasets import Dataset, Features, Value
 from datasets import Sequence as List
 from datasets.fingerprint import Hasher
 
-from pylate_fastmaxsim.recipes.data.lists import is_list
+from pylate_fastmaxsim.recipes.config.schema import DataSection
+from pylate_fastmaxsim.recipes.data.lists import is_list, list_lengths
 from pylate_fastmaxsim.recipes.data.passages import titled
-from pylate_fastmaxsim.recipes.data.tables import progress_shown, require_texts, require_utf8
+from pylate_fastmaxsim.recipes.data.tables import (
+    has_plain_files,
+    load_subset,
+    require_texts,
+    require_utf8,
+    show_progress_bars,
+)
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 NOT_CAST = (pa.ArrowInvalid, pa.ArrowNotImplementedError)
@@ -57,34 +66,18 @@ def look_up(
 ) -> Dataset:
     """Rows with texts in place of ids.
 
-    Parameters
-    ----------
-    rows
-        A query, documents and perhaps scores. A column holds ids, or lists of ids.
-    key, place
-        What errors call the rows.
-    names
-        Names of the columns of the result, in their order. The first is that of queries, and one named scores holds
-        scores.
-    queries
-        ``None``: the first column holds texts.
-    n_ways
-        How many documents and scores of each list are used, the first ones.
-
-    Raises
-    ------
-    RecipeError
-        An id is not in its table, or stands for several texts there. A text is missing or is not UTF-8. A score is no
-        finite number.
+    The columns of ``rows`` are a query, documents and perhaps scores, with ids or lists of ids; the result has ``names``
+    for them, of which ``scores`` holds scores. Without ``queries`` the first column holds texts. ``n_ways`` documents and
+    scores of each list are used, the first ones. Errors call the rows ``key`` and ``place``.
     """
     tables = [queries, *[documents] * (len(names) - 1)]
     tables = {name: table for name, table in zip(names, tables, strict=True) if table is not None and name != SCORES}
     features = {}
     for column, name in zip(rows.column_names, names, strict=True):
-        kind = Value("int64") if name in tables else Value("float32") if name == SCORES else rows.features[column]
-        features[name] = List(kind) if is_list(rows.features.arrow_schema.field(column).type) else kind
+        feature = Value("int64") if name in tables else Value("float32") if name == SCORES else rows.features[column]
+        features[name] = List(feature) if is_list(rows.features.arrow_schema.field(column).type) else feature
     parts = [rows._fingerprint, *(table.table._fingerprint for table in tables.values()), names, n_ways, 5]
-    with progress_shown():
+    with show_progress_bars():
         numbers = rows.with_format("arrow").map(
             _Resolve(key, place, names, tables, n_ways),
             batched=True,
@@ -111,17 +104,11 @@ class Texts:
         texts = dict(batch)
         for name in texts.keys() & self.tables.keys():
             nested = isinstance(batch[name][0], list)
-            flat = _titled(self.tables[name][[row for rows in batch[name] for row in rows] if nested else batch[name]])
+            rows = self.tables[name][[row for rows in batch[name] for row in rows] if nested else batch[name]]
+            flat = list(map(titled, rows["title"], rows["text"])) if "title" in rows else rows["text"]
             ends = iter(flat)
             texts[name] = [[next(ends) for _ in rows] for rows in batch[name]] if nested else flat
         return texts
-
-
-def _titled(rows: dict[str, list]) -> list[str]:
-    titles = rows.get("title")
-    if titles is None:
-        return rows["text"]
-    return list(map(titled, titles, rows["text"]))
 
 
 def as_text(ids: pa.ChunkedArray, where: str) -> pa.ChunkedArray:
@@ -152,18 +139,16 @@ def _require_one_text_each(table: TextTable, ids: pa.ChunkedArray, texts: pa.Chu
         )
 
 
+@dataclass
 class _Resolve:
     """Replaces ids by row numbers in a batch of rows in Arrow."""
 
-    def __init__(
-        self, key: str, place: str, names: Sequence[str], tables: dict[str, TextTable], n_ways: int | None
-    ) -> None:
-        self.key = key
-        self.place = place
-        self.names = names
-        self.tables = tables
-        self.n_ways = n_ways
-        self.known: dict[int, pa.ChunkedArray] = {}
+    key: str
+    place: str
+    names: Sequence[str]
+    tables: dict[str, TextTable]
+    n_ways: int | None
+    known: dict[int, pa.ChunkedArray] = field(default_factory=dict)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         columns = {}
@@ -214,3 +199,92 @@ def _lists(flat: pa.ChunkedArray, lengths: pa.Array) -> pa.Array:
     ends = pc.cast(pc.cumulative_sum(pc.cast(lengths, pa.int64())), pa.int32())
     ends = pa.concat_arrays([pa.array([0], pa.int32()), ends])
     return pa.ListArray.from_arrays(ends, flat.combine_chunks() if isinstance(flat, pa.ChunkedArray) else flat)
+
+
+# The subsets of the layout, their id column and the columns they must have.
+COLUMNS = {
+    "train": ("query_id", "document_ids", "scores"),
+    "queries": ("query_id", "text"),
+    "documents": ("document_id", "text"),
+}
+
+
+def load_distillation(data: DataSection) -> Dataset:
+    """Rows with the columns ``query`` (text), ``documents`` (n texts) and ``scores`` (n numbers).
+
+    The first ``data.n_ways`` documents of each row are used, as in ``pylate.utils.KDProcessing``; null uses as many as the
+    shortest row has.
+    """
+    if data.split not in (None, "train") and has_plain_files(data.name):
+        raise RecipeError(
+            f"data.split must be train for {data.name}, a folder with one file for each subset, got {data.split!r}."
+        )
+    train, queries, documents = (
+        load_subset("data.name", data.name, name, columns, data.split or "train") for name, columns in COLUMNS.items()
+    )
+    tables = [
+        TextTable("data.name", f"the subset {subset}", COLUMNS[subset][0], table.select_columns(list(COLUMNS[subset])))
+        for subset, table in (("queries", queries), ("documents", documents))
+    ]
+    train = _parsed(train.select_columns(list(COLUMNS["train"])))
+    place = "the subset train"
+    n_ways = number_of_ways(data, train, "data.name", place)
+    return look_up(train, "data.name", place, ("query", "documents", "scores"), *tables, n_ways)
+
+
+def _parsed(train: Dataset) -> Dataset:
+    """Parse lists that are written as text, as in some data sets of this layout."""
+    written = [
+        name for name in ("document_ids", "scores") if train.features[name] in (Value("string"), Value("large_string"))
+    ]
+    if not written:
+        return train
+    lists = {name: List(Value("string" if name == "document_ids" else "float64")) for name in written}
+    with show_progress_bars():
+        return train.map(
+            _parse, fn_kwargs={"columns": written}, features=Features({**train.features, **lists}), desc="Reading lists"
+        )
+
+
+def _parse(row: dict[str, Any], columns: list[str]) -> dict[str, list]:
+    parsed = {}
+    for name in columns:
+        convert, wanted = (str, "ids") if name == "document_ids" else (float, "numbers")
+        try:
+            values = ast.literal_eval(row[name])
+            if not isinstance(values, (list, tuple)):
+                raise ValueError
+            parsed[name] = [None if value is None else convert(value) for value in values]
+        except (ValueError, TypeError, SyntaxError):
+            raise RecipeError(
+                f"data.name: {name!r} of the subset train is text, which is not a list of {wanted} in the row of query_id "
+                f"{row['query_id']}."
+            ) from None
+    return parsed
+
+
+def number_of_ways(data: DataSection, train: Dataset, key: str, place: str) -> int:
+    """The number of documents of each row that are used; refuses rows that have fewer.
+
+    The columns of ``train`` are an id of the query, documents and scores; ``key`` and ``place`` are what errors call it.
+    """
+    query, *lists = train.column_names
+    documents, scores = lists
+    least = None
+    for table in train.with_format("arrow").iter(ROWS_PER_LOOKUP):
+        lengths = [list_lengths(table, name, f"{key}: {name!r} of {place}") for name in lists]
+        uneven = pc.index(pc.not_equal(*lengths), True).as_py()
+        if uneven >= 0:
+            raise RecipeError(
+                f"{key}: the row of {query} {table[query][uneven]} has {lengths[0][uneven]} {documents} "
+                f"but {lengths[1][uneven]} {scores}; it must have a score for each."
+            )
+        shortest = pc.min(lengths[0]).as_py()
+        if shortest < max(2, data.n_ways or 2):
+            row = pc.index(lengths[0], shortest).as_py()
+            raise RecipeError(
+                f"data.n_ways must be at most the number of documents of every row and at least 2, but the row of {query} "
+                f"{table[query][row]} has {shortest}."
+            )
+        least = shortest if least is None else min(least, shortest)
+    return data.n_ways or least

@@ -23,7 +23,7 @@ LINES_LOOKED_AT = 100
 
 
 def is_trec(file: str | Path) -> bool:
-    """Whether the first lines of a file are judgements in the layout of TREC: ``qid 0 docid grade``, with white space."""
+    """Tell whether the first lines of a file are judgements in the layout of TREC: ``qid 0 docid grade``, with white space."""
     try:
         with open_text(str(file)) as lines:
             rows = [line.split() for line in islice(lines, LINES_LOOKED_AT) if line.strip()]

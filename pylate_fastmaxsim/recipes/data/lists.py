@@ -11,13 +11,13 @@ from datasets import Dataset, Features, Value
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection
 from pylate_fastmaxsim.recipes.data.passages import passage_text
-from pylate_fastmaxsim.recipes.data.tables import progress_shown
+from pylate_fastmaxsim.recipes.data.tables import show_progress_bars
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 ROWS_AT_ONCE = 1_000
 
 
-def one_text_a_column(data: DataSection, dataset: Dataset, section: str = "data") -> Dataset:
+def spread_lists(data: DataSection, dataset: Dataset, section: str = "data") -> Dataset:
     """Rows of a query, a positive and equally many negatives, where a positive or negatives stand in lists.
 
     A list of positives becomes a row for each. All columns behind the positive hold negatives, texts or lists of texts;
@@ -26,11 +26,6 @@ def one_text_a_column(data: DataSection, dataset: Dataset, section: str = "data"
     first. A text may also be a passage (:func:`~pylate_fastmaxsim.recipes.data.passages.passage_text`), and negatives may
     be lists by the systems that found them, of which ``data.negatives`` are used, or all. Rows of plain texts are
     returned as they are, unless a key asks for some negatives.
-
-    Raises
-    ------
-    RecipeError
-        The query is a list, a row has no positive or no negative, or another number of negatives than the first.
     """
     query, *documents = dataset.column_names
     types = dataset.features.arrow_schema
@@ -43,7 +38,7 @@ def one_text_a_column(data: DataSection, dataset: Dataset, section: str = "data"
     spread = Spread(section, data, dataset[0])
     query_name, *names = spread.names()
     features = Features({query_name: dataset.features[query], **dict.fromkeys(names, Value("string"))})
-    with progress_shown():
+    with show_progress_bars():
         return dataset.map(
             spread,
             batched=True,
@@ -55,20 +50,13 @@ def one_text_a_column(data: DataSection, dataset: Dataset, section: str = "data"
         )
 
 
-def is_list(kind: pa.DataType) -> bool:
-    """Whether a column of this type in Arrow holds lists."""
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+def is_list(dtype: pa.DataType) -> bool:
+    """Tell whether a column of this type in Arrow holds lists."""
+    return pa.types.is_list(dtype) or pa.types.is_large_list(dtype) or pa.types.is_fixed_size_list(dtype)
 
 
-def first_of_lists(batch: dict[str, list], n_ways: int) -> dict[str, list]:
-    """The first ``n_ways`` entries of all lists in a batch of rows.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.data.lists import first_of_lists
-    >>> first_of_lists({"query": ["q"], "documents": [["a", "b", "c"]]}, n_ways=2)
-    {'query': ['q'], 'documents': [['a', 'b']]}
-    """
+def truncate_lists(batch: dict[str, list], n_ways: int) -> dict[str, list]:
+    """The first ``n_ways`` entries of all lists in a batch of rows."""
     return {
         name: [value[:n_ways] if isinstance(value, list) else value for value in values]
         for name, values in batch.items()
@@ -76,30 +64,20 @@ def first_of_lists(batch: dict[str, list], n_ways: int) -> dict[str, list]:
 
 
 def asks_for_negatives(data: DataSection) -> bool:
-    """Whether a key says how many or which negatives are used."""
+    """Tell whether a key says how many or which negatives are used."""
     return data.negatives_per_query is not None or data.negatives is not None
 
 
 def list_lengths(table: pa.Table, name: str, where: str) -> pa.ChunkedArray:
     """The length of each list in a column; 0 for a missing list. The error begins with ``where``."""
-    kind = table[name].type
-    if not is_list(kind):
-        raise RecipeError(f"{where} must hold lists, but it holds {kind}.")
+    dtype = table[name].type
+    if not is_list(dtype):
+        raise RecipeError(f"{where} must hold lists, but it holds {dtype}.")
     return pc.fill_null(pc.list_value_length(table[name]), 0)
 
 
 class Spread:
-    """Turns a batch of rows with lists or passages into columns of one text each; ``first`` is the first row.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.config.schema import DataSection
-    >>> from pylate_fastmaxsim.recipes.data.lists import Spread
-    >>> row = {"query": "q", "positives": ["a", "b"], "negatives": ["c"]}
-    >>> spread = Spread("data", DataSection("files", negatives_per_query=2), row)
-    >>> spread({name: [value] for name, value in row.items()}, [0])
-    {'query': ['q', 'q'], 'positive': ['a', 'b'], 'negative_1': ['c', 'c'], 'negative_2': ['c', 'c']}
-    """
+    """Turns a batch of rows with lists or passages into columns of one text each; ``first`` is the first row."""
 
     def __init__(self, section: str, data: DataSection, first: dict[str, Any]) -> None:
         self.section, self.data = section, data
@@ -188,6 +166,6 @@ class Spread:
 
 
 def _by_system(value: Any) -> bool:
-    """Whether negatives are lists by the names of the systems that found them, as in ``{"bm25": [...], "dense": [...]}``."""
+    """Tell whether negatives are lists by the names of the systems that found them, as in ``{"bm25": [...], "dense": [...]}``."""
     lists = [each for each in value.values() if each is not None] if isinstance(value, dict) else []
     return bool(lists) and all(isinstance(each, list) for each in lists)

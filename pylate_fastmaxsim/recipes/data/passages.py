@@ -18,12 +18,6 @@ def text_key_of(keys: Iterable[str], text_key: str | None = None) -> str | None:
     """The one of ``keys`` that holds the text: ``text_key`` if it is given, otherwise ``text`` or the only known one.
 
     None if there is none, or if several could be.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.data.passages import text_key_of
-    >>> text_key_of(["title", "contents"]), text_key_of(["title", "abstract"]), text_key_of(["title", "abstract"], "abstract")
-    ('contents', None, 'abstract')
     """
     known = [key for key in ([text_key] if text_key else TEXT_KEYS) if key in keys]
     return known[0] if len(known) == 1 or "text" in known else None
@@ -33,18 +27,6 @@ def passage_text(section: str, where: str, passage: dict[str, Any], text_key: st
     """The text of a passage with its title before it; empty if it has neither.
 
     A key whose value is None counts as missing, because Arrow gives all passages of a list the keys of each.
-
-    Raises
-    ------
-    RecipeError
-        No key is known to hold the text, or several are, or text or title is no text. It begins with ``section``, and
-        calls the passage ``where``.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.data.passages import passage_text
-    >>> passage_text("data", "'pos' of row 0", {"title": "Bees", "body": "They fly."}, None)
-    'Bees They fly.'
     """
     given = {key: value for key, value in passage.items() if value is not None}
     key = text_key_of(given, text_key)

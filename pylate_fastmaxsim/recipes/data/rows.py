@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from datasets import Dataset, IterableDataset, concatenate_datasets
+import pyarrow as pa
+from datasets import Dataset, Features, IterableDataset, concatenate_datasets
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
 from pylate_fastmaxsim.recipes.data.delimited import names_of_rows, names_of_texts
-from pylate_fastmaxsim.recipes.data.distillation import load_distillation, number_of_ways
-from pylate_fastmaxsim.recipes.data.ids import TextTable, look_up
+from pylate_fastmaxsim.recipes.data.ids import TextTable, load_distillation, look_up, number_of_ways
 from pylate_fastmaxsim.recipes.data.judgements import JUDGEMENT_COLUMNS, is_trec, read_judgements, relevant_pairs
-from pylate_fastmaxsim.recipes.data.lists import first_of_lists, one_text_a_column
+from pylate_fastmaxsim.recipes.data.lists import Spread, asks_for_negatives, spread_lists, truncate_lists
 from pylate_fastmaxsim.recipes.data.passages import ID_KEYS, TEXT_KEYS, text_key_of
-from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, progress_shown
-from pylate_fastmaxsim.recipes.data.text import check_first, is_id, require_text
+from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, show_progress_bars, table_failure
+from pylate_fastmaxsim.recipes.data.text import check_first, is_id_column, require_text
 from pylate_fastmaxsim.recipes.data.triples import has_lists, read_triples
-from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.types import FILE_TYPES, file_type
+from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type
 from pylate_fastmaxsim.recipes.kind import kind_of
 
 
 def load_rows(recipe: Recipe) -> Dataset:
     """Load the rows of a recipe, with the columns that it uses, in the order of the data.
 
-    Those that are streamed are read by :func:`pylate_fastmaxsim.recipes.data.streaming.stream_rows`.
+    Those that are streamed are read by :func:`pylate_fastmaxsim.recipes.data.rows.stream_rows`.
     """
     return _load_mined(recipe) if recipe.data.source == "distillation" else _load_checked(recipe)
 
@@ -48,11 +49,11 @@ def _load_checked(recipe: Recipe) -> Dataset:
     if recipe.data.collection is not None:
         return _texts_of_ids(recipe, dataset)
     if not recipe.model.visual and recipe.loss.name != "distillation":
-        dataset = one_text_a_column(recipe.data, dataset)
+        dataset = spread_lists(recipe.data, dataset)
     if recipe.data.n_ways is not None:
-        with progress_shown():
+        with show_progress_bars():
             options = {"n_ways": recipe.data.n_ways}
-            dataset = dataset.map(first_of_lists, fn_kwargs=options, batched=True, desc="Reading lists")
+            dataset = dataset.map(truncate_lists, fn_kwargs=options, batched=True, desc="Reading lists")
     return kind_of(recipe.model).fitted(recipe, dataset)
 
 
@@ -73,7 +74,7 @@ def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:
             raise RecipeError(
                 f"data.columns must be the query, its positive and any negatives, got {', '.join(rows.column_names)}."
             )
-        rows = one_text_a_column(data, rows)
+        rows = spread_lists(data, rows)
         names = names_of_rows(len(rows.column_names))
     queries, documents = (
         file and _load_texts(data, name, file)
@@ -85,7 +86,7 @@ def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:
 
 
 def _load_texts(data: DataSection, name: str, file: str) -> TextTable:
-    table = load_files(f"data.{name}", FILE_TYPES[file_type(file)], {"train": [file]}, names=names_of_texts)
+    table = load_files(f"data.{name}", {"train": [file]}, names=names_of_texts)
     there = table.column_names
     ids = next((column for column in there if column in ID_KEYS), None)
     text = text_key_of(there, data.text_key) or text_key_of(there)
@@ -112,7 +113,7 @@ def used_columns(data: DataSection, section: str, there: list[str]) -> list[str]
     """The columns to use of those that the data have."""
     # If all columns are ids, check_columns refuses them.
     named = [name for name in there if not name.startswith("__index_level_")]  # pandas writes it into Parquet
-    columns = data.columns or [name for name in named if data.collection is not None or not is_id(name)] or there
+    columns = data.columns or [name for name in named if data.collection is not None or not is_id_column(name)] or there
     for column in columns:
         if column not in there:
             raise RecipeError(f"{section}.columns: no column {column!r}, the data has the columns {', '.join(there)}.")
@@ -122,13 +123,84 @@ def used_columns(data: DataSection, section: str, there: list[str]) -> list[str]
 def open_rows(data: DataSection, section: str, streaming: bool = False) -> Dataset | IterableDataset:
     """The rows of a section as they are, all of them or as a stream."""
     if data.source == "files":
-        key, kind = f"{section}.files", FILE_TYPES[file_type(data.files[0])]
-        if kind == "json" and has_lists(data.files[0]):
+        key, builder = f"{section}.files", FILE_TYPES[file_type(data.files[0])]
+        if builder == "json" and has_lists(data.files[0]):
             if streaming:
                 raise RecipeError(f"{section}.streaming does not read lists in JSON lines; set it to false.")
             return read_triples(key, data.files)
-        if kind == "csv" and data.collection is not None and is_trec(data.files[0]):
+        if builder == "csv" and data.collection is not None and is_trec(data.files[0]):
             return concatenate_datasets([read_judgements(key, file) for file in data.files])
         names = names_of_texts if section == "mining.corpus" else names_of_rows
-        return load_files(key, kind, {"train": data.files}, names=names, columns=data.columns, streaming=streaming)
+        return load_files(key, {"train": data.files}, names=names, columns=data.columns, streaming=streaming)
     return load_table(f"{section}.name", data.name, data.config, split=data.split or "train", streaming=streaming)
+
+
+# Rows are shuffled within it, with ``data.seed``.
+BUFFER = 10_000
+ROWS_AT_ONCE = 1_000
+
+
+def stream_rows(recipe: Recipe) -> IterableDataset:
+    """The rows of a recipe with the columns that it uses, shuffled within a buffer, again and again in the same order."""
+    rows = open_rows(recipe.data, "data", streaming=True)
+    first = next(iter(_taken(rows, 1)), None)
+    if first is None:
+        raise RecipeError("data: there are no rows to stream.")
+    used = rows.select_columns(used_columns(recipe.data, "data", list(first)))
+    (first,) = _taken(used, 1)
+    check_first(recipe, first)
+    read = _StreamedRows(recipe, first)
+    features = read.checked({name: [value] for name, value in first.items()}, [0]).features
+    rows = used.map(
+        read,
+        batched=True,
+        batch_size=ROWS_AT_ONCE,
+        with_indices=True,
+        remove_columns=list(first),
+        features=Features(features),
+    )
+    size = recipe.training.per_device_train_batch_size
+    found = len(_taken(rows, size))
+    if found < size:
+        raise RecipeError(
+            f"training.per_device_train_batch_size must be at most {found}, as many rows as the data has, got {size}."
+        )
+    # An endless epoch: the trainer cannot count epochs of unknown length, and would go on at a wrong row.
+    return rows.shuffle(seed=recipe.data.seed, buffer_size=BUFFER).repeat(None)
+
+
+def _taken(rows: IterableDataset, count: int) -> list[dict[str, Any]]:
+    try:
+        return list(rows.take(count))
+    except RecipeError:
+        raise
+    except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
+        raise table_failure("data", error) from error
+
+
+class _StreamedRows:
+    """Checks a batch of rows, with lists of texts made to columns."""
+
+    def __init__(self, recipe: Recipe, first: dict[str, Any]) -> None:
+        self.recipe = recipe
+        data, self.spread = recipe.data, None
+        plain = not any(isinstance(value, (list, dict)) for value in first.values())
+        if recipe.loss.name != "distillation" and (not plain or asks_for_negatives(data)):
+            self.spread = Spread("data", data, first)
+
+    def __call__(self, batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
+        return self.checked(batch, numbers)[:]
+
+    def checked(self, batch: dict[str, list], numbers: list[int]) -> Dataset:
+        """The rows of a batch, of which the first has this number in the data."""
+        batch = batch if self.spread is None else self.spread(batch, numbers)
+        if self.recipe.data.n_ways is not None:
+            batch = truncate_lists(batch, self.recipe.data.n_ways)
+        try:
+            return kind_of(self.recipe.model).fitted(self.recipe, Dataset.from_dict(batch))
+        except pa.ArrowException as error:
+            raise RecipeError(
+                f"data: a column holds values of several types in the rows from number {numbers[0]} on: {first_line(error)}"
+            ) from None
+        except RecipeError as error:
+            raise RecipeError(f"{str(error).rstrip('.')} (in the rows from number {numbers[0]} on).") from None

@@ -28,7 +28,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from pylate_fastmaxsim.recipes.data.delimited import Names, read_options
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.files.types import FILE_TYPES, file_type
+from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type
 
 # What datasets says of a table without rows. For an empty file it raises StopIteration.
 NO_ROWS = "corresponds to no data"
@@ -42,12 +42,7 @@ def load_table(
 ) -> Dataset | IterableDataset:
     """Load a table from the Hub or from a folder. Without ``split`` it must have exactly one split.
 
-    With ``streaming`` its rows are read as they are needed.
-
-    Raises
-    ------
-    RecipeError
-        It cannot be loaded. The message names the recipe's ``key``.
+    With ``streaming`` its rows are read as they are needed. Errors name ``key``.
     """
     if not Path(path).is_dir():
         return _load(
@@ -55,22 +50,21 @@ def load_table(
         )
     _require_readable(key, Path(path))
     try:
-        kind, files = _files_of_folder(path, subset)
+        files = _files_of_folder(path, subset)
     except Exception as error:  # as in _load
         raise table_failure(key, error) from error
-    return load_files(key, kind, files, split, streaming=streaming)
+    return load_files(key, files, split, streaming=streaming)
 
 
 def load_files(
     key: str,
-    kind: str,
     files: dict[str, list[str]],
     split: str | None = "train",
     names: Names | None = None,
     columns: list[str] | None = None,
     streaming: bool = False,
 ) -> Dataset | IterableDataset:
-    """Load a table from files, which are listed by split. ``kind`` is the name of ``datasets`` for their type.
+    """Load a table from files of one type, which are listed by split.
 
     ``names`` and ``columns`` are those of :func:`~pylate_fastmaxsim.recipes.data.delimited.read_options`.
     """
@@ -81,14 +75,15 @@ def load_files(
     status = [os.stat(name) for name in every if os.path.exists(name)]
     description = str([(each.st_size, each.st_ctime_ns) for each in status])
     options = {"split": split, "data_files": patterns, "description": description, "streaming": streaming}
-    if kind == "csv":
+    builder = FILE_TYPES[file_type(every[0])]
+    if builder == "csv":
         options |= read_options(key, every, names, columns)
-    return _load(key, ", ".join(every), kind, **options)
+    return _load(key, ", ".join(every), builder, **options)
 
 
 def _load(key: str, place: str, path: str, subset: str | None = None, **options: Any) -> Dataset | IterableDataset:
     try:
-        with progress_shown():
+        with show_progress_bars():
             table = load_dataset(path, subset, **options)
     except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
         if isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
@@ -125,7 +120,7 @@ def table_failure(key: str, error: Exception) -> RecipeError:
 
 
 @contextmanager
-def progress_shown() -> Iterator[None]:
+def show_progress_bars() -> Iterator[None]:
     """Show the progress bars of ``datasets`` on a terminal, for steps that take minutes with a large corpus."""
     hidden = are_progress_bars_disabled()
     if not hidden or not sys.stderr.isatty():
@@ -138,35 +133,24 @@ def progress_shown() -> Iterator[None]:
         disable_progress_bars()
 
 
-def _files_of_folder(path: str, subset: str | None) -> tuple[str, dict[str, list[str]]]:
-    """The kind and the files, by split, of a table in a folder.
+def _files_of_folder(path: str, subset: str | None) -> dict[str, list[str]]:
+    """The files, by split, of a table in a folder.
 
     The cache of ``datasets`` is keyed by the last name of a folder, so that another folder of that name, or an older
     version of this one, would be returned. For files the key is path and modification time.
     """
     files = load_dataset_builder(path, subset).config.data_files
-    kinds = {FILE_TYPES.get(file_type(file)) for parts in files.values() for file in parts}
-    if len(kinds) != 1 or None in kinds:
+    builders = {FILE_TYPES.get(file_type(file)) for parts in files.values() for file in parts}
+    if len(builders) != 1 or None in builders:
         raise ValueError(f"the files of a table must all end in one of {', '.join(FILE_TYPES)}.")
-    return kinds.pop(), {str(split): list(map(str, parts)) for split, parts in files.items()}
+    return {str(split): list(map(str, parts)) for split, parts in files.items()}
 
 
 def load_subset(key: str, name: str, subset: str, columns: tuple[str, ...], split: str | None = None) -> Dataset:
-    """Load one of the tables of a data set; it must have ``columns``.
+    """Load the table ``subset`` of a data set, which must have ``columns``. Errors name ``key``.
 
-    Parameters
-    ----------
-    key
-        The key of the recipe that gave ``name``.
-    name
-        On the Hub, or a folder: a copy of what is on the Hub, with a README.md whose ``configs`` name the subsets,
-        or one with a .jsonl or .parquet file named after each subset.
-    subset
-        Name of the table.
-    columns
-        Columns that it must have; it may have more.
-    split
-        Its split; None takes the only one.
+    ``name`` is on the Hub, or a folder: a copy of what is on the Hub, with a README.md whose ``configs`` name the subsets,
+    or one with a .jsonl or .parquet file named after each subset. Without ``split`` it must have exactly one.
     """
     plain = has_plain_files(name)
     table = _load_file(key, Path(name), subset) if plain else load_table(key, name, subset, split=split)
@@ -174,13 +158,13 @@ def load_subset(key: str, name: str, subset: str, columns: tuple[str, ...], spli
 
 
 def has_plain_files(name: str) -> bool:
-    """Whether a data set is a folder without a README.md that lists subsets, as data sets on the Hub have."""
+    """Tell whether a data set is a folder without a README.md that lists subsets, as data sets on the Hub have."""
     folder = Path(name)
     return folder.is_dir() and not _names_subsets(folder / "README.md")
 
 
 def _names_subsets(card: Path) -> bool:
-    """Whether the header of a README.md has ``configs``; one that is not YAML is left for ``datasets`` to refuse."""
+    """Tell whether the header of a README.md has ``configs``; one that is not YAML is left for ``datasets`` to refuse."""
     try:
         block = REGEX_YAML_BLOCK.search(card.read_text(encoding="utf-8")) if card.exists() else None
         values = yaml.safe_load(block[2]) if block else None
@@ -208,7 +192,7 @@ def require_texts(where: str, table: Dataset, column: str, gaps: bool = False) -
 
 
 def is_text(table: Dataset, column: str) -> bool:
-    """Whether a column has the type of text."""
+    """Tell whether a column has the type of text."""
     return getattr(table.features[column], "dtype", None) in ("string", "large_string")
 
 
@@ -225,7 +209,7 @@ def require_utf8(where: str, texts: pa.ChunkedArray) -> None:
 
 def _load_file(key: str, folder: Path, subset: str) -> Dataset:
     if file := _plain_file(folder, subset):
-        return load_files(key, FILE_TYPES[file_type(file)], {"train": [str(file)]})
+        return load_files(key, {"train": [str(file)]})
     _require_readable(key, folder)
     raise RecipeError(
         f"{key}: the folder {folder} must hold {subset}.jsonl or {subset}.parquet (or {subset} as .json, .csv or .tsv), or "

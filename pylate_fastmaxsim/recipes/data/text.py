@@ -30,13 +30,13 @@ BESIDE_NEGATIVES = {
 }
 
 
-def is_id(column: str) -> bool:
-    """Whether PyLate's collator leaves a column out of the texts."""
+def is_id_column(column: str) -> bool:
+    """Tell whether PyLate's collator leaves a column out of the texts."""
     return "_id" in column or column == "dataset_name"
 
 
-def is_query(column: str) -> bool:
-    """Whether PyLate's collator encodes the texts of a column as queries."""
+def is_query_column(column: str) -> bool:
+    """Tell whether PyLate's collator encodes the texts of a column as queries."""
     return "query" in column or "anchor" in column
 
 
@@ -65,13 +65,13 @@ def check_first(recipe: Recipe, row: dict[str, Any]) -> None:
 
 def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
     """Refuse columns that do not fit the loss, or that PyLate's collator would use otherwise."""
-    for column in filter(is_id, columns):
+    for column in filter(is_id_column, columns):
         raise RecipeError(
             f"data.columns: PyLate's collator leaves out {column!r}, as it does dataset_name and every column with _id "
             "in its name; leave it out as well, or rename it if it holds texts."
         )
     query, *others = columns
-    for column in filter(is_query, others):
+    for column in filter(is_query_column, others):
         raise RecipeError(
             f"data.columns: PyLate's collator encodes {column!r} as queries, as it does every column with query or anchor "
             "in its name; rename it, or leave it out."
@@ -95,7 +95,7 @@ def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
 def query_named(dataset: Dataset) -> Dataset:
     """The rows with a name for the first column by which PyLate's collator recognises queries."""
     query, *documents = dataset.column_names
-    if is_id(query) or is_query(query):
+    if is_id_column(query) or is_query_column(query):
         return dataset
     return dataset.rename_column(query, "query") if "query" not in documents else dataset
 
@@ -118,12 +118,12 @@ def require_query_first(documents: list[str], query: str) -> None:
 
 
 def names_queries(column: str) -> bool:
-    """Whether a column is called as one of queries or of their ids."""
-    return is_query(column.lower()) or "question" in column.lower() or column.lower() == "qid"
+    """Tell whether a column is called as one of queries or of their ids."""
+    return is_query_column(column.lower()) or "question" in column.lower() or column.lower() == "qid"
 
 
 def names_negatives(column: str) -> bool:
-    """Whether a column is called as one of negatives: negative, neg_1, hard_negatives, bm25_negative, negative_passages, ...
+    """Tell whether a column is called as one of negatives: negative, neg_1, hard_negatives, bm25_negative, negative_passages, ...
 
     Examples
     --------
@@ -185,10 +185,10 @@ def require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None:
                 f"for each, but row {row} has {found[0]} and {found[1]} {scores}."
             )
         _require_values(
-            table, documents, "texts", lambda kind: pa.types.is_string(kind) or pa.types.is_large_string(kind)
+            table, documents, "texts", lambda dtype: pa.types.is_string(dtype) or pa.types.is_large_string(dtype)
         )
         _require_values(
-            table, scores, "finite numbers", lambda kind: pa.types.is_integer(kind) or pa.types.is_floating(kind)
+            table, scores, "finite numbers", lambda dtype: pa.types.is_integer(dtype) or pa.types.is_floating(dtype)
         )
         before += table.num_rows
 

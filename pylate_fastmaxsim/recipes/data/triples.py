@@ -10,9 +10,9 @@ from datasets import Dataset, Features, Sequence, Value
 from datasets.exceptions import DatasetGenerationError
 
 from pylate_fastmaxsim.recipes.data.delimited import open_text
-from pylate_fastmaxsim.recipes.data.tables import progress_shown
+from pylate_fastmaxsim.recipes.data.tables import show_progress_bars
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.json import parse_json
+from pylate_fastmaxsim.recipes.files import parse_json
 
 TRIPLES = {"query": Value("string"), "positive": Value("string"), "negatives": Sequence(Value("string"))}
 SCORED = {
@@ -23,7 +23,7 @@ SCORED = {
 
 
 def has_lists(file: str) -> bool:
-    """Whether the first line of a JSON file is a list that holds an id, and not an array of rows."""
+    """Tell whether the first line of a JSON file is a list that holds an id, and not an array of rows."""
     try:
         with open_text(file) as lines:
             row = parse_json(next(lines, ""))
@@ -35,18 +35,13 @@ def has_lists(file: str) -> bool:
 def read_triples(key: str, files: list[str]) -> Dataset:
     """Rows of lines ``[qid, pid+, pid-, ...]`` (query, positive, negatives) or ``[qid, [pid, score], ...]`` (query,
     documents, scores), ids as text.
-
-    Raises
-    ------
-    RecipeError
-        A line is no such list, or not one like the first.
     """
     with open_text(files[0]) as lines:
         scored = isinstance(parse_json(next(lines))[-1], list)
     status = [(each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in map(os.stat, files)]
     arguments = {"key": key, "files": files, "scored": scored, "status": [status]}
     try:
-        with progress_shown():
+        with show_progress_bars():
             return Dataset.from_generator(_rows, Features(SCORED if scored else TRIPLES), gen_kwargs=arguments)
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, RecipeError):

@@ -9,21 +9,23 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from pylate_fastmaxsim.ops.pooled import Pooling, pooled_scores
+from pylate_fastmaxsim.ops.pooled import pooled_scores
+from pylate_fastmaxsim.pooling import Pooling
 from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.data.collection import RecipeData
 from pylate_fastmaxsim.recipes.evaluation import held_out
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import mean_over_sets
 from pylate_fastmaxsim.recipes.evaluation.ranking import (
     DEPTH,
     METRICS,
+    SPARSITY,
+    Sparsity,
     encode_corpus,
     evaluate_collection,
     metrics_of,
     ranking,
-    shown,
+    with_progress_bar,
 )
-from pylate_fastmaxsim.recipes.evaluation.sparse import SPARSITY, Sparsity
-from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.models.load import HostModel
 from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, retriever_of
 from pylate_fastmaxsim.recipes.pooling import final_pooling
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 def evaluate(recipe: Recipe, model: HostModel, data: RecipeData) -> dict[str, float | None]:
     """The metrics of the recipe's evaluation by name; nDCG@10 is None where it has none.
 
-    Of a sparse model also :func:`~pylate_fastmaxsim.recipes.evaluation.sparse.sparsity` of the same texts. All are None
+    Of a sparse model also :func:`~pylate_fastmaxsim.recipes.evaluation.ranking.Sparsity` of the same texts. All are None
     where the model's embeddings are not finite: an order of such scores is arbitrary, and the metrics of it look like
     any others.
     """
@@ -58,12 +60,12 @@ def evaluate(recipe: Recipe, model: HostModel, data: RecipeData) -> dict[str, fl
         logger.warning(
             "The evaluation has no metrics: embeddings of the model are NaN or infinite, as after a training that diverged."
         )
-        return dict.fromkeys(names_of_metrics(recipe, data))
+        return dict.fromkeys(metric_names(recipe, data))
 
 
-def names_of_metrics(recipe: Recipe, data: RecipeData) -> list[str]:
+def metric_names(recipe: Recipe, data: RecipeData) -> list[str]:
     """The names of what :func:`evaluate` returns."""
-    names = list(METRICS) if data.held_out is None else held_out.names_of_metrics(recipe, data.held_out)
+    names = list(METRICS) if data.held_out is None else held_out.metric_names(recipe, data.held_out)
     return [*names, *SPARSITY] if recipe.model.kind == "splade" else names
 
 
@@ -72,12 +74,14 @@ def evaluate_held_out(recipe: Recipe, model: Retriever, rows: Dataset) -> dict[s
     batch_size, pooling = recipe.evaluation.batch_size, final_pooling(recipe.loss.pooling)
     collection = held_out.collection_of(recipe, rows)
     queries = model.encode(list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
-    encoded = shown(encode_corpus(model, collection.corpus, batch_size), len(collection.corpus), "Encoding documents")
+    encoded = with_progress_bar(
+        encode_corpus(model, collection.corpus, batch_size), len(collection.corpus), "Encoding documents"
+    )
     documents, sparsity = list(encoded), Sparsity()
     found = ranking(collection, *model.search(queries, sparsity.counted(queries, documents), DEPTH, pooling), DEPTH)
     metrics = metrics_of(found, collection, ["ndcg@10"])
-    if len(held_out.names_of_metrics(recipe, rows)) > 1:
-        places = held_out.places_of_rows(recipe, rows, collection)
+    if len(held_out.metric_names(recipe, rows)) > 1:
+        places = held_out.positions_of_rows(recipe, rows, collection)
         metrics |= held_out.metrics_of_rows(recipe, rows, _scores_of_rows(queries, documents, *places, pooling))
     return metrics | sparsity.metrics()
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Value
+from datasets import Image as ImageFeature
 from torch import Tensor
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection
+from pylate_fastmaxsim.recipes.data.collection import PAGES, Collection
 from pylate_fastmaxsim.recipes.kind import kind_of
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
-def names_of_metrics(recipe: Recipe, held_out: Dataset) -> list[str]:
+
+def metric_names(recipe: Recipe, held_out: Dataset) -> list[str]:
     """nDCG@10, and of texts ``kl_divergence`` for rows with teacher scores or ``accuracy`` for rows with negatives."""
     if recipe.model.visual or len(held_out.column_names) == 2:
         return ["ndcg@10"]
@@ -27,10 +32,7 @@ def collection_of(recipe: Recipe, held_out: Dataset) -> Collection:
     or one document, so that a query that stands in several rows has the relevant documents of all of them.
     """
     if recipe.model.visual:
-        # Of Pillow, which comes with the extra of these models.
-        from pylate_fastmaxsim.recipes.evaluation.pages import collection_of_pages
-
-        return collection_of_pages(held_out)
+        return _collection_of_pages(held_out)
     queries: dict[str, str] = {}
     documents: dict[str, str] = {}
     judgements: dict[str, dict[str, int]] = {}
@@ -47,14 +49,41 @@ def collection_of(recipe: Recipe, held_out: Dataset) -> Collection:
     return Collection(corpus, {query: text for text, query in queries.items()}, judgements)
 
 
+def _collection_of_pages(held_out: Dataset) -> Collection:
+    """The held-out queries over all held-out pages, which are the column ``image`` of the corpus.
+
+    Equal images are one page, and equal texts are one query, for which the pages of all its rows are relevant.
+    """
+    query_column, page_column, *_ = held_out.column_names
+    texts: dict[str, str] = {}
+    pages: dict[str, dict[str, Any]] = {}
+    relevant: dict[str, dict[str, int]] = {}
+    # As they are stored, because an image that is encoded again may lose.
+    stored = held_out.select_columns(page_column).with_format("arrow").iter(1)
+    for number, (row, files) in enumerate(zip(held_out, stored, strict=True)):
+        own, files = (each if isinstance(each, list) else [each] for each in (row[page_column], files[0][0].as_py()))
+        names = [_digest(page) for page in own]
+        pages |= dict(zip(names, files, strict=True))
+        query = texts.setdefault(row[query_column], f"q{number}")
+        relevant.setdefault(query, {}).update(dict.fromkeys(names, 1))
+    corpus = {"_id": list(pages), PAGES: list(pages.values())}
+    features = Features({"_id": Value("string"), PAGES: ImageFeature()})
+    queries = {query: text for text, query in texts.items()}
+    return Collection(Dataset.from_dict(corpus, features=features), queries, relevant)
+
+
+def _digest(page: Image) -> str:
+    return sha256(repr((page.mode, page.size)).encode() + page.tobytes()).hexdigest()
+
+
 def texts_of(recipe: Recipe, row: dict[str, Any]) -> tuple[str, list[str]]:
     """The query of a row and its documents."""
     query, *columns = row.values()
     return query, columns[0] if recipe.loss.name == "distillation" else columns
 
 
-def places_of_rows(recipe: Recipe, rows: Dataset, collection: Collection) -> tuple[Tensor, Tensor]:
-    """Where the query ``[N]`` and the documents ``[N, n]`` of each row are among those of :func:`collection_of`."""
+def positions_of_rows(recipe: Recipe, rows: Dataset, collection: Collection) -> tuple[Tensor, Tensor]:
+    """The positions of the query ``[N]`` and the documents ``[N, n]`` of each row among those of :func:`collection_of`."""
     queries, documents = (
         {text: place for place, text in enumerate(texts)}
         for texts in (collection.queries.values(), collection.corpus["text"])

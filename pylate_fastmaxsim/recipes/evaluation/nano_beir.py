@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from datasets import Dataset
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data.tables import progress_shown, table_failure
+from pylate_fastmaxsim.recipes.data.collection import Collection
+from pylate_fastmaxsim.recipes.data.tables import show_progress_bars, table_failure
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection
 from pylate_fastmaxsim.recipes.kind import kind_of
 
 if TYPE_CHECKING:
@@ -35,16 +35,10 @@ def check_names(names: list[str]) -> None:
 
 
 def load_nano_beir(recipe: Recipe) -> NanoBEIREvaluator:
-    """The evaluator for the sets of ``evaluation.nano_beir``, which are loaded.
-
-    Raises
-    ------
-    RecipeError
-        A set cannot be loaded.
-    """
+    """The evaluator for the sets of ``evaluation.nano_beir``, which are loaded."""
     try:
-        with progress_shown():
-            return kind_of(recipe.model).nano_beir_evaluator(recipe)
+        with show_progress_bars():
+            return kind_of(recipe.model).nano_beir_evaluator(recipe.evaluation.nano_beir, **OPTIONS)
     except Exception as error:  # as in load_table
         raise table_failure(KEY, error) from error
 

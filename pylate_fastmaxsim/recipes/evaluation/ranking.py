@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
+import torch
 from datasets import Dataset
 from torch import Tensor
 from tqdm import tqdm
 
 from pylate_fastmaxsim.compressed import CompressedBatch
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import compressor, needs_codec, sampled, train_codec
-from pylate_fastmaxsim.recipes.evaluation.beir import PAGES, Collection, document_texts, is_of_pages, is_query, titles
-from pylate_fastmaxsim.recipes.evaluation.sparse import Sparsity
+from pylate_fastmaxsim.recipes.data.collection import (
+    PAGES,
+    Collection,
+    document_texts,
+    is_of_pages,
+    is_the_query,
+    titles,
+)
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, Encoded, Retriever
+from pylate_fastmaxsim.sparse import SparseBatch
 
 METRICS = ("ndcg@10", "mrr@10", "recall@100")
 DEPTH = 100  # ranks that the metrics look at
@@ -57,10 +65,14 @@ def retrieve(
     key, format = f"evaluation.corpus_format {corpus_format}", corpus_format
     if needs_codec(format):
         sample = encode_sample(model, collection.corpus, batch_size)
-        format = train_codec(key, format, shown(sample, len(sampled(len(collection.corpus))), "Encoding a sample"))
+        format = train_codec(
+            key, format, with_progress_bar(sample, len(sampled(len(collection.corpus))), "Encoding a sample")
+        )
     queries = model.encode(list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
     documents = map(compressor(key, format), encode_corpus(model, collection.corpus, batch_size))
-    documents = (sparsity or Sparsity()).counted(queries, shown(documents, len(collection.corpus), "Searching"))
+    documents = (sparsity or Sparsity()).counted(
+        queries, with_progress_bar(documents, len(collection.corpus), "Searching")
+    )
     return ranking(collection, *model.search(queries, documents, DEPTH + 1, pooling), DEPTH)
 
 
@@ -77,10 +89,10 @@ def encode_sample(model: Retriever, corpus: Dataset, batch_size: int) -> Iterato
     return encode_corpus(model, corpus.select(sampled(len(corpus))), batch_size)
 
 
-def shown(
+def with_progress_bar(
     batches: Iterator[Encoded | CompressedBatch], documents: int, title: str
 ) -> Iterator[Encoded | CompressedBatch]:
-    """The same batches, with a progress bar."""
+    """Show a progress bar while batches go by."""
     with tqdm(total=documents, desc=title, unit=" documents", unit_scale=True) as progress:
         for batch in batches:
             yield batch
@@ -108,7 +120,7 @@ def ranking(collection: Collection, scores: Tensor, positions: Tensor, depth: in
 
 def _is_query(collection: Collection, query: str, position: int) -> bool:
     rows = collection.corpus[[position]]
-    return is_query(collection, query, titles(rows)[0], rows["text"][0])
+    return is_the_query(collection, query, titles(rows)[0], rows["text"][0])
 
 
 def metrics_of(found: Ranking, collection: Collection, names: Sequence[str] = METRICS) -> dict[str, float]:
@@ -123,7 +135,7 @@ def metrics_of(found: Ranking, collection: Collection, names: Sequence[str] = ME
 def metrics_by_query(
     found: Ranking, collection: Collection, names: Sequence[str] = METRICS
 ) -> dict[str, dict[str, float]]:
-    """The same of each judged query: by the name of the metric, then by the id of the query, in the order of ids."""
+    """Metrics of each judged query: by the name of the metric, then by the id of the query, in the order of ids."""
     # ranx compiles for seconds when it is imported.
     from ranx import evaluate
 
@@ -149,3 +161,43 @@ def _padded(rows: list[list[tuple[int, int]]]) -> np.ndarray:
     for place, row in enumerate(rows):
         padded[place, : len(row)] = np.array(row).reshape(-1, 2)
     return padded
+
+
+SPARSITY = ("flops", "query_nonzeros", "document_nonzeros")
+
+
+class Sparsity:
+    """FLOPS and the mean numbers of non-zeros of sparse queries and of the documents searched; nothing of token embeddings.
+
+    FLOPS is the mean number of products in the score of a query and a document: the sum over the vocabulary of how often
+    a term is in a query times how often it is in a document (https://arxiv.org/abs/2107.05720).
+    """
+
+    def __init__(self) -> None:
+        self._shares: list[Tensor] = []
+
+    def counted(self, queries: object, documents: Iterable) -> Iterable:
+        """Count batches of documents beside the queries as they go by."""
+        if not isinstance(queries, SparseBatch):
+            return documents
+        return self._counting(queries, documents)
+
+    def _counting(self, queries: SparseBatch, documents: Iterable[SparseBatch]) -> Iterator[SparseBatch]:
+        texts, counts = 0, torch.zeros(queries.vocabulary, dtype=torch.int64)
+        for batch in documents:
+            texts += len(batch)
+            counts += _texts_with_terms(batch)
+            yield batch
+        self._shares = [_texts_with_terms(queries).double() / max(1, len(queries)), counts.double() / max(1, texts)]
+
+    def metrics(self) -> dict[str, float]:
+        """The values of SPARSITY, once all documents have gone by."""
+        if not self._shares:
+            return {}
+        queries, documents = self._shares
+        return dict(zip(SPARSITY, map(float, (queries @ documents, queries.sum(), documents.sum())), strict=True))
+
+
+def _texts_with_terms(batch: SparseBatch) -> Tensor:
+    """In how many vectors of a batch each term of the vocabulary is not zero."""
+    return torch.bincount(batch.terms.long(), minlength=batch.vocabulary).cpu()

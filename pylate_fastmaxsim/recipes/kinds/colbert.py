@@ -19,13 +19,9 @@ from pylate_fastmaxsim.recipes.config.kinds import ColBERTLoss, ColBERTSection
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.text import check_columns, query_named, scores_as_floats
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS
 from pylate_fastmaxsim.recipes.kind import kl_divergence
-from pylate_fastmaxsim.recipes.kinds.texts import TextKind, following_schedule
-from pylate_fastmaxsim.recipes.pooling import pooling_at
-from pylate_fastmaxsim.recipes.scores import score_metric
-from pylate_fastmaxsim.recipes.trainers.callbacks import LogGradientConcentration
-from pylate_fastmaxsim.recipes.trainers.gradients import text_gradient_logger
+from pylate_fastmaxsim.recipes.kinds.texts import TextKind
+from pylate_fastmaxsim.recipes.pooling import score_metric
 from pylate_fastmaxsim.recipes.trainers.sharded import RecipeTrainer
 
 logger = logging.getLogger(__name__)
@@ -43,6 +39,8 @@ class ColBERT(TextKind):
     host = "PyLate"
     arguments_class = SentenceTransformerTrainingArguments
     plain_trainer = SentenceTransformerTrainer
+    nano_beir_evaluator = NanoBEIREvaluator
+    score_attribute = "score_metric"
 
     def load(
         self, section: ColBERTSection, device: torch.device | str, key: str, checkpoint: Path | None = None
@@ -50,7 +48,17 @@ class ColBERT(TextKind):
         if checkpoint is not None:
             section = replace(section, name_or_path=str(checkpoint))
         model = self.of_encoder(section, device)
-        self._check_embedding_size(section, model, key)
+        if section.embedding_size is not None and len(model) > 2:
+            # PyLate only warns of the random projection that it has added after a trained one of another size.
+            own = self.of_encoder(
+                replace(section, embedding_size=None), "cpu"
+            )  # a checkpoint may have several of its own
+            if len(own) < len(model):
+                size = own[-1].out_features
+                raise RecipeError(
+                    f"model.embedding_size must be {size} or null, because {key} {section.name_or_path} ends with a "
+                    f"projection of that size, got {section.embedding_size}."
+                )
         self.check_lengths(section, model)
         return model
 
@@ -67,21 +75,6 @@ class ColBERT(TextKind):
             trust_remote_code=section.trust_remote_code,
         )
 
-    def _check_embedding_size(self, section: ColBERTSection, model: models.ColBERT, key: str) -> None:
-        """Refuse a size for which PyLate has added a random projection after a trained one of another size.
-
-        PyLate only warns, and the commands do not show that warning.
-        """
-        if section.embedding_size is None or len(model) <= 2:
-            return  # one projection, of the checkpoint or added because it has none
-        own = self.of_encoder(replace(section, embedding_size=None), "cpu")  # a checkpoint may have several of its own
-        if len(own) < len(model):
-            size = own[-1].out_features
-            raise RecipeError(
-                f"model.embedding_size must be {size} or null, because {key} {section.name_or_path} ends with a projection "
-                f"of that size, got {section.embedding_size}."
-            )
-
     def fitted(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         dataset = query_named(dataset)
         check_columns(recipe, dataset, dataset.column_names)
@@ -96,7 +89,7 @@ class ColBERT(TextKind):
         trainer_class: type[Trainer] | None = None,
     ) -> Trainer:
         """The trainer of Sentence Transformers, with PyLate's collator and the loss of the recipe."""
-        distillation, options, metric = loss.name == "distillation", loss.options, None
+        distillation, options = loss.name == "distillation", loss.options
         # The columns of distillation end with the scores.
         if distillation and loss.normalize_scores is not False and len(next(iter(rows))[rows.column_names[-1]]) == 2:
             logger.warning(
@@ -104,8 +97,7 @@ class ColBERT(TextKind):
                 "whatever they are: nothing is learned. Set it to false, or use more documents (data.n_ways)."
             )
         if loss.pooling is not None:
-            metric = score_metric(pooling_at(loss.pooling, 0, 2), own_documents=distillation)
-            options["score_metric"] = metric
+            options["score_metric"] = score_metric(loss.pooling, own_documents=distillation)
         trainer = (trainer_class or RecipeTrainer)(
             model=model,
             args=arguments,
@@ -113,13 +105,7 @@ class ColBERT(TextKind):
             loss=LOSSES[loss.name](model=model, **options),
             data_collator=utils.ColBERTCollator(tokenize_fn=model.tokenize),
         )
-        return following_schedule(trainer, loss, metric)
-
-    def gradient_logger(self, recipe: Recipe, trainer: Trainer) -> LogGradientConcentration:
-        return text_gradient_logger(recipe, trainer, lambda: trainer.loss.score_metric)
-
-    def nano_beir_evaluator(self, recipe: Recipe) -> NanoBEIREvaluator:
-        return NanoBEIREvaluator(recipe.evaluation.nano_beir, **OPTIONS)
+        return self.following_schedule(trainer, loss)
 
     def divergence(self, loss: ColBERTLoss, scores: Tensor, teacher: Tensor) -> Tensor:
         """Of the model's scores scaled to [0, 1] for each query, unless ``loss.normalize_scores`` is false."""

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from pylate_fastmaxsim.recipes.config.kinds import MultiVectorLoss, MultiVectorSection
-from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS
 from pylate_fastmaxsim.recipes.kind import kl_divergence
-from pylate_fastmaxsim.recipes.kinds.texts import SentenceTransformersKind, following_schedule, texts_in_columns
+from pylate_fastmaxsim.recipes.kinds.texts import (
+    EachDocument,
+    SentenceTransformersKind,
+    prompts_of,
+    sides_of,
+    texts_in_columns,
+)
 from pylate_fastmaxsim.recipes.models.encoder import encoder_of
 from pylate_fastmaxsim.recipes.models.load import json_of, model_type
-from pylate_fastmaxsim.recipes.pooling import pooling_at
-from pylate_fastmaxsim.recipes.scores import score_metric
-from pylate_fastmaxsim.recipes.trainers.callbacks import LogGradientConcentration
-from pylate_fastmaxsim.recipes.trainers.documents import EachDocument, prompts_of, sides_of
-from pylate_fastmaxsim.recipes.trainers.gradients import text_gradient_logger
+from pylate_fastmaxsim.recipes.pooling import score_metric
 from pylate_fastmaxsim.recipes.trainers.sharded import TextTrainerMixin
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class MultiVector(SentenceTransformersKind):
         sentence_transformers, "MultiVectorEncoderTrainingArguments", SentenceTransformerTrainingArguments
     )
     plain_trainer = PLAIN_TRAINER
+    score_attribute = "similarity_fct"
 
     def load(
         self, section: MultiVectorSection, device: torch.device | str, key: str, checkpoint: Path | None = None
@@ -104,24 +105,20 @@ class MultiVector(SentenceTransformersKind):
         """The trainer of Sentence Transformers, with its collator and the loss of the recipe."""
         from sentence_transformers.multi_vector_encoder import MultiVectorEncoderDataCollator
 
-        function = build_loss(loss, model)
         prompts = prompts_of(model, sides_of(texts_in_columns(model, rows)))
         trainer = (trainer_class or MultiVectorTrainer)(
             model=model,
             args=arguments,
             train_dataset=rows,
-            loss=function,
+            loss=build_loss(loss, model),
             data_collator=EachDocument(MultiVectorEncoderDataCollator(model.preprocess, prompts=prompts)),
         )
-        return following_schedule(trainer, loss, getattr(function, "similarity_fct", None))
+        return self.following_schedule(trainer, loss)
 
-    def gradient_logger(self, recipe: Recipe, trainer: Trainer) -> LogGradientConcentration:
-        return text_gradient_logger(recipe, trainer, lambda: trainer.loss.similarity_fct)
-
-    def nano_beir_evaluator(self, recipe: Recipe) -> MultiVectorNanoBEIREvaluator:
+    def nano_beir_evaluator(self, names: list[str], **options: Any) -> MultiVectorNanoBEIREvaluator:
         from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorNanoBEIREvaluator
 
-        return MultiVectorNanoBEIREvaluator(recipe.evaluation.nano_beir, **OPTIONS)
+        return MultiVectorNanoBEIREvaluator(names, **options)
 
     def divergence(self, loss: MultiVectorLoss, scores: Tensor, teacher: Tensor) -> Tensor:
         """Of scores divided by the temperature of the loss, times the square of that."""
@@ -193,15 +190,12 @@ def build_loss(section: MultiVectorLoss, model: MultiVectorEncoder) -> nn.Module
     options = {name: value for name in names if (value := getattr(section, name)) is not None}
     distillation = section.name == "distillation"
     if section.pooling is not None:
-        options["similarity_fct"] = score_metric(pooling_at(section.pooling, 0, 2), own_documents=distillation)
+        options["similarity_fct"] = score_metric(section.pooling, own_documents=distillation)
     if not distillation:
-        cached = section.name == "cached_contrastive"
-        kind = (
-            losses.CachedMultiVectorMultipleNegativesRankingLoss
-            if cached
-            else losses.MultiVectorMultipleNegativesRankingLoss
-        )
-        return kind(model, scale=1 / (section.temperature or 1.0), **options)
+        ranking = losses.MultiVectorMultipleNegativesRankingLoss
+        if section.name == "cached_contrastive":
+            ranking = losses.CachedMultiVectorMultipleNegativesRankingLoss
+        return ranking(model, scale=1 / (section.temperature or 1.0), **options)
     if section.objective == "margin_mse":
         return losses.MultiVectorMarginMSELoss(model, **options)
     return losses.MultiVectorDistillKLDivLoss(model, temperature=section.temperature or 1.0, **options)

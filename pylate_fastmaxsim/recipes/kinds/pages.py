@@ -20,15 +20,14 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from pylate_fastmaxsim.ops.pooled import LogSumExp, Max
+from pylate_fastmaxsim.pooling import LogSumExp, Max
 from pylate_fastmaxsim.recipes.config.kinds import WITH_NEGATIVES, LoraSection, PagesLoss, PagesSection
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.text import require_text
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
-from pylate_fastmaxsim.recipes.models.hardware import gpu_has_bf16
-from pylate_fastmaxsim.recipes.models.pages import PageModel
-from pylate_fastmaxsim.recipes.trainers.callbacks import LogGradientConcentration
+from pylate_fastmaxsim.recipes.models.retriever import PageModel
+from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration
 from pylate_fastmaxsim.recipes.trainers.sharded import WholeModelMixin
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -189,7 +188,9 @@ KIND = Pages()
 def _dtype(section: PagesSection, device: torch.device) -> torch.dtype:
     if section.dtype != "auto":
         return getattr(torch, section.dtype)
-    small = section.lora is not None and device.type == "cuda" and gpu_has_bf16()
+    small = (
+        section.lora is not None and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    )
     return torch.bfloat16 if small else torch.float32
 
 

@@ -22,13 +22,17 @@ from pylate_fastmaxsim.integrations.sparse_encoder.names import (
     gives_logits,
 )
 from pylate_fastmaxsim.recipes.config.kinds import SpladeLoss, SpladeSection
-from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS
-from pylate_fastmaxsim.recipes.kinds.texts import SentenceTransformersKind, texts_in_columns
+from pylate_fastmaxsim.recipes.kinds.texts import (
+    EachDocument,
+    SentenceTransformersKind,
+    prompts_of,
+    require_positions,
+    sides_of,
+    texts_in_columns,
+)
 from pylate_fastmaxsim.recipes.models.encoder import encoder_of, learned_positions
-from pylate_fastmaxsim.recipes.models.kind import require_inner_product
-from pylate_fastmaxsim.recipes.trainers.documents import EachDocument, prompts_of, sides_of
+from pylate_fastmaxsim.recipes.models.load import require_inner_product
 from pylate_fastmaxsim.recipes.trainers.sharded import TextTrainerMixin
 
 
@@ -41,6 +45,7 @@ class Splade(SentenceTransformersKind):
 
     arguments_class = SparseEncoderTrainingArguments
     plain_trainer = SparseEncoderTrainer
+    nano_beir_evaluator = SparseNanoBEIREvaluator
     encoder_class = ModernBertForMaskedLM
 
     def load(
@@ -72,13 +77,8 @@ class Splade(SentenceTransformersKind):
 
     def check_lengths(self, section: SpladeSection, model: SparseEncoder) -> None:
         """Refuse texts of more tokens than the encoder has positions."""
-        encoder, length = encoder_of(model), section.max_seq_length
-        limit = min(learned_positions(encoder), default=None)
-        if length is not None and limit is not None and length > limit:
-            raise RecipeError(
-                f"model.max_seq_length must be at most {limit}, as many positions as {type(encoder).__name__} has, got "
-                f"{length}."
-            )
+        encoder = encoder_of(model)
+        require_positions(section, encoder, {"max_seq_length": min(learned_positions(encoder), default=None)})
 
     def build_trainer(
         self,
@@ -106,9 +106,6 @@ class Splade(SentenceTransformersKind):
             data_collator=EachDocument(collator),
             callbacks=[SpladeRegularizerWeightSchedulerCallback(function, section.schedule, section.warmup_ratio)],
         )
-
-    def nano_beir_evaluator(self, recipe: Recipe) -> SparseNanoBEIREvaluator:
-        return SparseNanoBEIREvaluator(recipe.evaluation.nano_beir, **OPTIONS)
 
     def count(self, trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
         """The padding of queries counts as that of documents."""

@@ -2,30 +2,86 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer
 
-from pylate_fastmaxsim.recipes.config.schema import LossSection, ModelSection, Recipe
+from pylate_fastmaxsim.ops.pooled import Max
+from pylate_fastmaxsim.recipes.config.kinds import LateModelSection
+from pylate_fastmaxsim.recipes.config.schema import LossSection, Recipe
 from pylate_fastmaxsim.recipes.data.text import require_a_score_each, require_text, scores_as_floats
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
-from pylate_fastmaxsim.recipes.models.encoder import check_query_and_document_length, encoder_of
-from pylate_fastmaxsim.recipes.scores import ScoreMetric
-from pylate_fastmaxsim.recipes.trainers.documents import spread
-from pylate_fastmaxsim.recipes.trainers.schedule import FollowSchedule
+from pylate_fastmaxsim.recipes.models.encoder import encoder_of, learned_positions, positions
+from pylate_fastmaxsim.recipes.models.retriever import retriever_of
+from pylate_fastmaxsim.recipes.pooling import FollowSchedule
+from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration
+from pylate_fastmaxsim.tokens import TokenBatch
 
 # Read as teacher scores by the collators of Sentence Transformers, whatever the loss, or as the name of a data set.
 RESERVED = ("label", "labels", "score", "scores", "dataset_name", "return_loss")
+# Pairs of which gradients are measured: few, so that it costs less than a step.
+MEASURED_PAIRS = 32
 
 
 class TextKind(Kind):
-    """A kind of text encoder."""
+    """A kind of text encoder.
 
-    def check_lengths(self, section: ModelSection, model: nn.Module) -> None:
-        check_query_and_document_length(section, encoder_of(model))
+    Attributes
+    ----------
+    score_attribute
+        Of late interaction, the attribute of a loss that computes its scores.
+    """
+
+    score_attribute: str
+
+    def check_lengths(self, section: LateModelSection, model: nn.Module) -> None:
+        """Refuse lengths beyond the encoder's positions.
+
+        Learned positions limit queries and documents. Rotary positions limit only queries, which are padded to their
+        length: documents longer than the encoder was trained for are common.
+        """
+        encoder = encoder_of(model)
+        learned = min(learned_positions(encoder), default=None)
+        limits = {"query_length": positions(encoder), "document_length": learned}
+        require_positions(section, encoder, limits)
+
+    def gradient_logger(self, recipe: Recipe, trainer: Trainer) -> LogGradientConcentration:
+        """The callback of ``training.log_gradient_concentration``, on the first rows of the training data.
+
+        The loss that it measures is that of the recipe if it is contrastive, but over these pairs. Of a distillation it
+        measures only scores, of the query and the first of its documents.
+        """
+        queries, documents, *_ = trainer.train_dataset[:MEASURED_PAIRS].values()
+        documents = [one if isinstance(one, str) else one[0] for one in documents]
+
+        def encode_pairs() -> tuple[TokenBatch, TokenBatch]:
+            retriever = retriever_of(trainer.model)
+            return (
+                retriever.encode(queries, MEASURED_PAIRS, is_query=True),
+                retriever.encode(documents, MEASURED_PAIRS, is_query=False),
+            )
+
+        pooled = recipe.loss.pooling is not None
+        return LogGradientConcentration(
+            trainer,
+            encode_pairs,
+            recipe.training.log_gradient_concentration,
+            pooling=(lambda: getattr(trainer.loss, self.score_attribute).pooling) if pooled else Max(),
+            temperature=None if recipe.loss.name == "distillation" else recipe.loss.temperature or 1.0,
+        )
+
+    def following_schedule(self, trainer: Trainer, loss: LossSection) -> Trainer:
+        """A trainer that changes the pooling of its loss as the recipe says."""
+        if loss.pooling is not None and loss.pooling.schedule is not None:
+            # Before the callbacks that report what is logged.
+            callback = FollowSchedule(loss.pooling, getattr(trainer.loss, self.score_attribute))
+            trainer.callback_handler.callbacks.insert(0, callback)
+        return trainer
 
     def count(self, trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
         (queries, *documents), _ = trainer.collect_features(inputs)
@@ -36,12 +92,22 @@ class TextKind(Kind):
         }
 
     def texts(self, column: dict[str, Any]) -> int:
-        """How many texts a column of a batch has."""
+        """The number of texts of a column of a batch."""
         return len(column["attention_mask"])
 
     def tokens(self, column: dict[str, Any]) -> Any:
-        """How many tokens they have."""
+        """The number of their tokens."""
         return column["attention_mask"].sum()
+
+
+def require_positions(section: Any, encoder: nn.Module, limits: dict[str, int | None]) -> None:
+    """Refuse keys of a section that ask for more positions than an encoder has, where it is limited."""
+    for key, limit in limits.items():
+        length = getattr(section, key)
+        if length is not None and limit is not None and length > limit:
+            raise RecipeError(
+                f"model.{key} must be at most {limit}, as many positions as {type(encoder).__name__} has, got {length}."
+            )
 
 
 class SentenceTransformersKind(TextKind):
@@ -72,6 +138,39 @@ class SentenceTransformersKind(TextKind):
         return dataset
 
 
+@dataclass
+class EachDocument:
+    """A collator of Sentence Transformers that is given each document of a list as a column of its own."""
+
+    collator: Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+
+    @property
+    def valid_label_columns(self) -> list[str]:
+        """Read by the trainer, for batches without duplicates."""
+        return self.collator.valid_label_columns
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return self.collator([spread(row) for row in features])
+
+
+def spread(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with a column for each document of a list; lists of scores stay.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.recipes.kinds.texts import spread
+    >>> spread({"query": "a", "documents": ["b", "c"], "scores": [2.0, 1.0]})
+    {'query': 'a', 'documents_0': 'b', 'documents_1': 'c', 'scores': [2.0, 1.0]}
+    """
+    columns = {}
+    for name, value in row.items():
+        if isinstance(value, list) and isinstance(value[0], str):
+            columns |= {f"{name}_{place}": text for place, text in enumerate(value)}
+        else:
+            columns[name] = value
+    return columns
+
+
 def texts_in_columns(model: nn.Module, rows: Dataset) -> dict[str, Any]:
     """The first row with a column for each text, of which the card of the model shows the texts."""
     first = spread(next(iter(rows)))
@@ -80,9 +179,12 @@ def texts_in_columns(model: nn.Module, rows: Dataset) -> dict[str, Any]:
     return first
 
 
-def following_schedule(trainer: Trainer, loss: LossSection, metric: ScoreMetric) -> Trainer:
-    """A trainer that changes the pooling of its loss as the recipe says."""
-    if loss.pooling is not None and loss.pooling.schedule is not None:
-        # Before the callbacks that report what is logged.
-        trainer.callback_handler.callbacks.insert(0, FollowSchedule(loss.pooling, metric))
-    return trainer
+def sides_of(columns: Iterable[str]) -> dict[str, str]:
+    """The side of each column of a spread row, ``query`` or ``document``."""
+    query, *others = columns
+    return {query: "query", **dict.fromkeys(others, "document")}
+
+
+def prompts_of(model: nn.Module, sides: dict[str, str]) -> dict[str, str]:
+    """The prompt of each column, as in the evaluation."""
+    return {column: model.prompts[side] for column, side in sides.items() if model.prompts.get(side)}

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.mining.negatives import documents_kept
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
-from pylate_fastmaxsim.recipes.models.kind import load_retriever
+from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, SparseRetriever, StaticRetriever, retriever_of
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
@@ -37,25 +37,20 @@ Vectors = Callable[[Sequence[str]], SparseBatch]
 Batches = Callable[[], Iterator[SparseBatch]]
 
 
-class FirstStage(Protocol):
-    """Sparse vectors of texts, and their weights in a collection."""
+@dataclass
+class FirstStage:
+    """A sparse search: what makes vectors of queries and of documents."""
 
     queries: Vectors
     documents: Vectors
 
     def weighted(self, batches: Batches) -> Iterator[SparseBatch]:
         """All documents of the collection as they are searched."""
-        ...
+        return batches()
 
 
 def load_first_stage(section: MiningSection, model: ColBERT, pairs: Pairs, device: torch.device) -> FirstStage:
-    """The first stage that ``mining.first_stage`` names. ``model`` is that of the recipe.
-
-    Raises
-    ------
-    RecipeError
-        It has fewer candidates than mining needs of a query, or its model cannot be loaded or is of another kind.
-    """
+    """Load what ``mining.first_stage`` names; BM25 takes the tokenizer of the recipe's ``model``."""
     first, needed = section.first_stage, documents_kept(pairs, section)
     if first.k < needed:
         raise RecipeError(
@@ -72,13 +67,12 @@ def load_first_stage(section: MiningSection, model: ColBERT, pairs: Pairs, devic
             f"but it is of the kind {encoder.kind}."
         )
     if wanted is StaticRetriever:
-        return _ModelStage(*_static_vectors(encoder.model, first))
+        return _static_stage(encoder.model, first)
     encoded = functools.partial(encoder.encode, batch_size=section.batch_size)
-    return _ModelStage(functools.partial(encoded, is_query=True), functools.partial(encoded, is_query=False))
+    return FirstStage(functools.partial(encoded, is_query=True), functools.partial(encoded, is_query=False))
 
 
-def _static_vectors(model: StaticLateInteraction, first: FirstStageSection) -> tuple[Vectors, Vectors]:
-    """What makes vectors of queries and of documents."""
+def _static_stage(model: StaticLateInteraction, first: FirstStageSection) -> FirstStage:
     try:
         if first.threshold is not None:
             model = model.with_threshold(first.threshold)
@@ -86,24 +80,15 @@ def _static_vectors(model: StaticLateInteraction, first: FirstStageSection) -> t
         model.queries(["a"]), model.documents(["a"])
     except ValueError as error:
         raise RecipeError(f"mining.first_stage.model {first.model} cannot be used: {first_line(error)}") from error
-    return model.queries, model.documents
+    return FirstStage(model.queries, model.documents)
 
 
 def search_device(device: torch.device) -> torch.device:
-    """Where sparse vectors are searched: a CUDA GPU, or the CPU."""
+    """The device of a sparse search: a CUDA GPU, or the CPU."""
     return device if device.type == "cuda" else torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class _ModelStage:
-    queries: Vectors
-    documents: Vectors
-
-    def weighted(self, batches: Batches) -> Iterator[SparseBatch]:
-        return batches()
-
-
-class BM25Stage:
+class BM25Stage(FirstStage):
     """BM25 on the tokens of a tokenizer, without special ones, of whole texts.
 
     ``queries`` and ``documents`` count tokens; ``weighted`` makes the counts of all documents BM25's weights, so that
@@ -126,7 +111,7 @@ class BM25Stage:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, bm25: BM25) -> None:
         # Without vectors, which BM25 does not compare.
         model = StaticLateInteraction(torch.empty(len(tokenizer), 0), tokenizer=tokenizer, threshold=1.0)
-        self.queries = self.documents = model.queries
+        super().__init__(model.queries, model.queries)
         self.vocabulary, self.bm25 = model.vocabulary, bm25
 
     def weighted(self, batches: Batches) -> Iterator[SparseBatch]:
@@ -164,7 +149,8 @@ def find_candidates(
 
     made = {
         "mining.pairs or mining.corpus": common["mining.pairs or mining.corpus"],
-        "mining.first_stage": _deciding(first),
+        # What the sparse vectors on disk depend on.
+        "mining.first_stage": {name: getattr(first, name) for name in ("kind", "model", "threshold")},
         # BM25 counts the tokens of its tokenizer.
         **({"model": common["model"]} if first.kind == "bm25" else {}),
     }
@@ -199,11 +185,6 @@ def find_candidates(
             len(candidates),
         )
     return candidates
-
-
-def _deciding(first: FirstStageSection) -> dict[str, Any]:
-    """Of the settings those that the sparse vectors on disk depend on."""
-    return {name: getattr(first, name) for name in ("kind", "model", "threshold")}
 
 
 def _read(file: Path) -> SparseBatch:

@@ -18,25 +18,18 @@ from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.files.record import read_record
 from pylate_fastmaxsim.files.replace import remove_scratch
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data.tables import progress_shown
+from pylate_fastmaxsim.recipes.data.tables import show_progress_bars
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.inputs import require_outputs
-from pylate_fastmaxsim.recipes.files.lock import hold_lock
-from pylate_fastmaxsim.recipes.files.write import make_directory
+from pylate_fastmaxsim.recipes.files import hold_lock, make_directory, require_outputs
 from pylate_fastmaxsim.recipes.mining.dataset import OLD_SUMMARY, OWN_FILES, SUMMARY_FILE, put_into_place, write_data
 from pylate_fastmaxsim.recipes.mining.first_stage import find_candidates, load_first_stage
-from pylate_fastmaxsim.recipes.mining.negatives import (
-    hard_negatives,
-    load_compressor,
-    lowest_positive_scores,
-    search_documents,
-)
+from pylate_fastmaxsim.recipes.mining.negatives import DocumentSearch, hard_negatives
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work
 from pylate_fastmaxsim.recipes.mining.teacher import grade, load_teacher
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.inputs import prepare
 
 LOCK_ENDING = ".lock"  # of the lock file beside the data
 
@@ -134,11 +127,11 @@ def _mine(
     if first_stage is not None:
         candidates = find_candidates(first_stage, pairs, section, work, common, device)
         del first_stage
-    compress = load_compressor(model, pairs, section, work, common)
-    scores, found = search_documents(model, pairs, section, work, common, candidates, compress)
-    lowest = lowest_positive_scores(model, pairs, section, work, common, compress)
+    search = DocumentSearch(model, pairs, section, work, common)
+    scores, found = search.best_documents(candidates)
+    lowest = search.lowest_positive_scores()
     chosen = hard_negatives(pairs, section, scores, found, lowest)
-    del model
+    del model, search
     candidates = [(query, [document, *chosen[query]]) for query, document in pairs.rows if query in chosen]
     if not candidates:
         raise RecipeError(
@@ -156,7 +149,7 @@ def _mine(
         "data": str(output),
     }
     if processes.is_main_process:
-        with progress_shown():
+        with show_progress_bars():
             write_data(unfinished / "data", pairs, candidates, graded, summary | {"settings": settings})
         put_into_place(unfinished / "data", output, replace=(unfinished / OLD_SUMMARY).exists())
         shutil.rmtree(unfinished)
@@ -200,14 +193,14 @@ def _finished(output: Path, unfinished: Path, settings: dict[str, Any], resume: 
     except ValueError as error:
         raise RecipeError(f"data.name: {error} Choose another folder, or start over with --no-resume.") from None
     # As JSON, where a tuple is a list.
-    if _deciding(earlier["settings"]) != _deciding(json.loads(json.dumps(settings))):
+    if _without_piece_sizes(earlier["settings"]) != _without_piece_sizes(json.loads(json.dumps(settings))):
         raise RecipeError(
             f"data.name: {output} was mined with other settings; keep them, choose another folder, or start over with --no-resume."
         )
     return {key: value for key, value in earlier.items() if key != "settings"}
 
 
-def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
+def _without_piece_sizes(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings without the sizes of batches and parts."""
     pieces = ("batch_size", "documents_per_part", "rows_per_part")
     return settings | {"mining": {key: value for key, value in settings["mining"].items() if key not in pieces}}

@@ -9,7 +9,7 @@ import numpy as np
 from datasets import Dataset, Value, concatenate_datasets
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
-from pylate_fastmaxsim.recipes.data.lists import one_text_a_column
+from pylate_fastmaxsim.recipes.data.lists import spread_lists
 from pylate_fastmaxsim.recipes.data.rows import load_columns
 from pylate_fastmaxsim.recipes.data.text import names_queries, require_positive_first, require_text
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -19,24 +19,12 @@ TEXTS_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class Pairs:
-    """Distinct texts, and the pairs by the numbers of their texts.
+    """Distinct texts, and the pairs by the numbers of their texts."""
 
-    Parameters
-    ----------
-    queries
-        The column ``text``, read from memory-mapped files.
-    documents
-        Likewise: the positives, then what else is in the corpus.
-    rows
-        Numbers of the query and the positive of each distinct pair.
-    digest
-        The same for the same texts in the same order.
-    """
-
-    queries: Dataset
-    documents: Dataset
-    rows: list[tuple[int, int]]
-    digest: str
+    queries: Dataset  # the column ``text``, read from memory-mapped files
+    documents: Dataset  # likewise: the positives, then what else is in the corpus
+    rows: list[tuple[int, int]]  # the query and the positive of each distinct pair
+    digest: str  # the same for the same texts in the same order
 
     def positives(self) -> list[set[int]]:
         """The documents that are relevant to each query."""
@@ -47,13 +35,7 @@ class Pairs:
 
 
 def load_pairs(section: MiningSection) -> Pairs:
-    """Load ``mining.pairs`` and ``mining.corpus``. Equal texts become one query or one document.
-
-    Raises
-    ------
-    RecipeError
-        Data cannot be loaded, or its columns are not a query and a positive, or not one text.
-    """
+    """Load ``mining.pairs`` and ``mining.corpus``. Equal texts become one query or one document."""
     queries, positives = _load_texts(section.pairs, "mining.pairs", "the query and its positive")
     documents = [positives]
     if section.corpus is not None:
@@ -77,7 +59,7 @@ def _load_texts(data: DataSection, section: str, wanted: str) -> list[Dataset]:
     if section == "mining.pairs":
         if data.columns is None:
             require_positive_first(section, names[1:], names[0])
-        table = one_text_a_column(data, table, section)
+        table = spread_lists(data, table, section)
         names = table.column_names
     require_text(table, names, section)
     if data.max_rows is not None:

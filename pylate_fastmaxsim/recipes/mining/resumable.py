@@ -17,7 +17,7 @@ from accelerate import PartialState
 from tqdm import tqdm
 
 from pylate_fastmaxsim.files.record import read_record, write_record
-from pylate_fastmaxsim.recipes.files.write import write_atomically
+from pylate_fastmaxsim.files.replace import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Work:
         with bar:
             for number in own:
                 result = compute(parts[number], bar)
-                write_atomically(files[number], functools.partial(_save, result))
+                replace_file(files[number], functools.partial(_save, result))
         self.processes.wait_for_everyone()
         return files
 

@@ -86,7 +86,7 @@ def load_teacher(section: MiningSection, device: torch.device, kind: str = "colb
         return by_colbert
     try:
         encoder = CrossEncoder(name, device="cpu")
-        drawn = _drawn_at_random(encoder, name)
+        drawn = _missing_head_weights(encoder, name)
     except Exception as error:  # as in load_model
         raise model_failure("mining.teacher", ColBERTSection(name_or_path=name), error) from error
     if is_empty(encoder.tokenizer):
@@ -114,7 +114,7 @@ def load_teacher(section: MiningSection, device: torch.device, kind: str = "colb
     return by_cross_encoder
 
 
-def _drawn_at_random(encoder: CrossEncoder, name: str) -> list[str]:
+def _missing_head_weights(encoder: CrossEncoder, name: str) -> list[str]:
     """The weights of the head that the checkpoint lacks, which transformers draws at random."""
     model = encoder.model
     # On the meta device no weights are read again.
@@ -127,7 +127,7 @@ def _require_projection(name: str, config: PretrainedConfig) -> None:
     """Refuse a model to which PyLate would add a projection with random weights."""
     if _has_projection(name, config):
         return
-    is_classifier = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
     other = "set mining.teacher_type to cross_encoder" if is_classifier else "name a trained ColBERT"
     raise RecipeError(
         f"mining.teacher {name} must have a projection, as a ColBERT has, but its checkpoint holds none, so that its "
@@ -136,7 +136,7 @@ def _require_projection(name: str, config: PretrainedConfig) -> None:
 
 
 def _has_projection(name: str, config: PretrainedConfig) -> bool:
-    """Whether a checkpoint has the projection of a ColBERT, by PyLate's own test."""
+    """Tell whether a checkpoint has the projection of a ColBERT, by PyLate's own test."""
     if (config.architectures or [None])[0] == "HF_ColBERT":  # Stanford's
         return True
     file = load_file_path(name, "modules.json")
@@ -164,6 +164,6 @@ def grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: Mining
 
 
 def _digest(pairs: Pairs, candidates: Candidates) -> str:
-    """The same for the same texts in the same rows."""
+    """A digest of the texts of all rows."""
     rows = np.array([[query, *documents] for query, documents in candidates])
     return hashlib.sha256(pairs.digest.encode() + rows.tobytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""A small ModernBERT with random weights, and a tokenizer trained on a recipe's own text."""
+"""Models that a recipe makes before it trains: a small ModernBERT with random weights, and a table of token vectors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+from sentence_transformers.models import Transformer
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers import models as tokenizer_models
 from tokenizers.trainers import BpeTrainer
-from transformers import ModernBertConfig, PreTrainedTokenizerFast, set_seed
+from transformers import LlamaConfig, LlamaModel, ModernBertConfig, PreTrainedTokenizerFast, set_seed
 
-from pylate_fastmaxsim.recipes.config.kinds import BuildSection, TextModelSection
+from pylate_fastmaxsim.recipes.config.kinds import BuildSection, ColBERTSection, TextModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.kind import kind_of
+from pylate_fastmaxsim.recipes.models.load import load_model
 
 SPECIAL_TOKENS = {
     "pad_token": "[PAD]",
@@ -27,6 +30,7 @@ SPECIAL_TOKENS = {
 }
 # What libraries raise for a size or an option that a model cannot have, or an attention that is not installed.
 BAD_VALUE = (ValueError, TypeError, RuntimeError, LookupError, AssertionError, ImportError)
+LONGEST = 8192  # tokens of a text of either model
 PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them
 
 
@@ -100,7 +104,65 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        model_max_length=8192,
+        model_max_length=LONGEST,
         model_input_names=["input_ids", "attention_mask"],  # without token types, which ModernBERT refuses
         **SPECIAL_TOKENS,
     )
+
+
+def build_token_table(section: ColBERTSection, seed: int, directory: Path) -> None:
+    """Save a table of the token vectors of ``section.token_table`` as a ColBERT in ``directory``.
+
+    A text is its own tokens and nothing else: no special tokens, prefixes, skipped words or query expansion, which a
+    table would give the same vector in every text.
+    """
+    # Of PyLate, beside which not every kind of model is trained.
+    from pylate.models import ColBERT, Dense
+
+    from pylate_fastmaxsim.integrations.pylate.static import plain_tokenizer, token_vectors
+
+    source = load_model(
+        ColBERTSection(name_or_path=section.token_table, trust_remote_code=section.trust_remote_code),
+        "cpu",
+        seed,
+        "model.token_table",
+    )
+    vectors = token_vectors(source)
+    vocabulary, size = vectors.shape
+    # Without layers this encoder is an embedding table and a norm; it adds no positions.
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=size,
+        num_hidden_layers=0,
+        num_attention_heads=1,
+        intermediate_size=1,
+        max_position_embeddings=LONGEST,
+        pad_token_id=source.tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    encoder = LlamaModel(config)
+    with torch.no_grad():
+        encoder.embed_tokens.weight.copy_(vectors)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain_tokenizer(source.tokenizer),
+        model_max_length=LONGEST,
+        model_input_names=["input_ids", "attention_mask"],
+        **source.tokenizer.special_tokens_map,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        encoder.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        table = Transformer(folder, do_lower_case=source[0].do_lower_case)
+    projection = Dense(size, size, bias=False, init_weight=torch.eye(size))
+    model = ColBERT(
+        modules=[table, projection],
+        device="cpu",
+        query_prefix="",
+        document_prefix="",
+        query_length=section.query_length or source.query_length,
+        document_length=section.document_length or source.document_length,
+        do_query_expansion=False,
+        skiplist_words=[],
+    )
+    model.save(str(directory), create_model_card=False)

@@ -1,30 +1,36 @@
-"""Load the model of a recipe from the Hub or from disk."""
+"""Load models: of a recipe's section, of a checkpoint of its training, or of the class that has saved them."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import sentence_transformers
 import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
+from sentence_transformers import SparseEncoder
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, set_seed
 
 from pylate_fastmaxsim.integrations.log import log_once
+from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.files.json import parse_json
+from pylate_fastmaxsim.recipes.files import parse_json
 from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.models.encoder import encoder_of
+from pylate_fastmaxsim.retrieval.static.files import DESCRIPTION_FILE as STATIC_FILE
+from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 
 if TYPE_CHECKING:
     from pylate.models import ColBERT
-    from sentence_transformers import MultiVectorEncoder, SparseEncoder
+    from sentence_transformers import MultiVectorEncoder
 
-    from pylate_fastmaxsim.recipes.models.pages import PageModel
+    from pylate_fastmaxsim.recipes.models.retriever import PageModel
 
 # A model that recipes train. As text, because not every library is installed.
 HostModel: TypeAlias = "ColBERT | MultiVectorEncoder | SparseEncoder | PageModel"
@@ -36,27 +42,16 @@ MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt")
 
 
 def load_model(
-    section: ModelSection, device: torch.device | str, seed: int, key: str = "model.name_or_path"
+    section: ModelSection,
+    device: torch.device | str,
+    seed: int,
+    key: str = "model.name_or_path",
+    checkpoint: Path | None = None,
 ) -> HostModel:
     """The model of a section; a projection or adapters that its checkpoint lacks are drawn from ``seed``.
 
-    ``key`` is what an error calls it.
+    ``key`` is what an error calls it. ``checkpoint`` is one of the training of this section, which is loaded instead.
     """
-    return _load(section, device, seed, key, None)
-
-
-def is_missing_folder(name: str) -> bool:
-    """Whether there is no such folder, and it is no name on the Hub: that has one slash and does not begin with a dot."""
-    path = Path(name).expanduser()
-    return not path.is_dir() and (path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1)
-
-
-def load_trained(section: ModelSection, checkpoint: Path, device: torch.device | str) -> HostModel:
-    """The model of a section, with the weights of a checkpoint of its training."""
-    return _load(section, device, 0, "output_dir", checkpoint)
-
-
-def _load(section: ModelSection, device: torch.device | str, seed: int, key: str, checkpoint: Path | None) -> HostModel:
     kind = kind_of(section)
     loaded = section if checkpoint is None else replace(section, name_or_path=str(checkpoint))
     set_seed(seed)
@@ -65,7 +60,9 @@ def _load(section: ModelSection, device: torch.device | str, seed: int, key: str
     except RecipeError:
         raise
     except Exception as error:  # each library that reads the files has its own errors
-        found = _class_of(loaded.name_or_path)
+        found = None
+        with suppress(Exception):  # of the Hub's client, or of a file that is not JSON
+            found = model_type(loaded.name_or_path)
         if KIND_OF_CLASS.get(found, section.kind) != section.kind:
             raise RecipeError(
                 f"{key} {loaded.name_or_path} does not fit model.kind {section.kind}: it is a {found}, which model.kind "
@@ -75,11 +72,95 @@ def _load(section: ModelSection, device: torch.device | str, seed: int, key: str
     if is_empty(kind.tokenizer_of(model)):
         raise RecipeError(NO_TOKENIZER.format(key, loaded.name_or_path))
     if section.config_kwargs:
-        _say_unused(section, encoder_of(model).config)
+        _report_unused_values(section, encoder_of(model).config)
     return model
 
 
-def _say_unused(section: ModelSection, config: PretrainedConfig) -> None:
+def load_trained(section: ModelSection, checkpoint: Path, device: torch.device | str) -> HostModel:
+    """The model of a section, with the weights of a checkpoint of its training."""
+    return load_model(section, device, 0, "output_dir", checkpoint)
+
+
+def load_retriever(
+    name: str, device: torch.device | str, trust_remote_code: bool = False, key: str = "MODEL"
+) -> HostModel | StaticLateInteraction:
+    """The model in this folder or of this name on the Hub, as the class that saved it.
+
+    Beside Sentence Transformers 6 a ColBERT of PyLate is loaded as a MultiVectorEncoder, which scores the same. ``key`` is what
+    an error calls the model.
+
+    Raises
+    ------
+    RecipeError
+        There is no such model, it is of another class, it cannot be loaded, or a sparse model has another similarity than
+        the inner product.
+    """
+    saved_by, path = saved_class(name, key), Path(name).expanduser()
+    if saved_by == "StaticLateInteraction":
+        try:
+            return StaticLateInteraction.load(path, device)
+        except (ValueError, OSError) as error:
+            raise RecipeError(f"{key} {name} cannot be loaded: {first_line(error)}") from error
+    section = ColBERTSection(name_or_path=str(path) if path.is_dir() else name, trust_remote_code=trust_remote_code)
+    host = SparseEncoder if saved_by == "SparseEncoder" else getattr(sentence_transformers, "MultiVectorEncoder", None)
+    if host is None and saved_by == "ColBERT":
+        return load_model(section, device, seed=0, key=key)
+    if host is None:
+        raise RecipeError(
+            f"{key} {name} is a {saved_by}, which needs Sentence Transformers 6, but Sentence Transformers "
+            f"{sentence_transformers.__version__} is installed."
+        )
+    try:
+        model = host(section.name_or_path, device=str(device), trust_remote_code=trust_remote_code)
+    except Exception as error:  # each library that reads the files has its own errors
+        raise model_failure(key, section, error) from error
+    if host is SparseEncoder:
+        require_inner_product(model, key, name)
+    return model
+
+
+def saved_class(name: str, key: str = "MODEL") -> str:
+    """The class that has saved the model in this folder or of this name on the Hub, as its files say.
+
+    Raises
+    ------
+    RecipeError
+        There is no such model, or it is of another class.
+    """
+    if is_missing_folder(name):
+        raise RecipeError(f"{key}: there is no folder {name}.")
+    path = Path(name).expanduser()
+    if (path / STATIC_FILE).exists():
+        return "StaticLateInteraction"
+    name = str(path) if path.is_dir() else name
+    try:
+        saved_by = model_type(name)
+    except Exception as error:  # of the Hub's client, or of a file that is not JSON
+        raise model_failure(key, ColBERTSection(name_or_path=name), error) from error
+    if saved_by not in KIND_OF_CLASS:
+        found = f"{CONFIG_FILE} says {saved_by}" if saved_by else f"it has no {CONFIG_FILE}"
+        raise RecipeError(
+            f"{key} {name} must be a ColBERT that PyLate has saved, a MultiVectorEncoder or SparseEncoder that Sentence "
+            f"Transformers has saved or a StaticLateInteraction, but {found}."
+        )
+    return saved_by
+
+
+def require_inner_product(model: SparseEncoder, key: str, name: str) -> None:
+    """Refuse a model with another similarity, which exact sparse search has not."""
+    if model.similarity_fn_name != "dot":
+        raise RecipeError(
+            f"{key} {name} must score by the inner product (dot), but its similarity is {model.similarity_fn_name}."
+        )
+
+
+def is_missing_folder(name: str) -> bool:
+    """Whether there is no such folder, and it is no name on the Hub: that has one slash and does not begin with a dot."""
+    path = Path(name).expanduser()
+    return not path.is_dir() and (path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1)
+
+
+def _report_unused_values(section: ModelSection, config: PretrainedConfig) -> None:
     """Log what transformers ignores silently."""
     if unknown := [name for name in section.config_kwargs if not hasattr(config, name)]:
         log_once(
@@ -133,14 +214,6 @@ def lacks_tokenizer(section: ModelSection) -> bool:
 def is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a tokenizer has only special tokens: transformers 5 makes up such a one for a model without any."""
     return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-
-
-def _class_of(name: str) -> str | None:
-    """As :func:`model_type`, None also where the files cannot be read."""
-    try:
-        return model_type(name)
-    except Exception:  # of the Hub's client, or of a file that is not JSON
-        return None
 
 
 def model_type(name: str) -> str | None:

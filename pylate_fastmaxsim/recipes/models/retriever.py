@@ -6,29 +6,108 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import sentence_transformers
 import torch
 from sentence_transformers import SparseEncoder
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.integrations.sparse_encoder.names import Router
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.models.pages import PageModel
-from pylate_fastmaxsim.recipes.models.static import StaticDocuments, StaticQueries, encode_static, search_static
 from pylate_fastmaxsim.retrieval.search import search
+from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
+from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 from pylate_fastmaxsim.sparse import SparseBatch
 from pylate_fastmaxsim.tokens import TokenBatch
+
+if TYPE_CHECKING:
+    from colpali_engine.utils.processing_utils import BaseVisualRetrieverProcessor
+    from peft import PeftModel
+    from PIL.Image import Image
 
 # Batches encoded in one call: the texts of a call are sorted by length, so more of them need less padding.
 BATCHES_AT_ONCE = 64
 # SpladePooling knows its size after the first text only.
 FOUND_OUT = "word_embedding_dimension"
+
+
+@dataclass
+class PageModel:
+    """A model of colpali-engine, with adapters or without, and the processor that makes its inputs."""
+
+    model: PreTrainedModel | PeftModel
+    processor: BaseVisualRetrieverProcessor
+
+    @torch.no_grad()
+    def encode(self, items: Sequence[str] | Sequence[Image], batch_size: int, is_query: bool) -> list[Tensor]:
+        """The token vectors ``[L, d]`` of each query (a text) or page (an image), on the device of the model."""
+        self.model.eval()
+        process = self.processor.process_queries if is_query else self.processor.process_images
+        found: list[Tensor] = []
+        for begin in range(0, len(items), batch_size):
+            batch = process(list(items[begin : begin + batch_size])).to(self.model.device)
+            # Padding is rows of zeros.
+            found += [row[row.any(dim=1)] for row in self.model(**batch)]
+        return found
+
+    def save_pretrained(self, directory: str) -> None:
+        """Save both, so that ``from_pretrained`` of colpali-engine's classes loads them."""
+        self.model.save_pretrained(directory)
+        self.processor.save_pretrained(directory)
+
+
+@dataclass(frozen=True, eq=False)
+class StaticDocuments:
+    """Documents as token ids and as sparse vectors."""
+
+    tokens: TokenIds
+    vectors: SparseBatch
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class StaticQueries:
+    """Queries as sparse vectors, with the model that scores them.
+
+    Parameters
+    ----------
+    model
+        With BM25 weights the ranking is that of sparse scores; otherwise that of MaxSim.
+    vectors
+        Of Nq queries.
+    tokens
+        Token ids of all documents, if they are known before the search.
+    exact
+        Whether MaxSim is certified; otherwise the ranking is that of its upper bounds.
+    """
+
+    model: StaticLateInteraction
+    vectors: SparseBatch
+    tokens: TokenIds | None = None
+    exact: bool = True
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether a search scores candidates again."""
+        return self.exact and self.model.bm25_weights is None
+
+    def search(self, index: SparseIndex, k: int) -> tuple[Tensor, Tensor]:
+        """Scores and positions ``[Nq, k]`` of the best documents of an index; -1 where there is none."""
+        exact = self.needs_tokens
+        return self.model.search(self.vectors, index, k, exact=exact, tokens=self.tokens if exact else None)
+
 
 Encoded = TokenBatch | SparseBatch | StaticQueries | StaticDocuments
 
@@ -213,9 +292,10 @@ class SparseRetriever(Retriever):
             raise RecipeError(
                 "loss.pooling must be max for a sparse or static model, which has no similarities of tokens to pool."
             )
-        return self.search_stream(queries, documents, k)
+        return self._search_stream(queries, documents, k)
 
-    search_stream = staticmethod(sparse_search)
+    def _search_stream(self, queries: SparseBatch, documents: Iterable[SparseBatch], k: int) -> tuple[Tensor, Tensor]:
+        return sparse_search(queries, documents, k)
 
 
 class StaticRetriever(SparseRetriever):
@@ -223,13 +303,32 @@ class StaticRetriever(SparseRetriever):
 
     kind = "static late interaction"
     document_length = None
-    search_stream = staticmethod(search_static)
 
     def _made(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> StaticQueries | StaticDocuments:
-        return encode_static(self.model, texts, is_query)
+        try:
+            tokens = self.model.token_ids(texts)
+            if is_query:
+                return StaticQueries(self.model, self.model.queries(tokens))
+            return StaticDocuments(tokens, self.model.documents(tokens))
+        except ValueError as error:  # it lacks counts of tokens, or its tokenizer gives ids beyond its tables
+            raise RecipeError(f"The static model cannot encode: {first_line(error)}") from error
 
     def _batch(self, made: StaticQueries | StaticDocuments) -> StaticQueries | StaticDocuments:
         return made  # whose vectors are finite
+
+    def _search_stream(
+        self, queries: StaticQueries, documents: Iterable[StaticDocuments], k: int
+    ) -> tuple[Tensor, Tensor]:
+        tokens: list[TokenIds] = []  # of all documents, which are scored again
+
+        def vectors() -> Iterator[SparseBatch]:
+            for batch in documents:
+                if queries.needs_tokens:
+                    tokens.append(batch.tokens)
+                yield batch.vectors
+
+        index = SparseIndex.build(vectors())
+        return replace(queries, tokens=TokenIds.concatenate(tokens)).search(index, k)
 
     def digest(self) -> str:
         model = self.model

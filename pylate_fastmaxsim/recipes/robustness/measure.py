@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -13,10 +14,10 @@ from torch import Tensor
 from pylate_fastmaxsim.diagnostics.injection import COUNTS, NOISE, injected_tokens, injection_sweep
 from pylate_fastmaxsim.diagnostics.robustness import DEPTH, TIMES, length_sweep, retrieval_metrics
 from pylate_fastmaxsim.integrations.options import POOLINGS, pooling_from_text
-from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, Pooling, Softmax, TopK, pooled_scores
+from pylate_fastmaxsim.ops.pooled import pooled_scores
+from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever
-from pylate_fastmaxsim.recipes.models.static import StaticDocuments
+from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, StaticDocuments
 from pylate_fastmaxsim.recipes.robustness.lengthen import Append, Lengthened, encode
 from pylate_fastmaxsim.recipes.robustness.task import Task
 from pylate_fastmaxsim.recipes.search.run import best_device
@@ -29,7 +30,7 @@ PAIRS = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured, by the names of the command's options; without ``poolings`` the default ones."""
+    """The options of the command, by their names; without ``poolings`` the default ones."""
 
     poolings: Sequence[Pooling] | None = None
     times: Sequence[int] = TIMES
@@ -40,22 +41,10 @@ class Settings:
 
 
 def settings_of(poolings: Sequence[str], times: str, tokens: str, append: str, noise: float, seed: int) -> Settings:
-    """The settings of a command line.
-
-    Raises
-    ------
-    RecipeError
-        One cannot be read.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.robustness.measure import settings_of
-    >>> settings_of(["softmax=0.1"], "1,4", "0,50", "auto", 0.5, 0).poolings
-    (Softmax(temperature=0.1),)
-    """
+    """The settings of a command line."""
     try:
         chosen = tuple(dict.fromkeys(map(pooling_from_text, poolings))) or None
-    except ValueError as error:
+    except ArgumentTypeError as error:
         raise RecipeError(f"--{error}") from None
     if append not in get_args(Append):
         raise RecipeError(f"--append must be {', '.join(get_args(Append))}, got {append!r}.")
@@ -71,38 +60,18 @@ def _numbers(option: str, text: str, least: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Pair:
-    """A query and a document that is not gold for it, before and after the attack on the query.
-
-    Parameters
-    ----------
-    query, document
-        Texts.
-    query_tokens
-        The tokens of the query.
-    similarities
-        ``[Lq, Ld + K]``: the document's tokens, then K injected ones.
-    injected
-        K.
-    """
+    """A query and a document that is not gold for it, before and after the attack on the query."""
 
     query: str
     document: str
     query_tokens: list[str]
-    similarities: Tensor
-    injected: int
+    similarities: Tensor  # [Lq, Ld + K]: the document's tokens, then K injected ones
+    injected: int  # K
 
 
 def pooling_text(pooling: Pooling) -> str:
-    """A pooling as the command line has it.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim import Max, TopK
-    >>> from pylate_fastmaxsim.recipes.robustness.measure import pooling_text
-    >>> pooling_text(Max()), pooling_text(TopK(4))
-    ('max', 'top_k=4')
-    """
-    (name,) = (name for name, kind in POOLINGS.items() if isinstance(pooling, kind))
+    """A pooling as the command line names it."""
+    (name,) = (name for name, each in POOLINGS.items() if isinstance(pooling, each))
     return "=".join([name, *map(str, vars(pooling).values())])
 
 
@@ -113,11 +82,6 @@ def measure(
 
     ``own_pooling`` is that of the model, which comes first. Of a sparse or static model, which has no token embeddings,
     longer documents are measured alone.
-
-    Raises
-    ------
-    RecipeError
-        A setting does not fit the model, there is no text to append, or embeddings of the model are NaN or infinite.
     """
     begun = time.perf_counter()
     has_tokens = retriever.has_token_embeddings

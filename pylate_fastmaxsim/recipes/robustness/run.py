@@ -6,20 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, TextEvaluationSection
 from pylate_fastmaxsim.recipes.config.shipped import is_recipe
+from pylate_fastmaxsim.recipes.data.collection import load_collection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.beir import load_collection
-from pylate_fastmaxsim.recipes.files.inputs import inputs_of
-from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
-from pylate_fastmaxsim.recipes.files.write import prepare_file
+from pylate_fastmaxsim.recipes.files import inputs_of, prepare_file, without_nan, write_json
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.robustness.measure import Pair, Settings, measure
-from pylate_fastmaxsim.recipes.robustness.task import Limits, Task, collection_task, task_of
+from pylate_fastmaxsim.recipes.robustness.task import Limits, collection_task, task_of
 from pylate_fastmaxsim.recipes.search.run import best_device
-from pylate_fastmaxsim.recipes.targets import Target, find_targets
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.targets import find_targets
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 
 RESULT_FILE = "robustness.json"
 
@@ -69,30 +65,25 @@ def robustness(
     (target,) = find_targets([name], overrides)
     if target.visual:
         raise RecipeError(f"{target.label} retrieves pages; fastmaxsim robustness makes documents of text longer.")
-    section = EvaluationSection() if target.recipe is None else target.recipe.evaluation
+    recipe, directory, inputs = target.recipe, Path(), [Path(target.path).expanduser()]
+    if recipe is not None:
+        directory = Path(recipe.output_dir)
+        inputs += inputs_of(recipe.model, recipe.data, recipe.evaluation)
     if beir is not None:
-        section = TextEvaluationSection(beir=str(Path(beir).expanduser()), split=split, batch_size=section.batch_size)
-    directory, inputs = Path(), [Path(target.path).expanduser(), *inputs_of(section)]
-    if target.recipe is not None:
-        directory = Path(target.recipe.output_dir)
-        inputs += inputs_of(target.recipe.model, target.recipe.data)
+        inputs.append(Path(beir).expanduser())
     if output is not None:
         directory = Path(output).expanduser()
     for suffix in (".json", ".png", ".html"):
         prepare_file("--output", (directory / RESULT_FILE).with_suffix(suffix), inputs)
-    task = _task(target, section if beir is not None else None, limits)
+    if beir is not None:
+        task = collection_task(beir, load_collection(beir, split, "--beir"), limits)
+    else:
+        prepared = prepare(recipe)
+        task = task_of(prepared, load_data(prepared), limits)
     retriever = retriever_of(target.load(best_device(), trust_remote_code=False), finite=True)
-    own = None if target.recipe is None else target.pooling
-    measured, pairs = measure(retriever, task, settings, section.batch_size, own)
-    recipe = None if target.recipe is None else target.recipe.name
-    result = without_nan({"model": target.path, "recipe": recipe} | measured)
+    own = None if recipe is None else target.pooling
+    measured, pairs = measure(retriever, task, settings, target.batch_size, own)
+    names = {"model": target.path, "recipe": None if recipe is None else recipe.name}
+    result = without_nan(names | measured)
     write_json(directory / RESULT_FILE, result)
     return result, pairs, directory / RESULT_FILE
-
-
-def _task(target: Target, section: EvaluationSection | None, limits: Limits) -> Task:
-    """The collection of ``section``, or what the recipe is evaluated on."""
-    if section is not None:
-        return collection_task(section.beir, load_collection(section), limits)
-    prepared = prepare(target.recipe)
-    return task_of(prepared, load_data(prepared), limits)

@@ -19,17 +19,6 @@ class Clock:
     ----------
     device
         Where tasks run; the work that they queued on a GPU is waited for, so that it counts as theirs.
-
-    Examples
-    --------
-    >>> import time
-    >>> from pylate_fastmaxsim.recipes.search.clock import Clock
-    >>> clock = Clock("cpu")
-    >>> with clock.during("search"):
-    ...     for _ in clock.iterate("encode", range(3)):
-    ...         time.sleep(0.02)
-    >>> clock.seconds["search"] > 0.05 > clock.seconds["encode"]
-    True
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -40,7 +29,7 @@ class Clock:
 
     @contextmanager
     def during(self, task: str) -> Iterator[None]:
-        """What runs in this context is part of a task."""
+        """Context whose seconds are those of a task."""
         outer = self._task
         self._switch(task)
         try:
@@ -49,7 +38,7 @@ class Clock:
             self._switch(outer)
 
     def iterate(self, task: str, items: Iterable[Item]) -> Iterator[Item]:
-        """The same items; to get each of them is part of a task."""
+        """Iterate over items; the seconds to get each of them are those of a task."""
         iterator = iter(items)
         while True:
             with self.during(task):

@@ -6,19 +6,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.codec import ResidualCodec
 from pylate_fastmaxsim.files.record import read_record, write_record
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import needs_codec, train_codec
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.files.lock import hold_lock
-from pylate_fastmaxsim.recipes.models.retriever import Encoded, Retriever
-from pylate_fastmaxsim.recipes.models.static import StaticDocuments, StaticQueries
+from pylate_fastmaxsim.recipes.files import hold_lock
+from pylate_fastmaxsim.recipes.models.retriever import Encoded, Retriever, StaticDocuments, StaticQueries
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE as CORPUS_FILE
 from pylate_fastmaxsim.retrieval.formats.format import CODEC_FILE, DTYPES
@@ -26,7 +24,6 @@ from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.retrieval.sparse_files import DESCRIPTION_FILE as SPARSE_FILE
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.sparse import SparseBatch
-from pylate_fastmaxsim.tokens import TokenBatch
 
 DESCRIPTION_FILE = "search.json"  # written first
 LOCK_FILE = "lock"
@@ -42,41 +39,37 @@ EncodeSample = Callable[[], Iterator[Encoded]]
 
 @dataclass(frozen=True)
 class Description:
-    """What an index is made of.
+    """The origin of an index. Digests are the same for the same weights and settings, and for the same texts in order."""
 
-    Parameters
-    ----------
-    kind
-        Of the model.
-    model
-        Its name, for messages.
-    model_digest, corpus_digest
-        The same for the same weights and settings, and for the same texts in the same order.
-    stored
-        Format of token embeddings on disk; None for a sparse index.
-    documents
-        Their number.
-    """
-
-    kind: str
-    model: str
+    kind: str  # of the model
+    model: str  # its name, for messages
     model_digest: str
     corpus_digest: str
-    stored: str | None
+    stored: str | None  # format of token embeddings on disk
     documents: int
 
     @property
     def is_sparse(self) -> bool:
-        """Whether documents are sparse vectors."""
+        """Tell whether documents are sparse vectors."""
         return self.kind != Retriever.kind
 
 
-class Index(Protocol):
-    """A corpus that can be searched."""
+@dataclass(frozen=True)
+class Index:
+    """A corpus on disk that is searched; ``pooling`` is that of token embeddings."""
+
+    held: SparseIndex | Corpus
+    pooling: Pooling
 
     def search(self, queries: Encoded, k: int, searched: Callable[[int], None]) -> tuple[Tensor, Tensor]:
         """Scores and positions ``[Nq, K]``; ``searched`` is told how many documents have been scored since."""
-        ...
+        with _name_index_in_errors():
+            if isinstance(self.held, Corpus):
+                return search(queries, self.held, k, pooling=self.pooling, progress=searched)
+            is_static = isinstance(queries, StaticQueries)
+            found = queries.search(self.held, k) if is_static else self.held.search(queries, k)
+        searched(len(self.held))
+        return found
 
 
 def open_or_build(
@@ -89,30 +82,26 @@ def open_or_build(
 ) -> Index:
     """The index in a folder, finished first where an earlier call was interrupted, and built where there is none.
 
-    A finished index is only read: by several commands at once, and where the folder cannot be written. ``pooling`` is
-    that of the scores of token embeddings.
-
-    Raises
-    ------
-    RecipeError
-        The folder holds something else, the index of another model or corpus, or a damaged file, or another command
-        builds it.
+    A finished index is only read: by several commands at once, and where the folder cannot be written. It must be of the
+    same model and corpus.
     """
     building = f"--index: {folder} is being built by another command; wait until it ends, or choose another folder."
-    with _one_sentence():
+    with _name_index_in_errors():
         if (folder / DESCRIPTION_FILE).exists():
             _require_same(folder, description)
-            if (index := _finished(folder, description, device, pooling)) is not None:
-                return index
+            if (held := _finished(folder, description, device)) is not None:
+                return Index(held, pooling)
         with hold_lock("--index", folder, LOCK_FILE, building):
             _describe(folder, description)
             if description.is_sparse:
-                return _Sparse(SparseIndex.build(_vectors(encode_from), folder=folder / SPARSE_FOLDER, device=device))
-            return _LateInteraction(_build(folder, description.stored, encode_from, encode_sample), pooling)
+                held = SparseIndex.build(_vectors(encode_from), folder=folder / SPARSE_FOLDER, device=device)
+            else:
+                held = _build(folder, description.stored, encode_from, encode_sample)
+            return Index(held, pooling)
 
 
 @contextmanager
-def _one_sentence() -> Iterator[None]:
+def _name_index_in_errors() -> Iterator[None]:
     """Context in which a damaged file, also one that is read late, or a number that does not fit the format is a RecipeError."""
     try:
         yield
@@ -122,17 +111,13 @@ def _one_sentence() -> Iterator[None]:
         raise RecipeError(f"--index: {first_line(error)}") from error
 
 
-def _finished(folder: Path, description: Description, device: torch.device, pooling: Pooling) -> Index | None:
-    if description.is_sparse:
-        if not (folder / SPARSE_FOLDER / SPARSE_FILE).exists():
-            return None
-        index = SparseIndex.load(folder / SPARSE_FOLDER, device)
-        # A damaged index that was repaired has fewer, and is gone on with.
-        return _Sparse(index) if len(index) == description.documents else None
-    if not (folder / LATE_FOLDER / CORPUS_FILE).exists():
+def _finished(folder: Path, description: Description, device: torch.device) -> SparseIndex | Corpus | None:
+    """The index in a folder, or None if it has fewer documents, as one that was damaged and repaired."""
+    part, file = (SPARSE_FOLDER, SPARSE_FILE) if description.is_sparse else (LATE_FOLDER, CORPUS_FILE)
+    if not (folder / part / file).exists():
         return None
-    corpus = Corpus(folder / LATE_FOLDER)
-    return _LateInteraction(corpus, pooling) if len(corpus) == description.documents else None
+    held = SparseIndex.load(folder / part, device) if description.is_sparse else Corpus(folder / part)
+    return held if len(held) == description.documents else None
 
 
 def _describe(folder: Path, description: Description) -> None:
@@ -165,18 +150,6 @@ def _require_same(folder: Path, description: Description) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Sparse:
-    index: SparseIndex
-
-    def search(self, queries: Encoded, k: int, searched: Callable[[int], None]) -> tuple[Tensor, Tensor]:
-        is_static = isinstance(queries, StaticQueries)
-        with _one_sentence():
-            found = queries.search(self.index, k) if is_static else self.index.search(queries, k)
-        searched(len(self.index))
-        return found
-
-
 def _vectors(encode_from: EncodeFrom) -> Callable[[int], Iterator[SparseBatch]]:
     """The sparse vectors of documents from a position on."""
 
@@ -185,16 +158,6 @@ def _vectors(encode_from: EncodeFrom) -> Callable[[int], Iterator[SparseBatch]]:
             yield batch.vectors if isinstance(batch, StaticDocuments) else batch
 
     return batches
-
-
-@dataclass(frozen=True)
-class _LateInteraction:
-    corpus: Corpus
-    pooling: Pooling
-
-    def search(self, queries: TokenBatch, k: int, searched: Callable[[int], None]) -> tuple[Tensor, Tensor]:
-        with _one_sentence():
-            return search(queries, self.corpus, k, pooling=self.pooling, progress=searched)
 
 
 def _build(folder: Path, stored: str, encode_from: EncodeFrom, encode_sample: EncodeSample) -> Corpus:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from pylate_fastmaxsim.recipes.data.collection import Collection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection
 from pylate_fastmaxsim.retrieval.plaid.files import FAST_PLAID, plaid_folder, read_sizes
 from pylate_fastmaxsim.retrieval.plaid.read import PlaidCorpus, read_plaid
 from pylate_fastmaxsim.retrieval.search import search
@@ -32,15 +32,10 @@ class PlaidIndex:
     folder: Path
     corpus: PlaidCorpus
 
-    def ordered(self, collection: Collection) -> Collection:
+    def reorder(self, collection: Collection) -> Collection:
         """The collection with the documents of the index, in its order.
 
         Without ids, the index must hold all documents in the order of the collection.
-
-        Raises
-        ------
-        RecipeError
-            A document of the index is not in the collection, or in the index twice.
         """
         corpus = collection.corpus
         if self.corpus.ids is None:
@@ -59,13 +54,7 @@ class PlaidIndex:
         return replace(collection, corpus=corpus.select([rows[name] for name in names]))
 
     def search(self, queries: TokenBatch, k: int, searched: Callable[[int], None]) -> tuple[Tensor, Tensor]:
-        """Scores and positions ``[Nq, K]`` of the best of all documents.
-
-        Raises
-        ------
-        RecipeError
-            The index is of embeddings of another d, or a code is damaged.
-        """
+        """Scores and positions ``[Nq, K]`` of the best of all documents."""
         if self.corpus.dim != queries.dim:
             raise RecipeError(
                 f"--plaid: {self.folder} holds embeddings of d = {self.corpus.dim}, but MODEL makes embeddings of d = "
@@ -76,17 +65,12 @@ class PlaidIndex:
         except ValueError as error:
             raise RecipeError(f"--plaid: {first_line(error)}") from error
 
-    def own_search(
+    def pruned_search(
         self, queries: TokenBatch, k: int, searching: Callable[[], AbstractContextManager]
     ) -> tuple[Tensor, Tensor]:
         """Scores and positions ``[Nq, K]`` of what PLAID finds, best first; a position of -1 where it finds no more.
 
         The search runs within ``searching()``, the loading of the index before.
-
-        Raises
-        ------
-        RecipeError
-            The index is not one of fast-plaid, or fast-plaid cannot search it.
         """
         folder = plaid_folder(self.folder)
         if not (folder / FAST_PLAID.centroids_file).exists():
@@ -109,7 +93,7 @@ class PlaidIndex:
         return pad_sequence(scores, batch_first=True), pad_sequence(positions, batch_first=True, padding_value=-1)
 
 
-def open_index(folder: Path) -> PlaidIndex:
+def open_plaid(folder: Path) -> PlaidIndex:
     """The index in a folder, mapped into memory. RecipeError if it cannot be used."""
     try:
         return PlaidIndex(folder, read_plaid(folder))
@@ -118,7 +102,7 @@ def open_index(folder: Path) -> PlaidIndex:
 
 
 def overlap(positions: Tensor, own: Tensor) -> dict[str, float]:
-    """Of the first documents of the exhaustive rankings ``[Nq, K]`` the share that is among as many first of PLAID's."""
+    """The share of the first documents of the exhaustive rankings ``[Nq, K]`` that PLAID has among as many first ones."""
     shares = {}
     for depth in DEPTHS:
         if depth <= positions.shape[1]:

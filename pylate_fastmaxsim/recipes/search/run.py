@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, get_args
@@ -12,20 +12,26 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import SAMPLE_DOCUMENTS
 from pylate_fastmaxsim.recipes.config.schema import CompressedFormat
+from pylate_fastmaxsim.recipes.data.collection import IDS_AT_ONCE, Collection, corpus_digest, document_texts
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.beir import IDS_AT_ONCE, Collection, corpus_digest, document_texts
 from pylate_fastmaxsim.recipes.evaluation.ranking import Ranking, encode_corpus, encode_sample, metrics_of, ranking
-from pylate_fastmaxsim.recipes.files.write import prepare_file
-from pylate_fastmaxsim.recipes.models.kind import load_retriever
-from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, StaticRetriever, retriever_of
-from pylate_fastmaxsim.recipes.models.static import StaticQueries
+from pylate_fastmaxsim.recipes.files import prepare_file
+from pylate_fastmaxsim.recipes.models.load import load_retriever
+from pylate_fastmaxsim.recipes.models.retriever import (
+    Encoded,
+    NotFiniteError,
+    Retriever,
+    StaticQueries,
+    StaticRetriever,
+    retriever_of,
+)
 from pylate_fastmaxsim.recipes.search.clock import Clock
 from pylate_fastmaxsim.recipes.search.index import Description, Index, open_or_build
-from pylate_fastmaxsim.recipes.search.plaid import PlaidIndex, open_index, overlap
-from pylate_fastmaxsim.recipes.search.run_file import require_ids_of_one_word, write_run
+from pylate_fastmaxsim.recipes.search.plaid import open_plaid, overlap
+from pylate_fastmaxsim.recipes.search.results import require_ids_of_one_word, write_run
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 
 # The tasks, in the order of the report. INDEX is to write the index, and to open it.
@@ -46,42 +52,18 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """How to search.
-
-    Parameters
-    ----------
-    k
-        Results of a query.
-    run
-        The TREC run file to write, or None.
-    index
-        Folder of an index that is built, gone on with or used, or None to search documents as they are encoded.
-    format
-        Of token embeddings in the index, one of ``FORMATS``; None is float32.
-    batch_size
-        Texts encoded at once.
-    trust_remote_code
-        Whether code that comes with the model may run.
-    exact
-        Whether a static model ranks by MaxSim; otherwise by the upper bounds that its sparse vectors give.
-    plaid
-        Folder of an index of PLAID that is searched in place of documents that the model encodes, or None.
-    pooling
-        Of late interaction, over document tokens.
-    inputs
-        Files and folders that are read, and so are not written to.
-    """
+    """The options of the command, by their names."""
 
     k: int = 1000
     run: Path | None = None
     index: Path | None = None
-    format: str | None = None
+    format: str | None = None  # one of FORMATS; None is the first
     batch_size: int = 32
     trust_remote_code: bool = False
     exact: bool = True
     plaid: Path | None = None
-    pooling: Pooling = Max()
-    inputs: Sequence[Path | None] = ()
+    pooling: Pooling = Max()  # of late interaction
+    inputs: Sequence[Path | None] = ()  # what is read, and so not written to
 
 
 def search(name: str, collection: Collection, options: Options, progress: Progress) -> dict[str, Any]:
@@ -100,9 +82,8 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
     if options.run is not None:
         require_ids_of_one_word(collection)
         prepare_file("--run", options.run, options.inputs)
-    device = best_device()
-    model = retriever_of(load_retriever(name, device, options.trust_remote_code), finite=True)
-    task = Search(name, model, collection, options, progress, Clock(device))
+    model = retriever_of(load_retriever(name, best_device(), options.trust_remote_code), finite=True)
+    task = Search(name, model, collection, options, progress)
     found = task.ranking()
     if options.run is not None:
         write_run(options.run, found)
@@ -139,51 +120,26 @@ def check_format(name: str, index: Path | None) -> None:
         raise RecipeError("--format is that of token embeddings in an index; it needs --index and a ColBERT.")
 
 
-@dataclass
 class Search:
     """A search of all queries of a collection with a model that is loaded.
 
-    Parameters
-    ----------
-    name
-        Of the model, for messages.
-    model
-        Which encodes.
-    collection
-        What is searched; with an index of PLAID only the documents that it holds.
-    options
-        How.
-    progress
-        Told what is done.
-    clock
-        Counts the seconds of each task, on the device of the model.
+    With an index of PLAID only the documents that it holds are searched. ``clock`` has the seconds of each task, and
+    ``encoded`` the number of documents that were encoded.
     """
 
-    name: str
-    model: Retriever
-    collection: Collection
-    options: Options
-    progress: Progress
-    clock: Clock
-    plaid: PlaidIndex | None = field(default=None, init=False)
-    encoded: int = field(default=0, init=False)
-    queries: Encoded | None = field(default=None, init=False)
-    positions: Tensor | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        _check_options(self.options, self.model)
-        if self.options.plaid is not None:
-            self.plaid = open_index(self.options.plaid)
-            self.collection = self.plaid.ordered(self.collection)
+    def __init__(
+        self, name: str, model: Retriever, collection: Collection, options: Options, progress: Progress
+    ) -> None:
+        _check_options(options, model)
+        self.name, self.model, self.options, self.progress = name, model, options, progress
+        self.clock, self.encoded = Clock(best_device()), 0
+        self.plaid = None if options.plaid is None else open_plaid(options.plaid)
+        self.collection = collection if self.plaid is None else self.plaid.reorder(collection)
+        self.queries: Encoded | None = None
+        self.positions: Tensor | None = None
 
     def ranking(self) -> Ranking:
-        """The ``k`` best documents of each query.
-
-        Raises
-        ------
-        RecipeError
-            The index does not fit, embeddings are not finite, or memory has run out.
-        """
+        """The ``k`` best documents of each query."""
         try:
             scores, self.positions = self._search()
         except NotFiniteError:
@@ -231,12 +187,12 @@ class Search:
             return index.search(queries, depth, searched)
 
     def compare_with_pruning(self, metrics: Callable[[Ranking], dict[str, float] | None]) -> dict[str, Any]:
-        """What the own search of an index of PLAID finds of the exhaustive ranking, and its metrics; or why it cannot."""
+        """The share of the exhaustive ranking that PLAID's own search finds, and its metrics; or the reason against it."""
         folder = {"folder": str(self.plaid.folder)}
         try:
             with self.clock.during(INDEX):
                 searching = partial(self.clock.during, PRUNED)
-                scores, own = self.plaid.own_search(self.queries, self.positions.shape[1], searching)
+                scores, own = self.plaid.pruned_search(self.queries, self.positions.shape[1], searching)
         except RecipeError as error:
             return {**folder, "not_searched": str(error)}
         found = ranking(self.collection, scores, own, self.options.k)
@@ -263,25 +219,26 @@ class Search:
         corpus = self.collection.corpus
         if begin == len(corpus):
             return
-        encoded = self.progress(ENCODE_DOCUMENTS, len(corpus), begin)
         batches = encode_corpus(self.model, corpus, self.options.batch_size, begin)
-        for batch in self.clock.iterate(ENCODE_DOCUMENTS, batches):
+        for batch in self._with_progress(ENCODE_DOCUMENTS, batches, len(corpus), begin):
             yield batch
-            # When it has been written or searched.
             self.encoded += len(batch)
-            encoded(len(batch))
 
     def _sample(self) -> Iterator[Encoded]:
         corpus = self.collection.corpus
-        encoded = self.progress(ENCODE_SAMPLE, min(len(corpus), SAMPLE_DOCUMENTS))
         batches = encode_sample(self.model, corpus, self.options.batch_size)
-        for batch in self.clock.iterate(ENCODE_SAMPLE, batches):
+        return self._with_progress(ENCODE_SAMPLE, batches, min(len(corpus), SAMPLE_DOCUMENTS))
+
+    def _with_progress(self, task: str, batches: Iterable[Encoded], total: int, done: int = 0) -> Iterator[Encoded]:
+        """Time batches and tell the progress; each is done when it has been written or searched."""
+        encoded = self.progress(task, total, done)
+        for batch in self.clock.iterate(task, batches):
             yield batch
             encoded(len(batch))
 
     @cached_property
     def description(self) -> Description:
-        """What an index of this search is made of."""
+        """The origin of an index of this search."""
         return Description(
             kind=self.model.kind,
             model=self.name,

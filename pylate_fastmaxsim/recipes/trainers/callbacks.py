@@ -1,22 +1,22 @@
-"""Callbacks: an interrupted run loses nothing, and how concentrated gradients are is logged."""
+"""Callbacks of every training: an interrupted run loses nothing and goes on exactly, and epochs may be uneven."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+import transformers
+from sentence_transformers.training_args import BatchSamplers
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
-from pylate_fastmaxsim.diagnostics.gradient_concentration import gradient_concentration
-from pylate_fastmaxsim.ops.pooled import Max, Pooling, pooled_scores
+from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.tokens import TokenBatch
+
+# transformers from 5.3, where the trainers of recipes can say where to resume.
+COUNTS_BATCHES = hasattr(Trainer, "_init_training_state")
 
 
 class StopOnInterrupt(TrainerCallback):
@@ -30,19 +30,14 @@ class StopOnInterrupt(TrainerCallback):
         self.requested = False
         self._previous: Any = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         if args.world_size == 1 and threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGINT, self._request)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.requested:
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"
-        return control
 
     def _request(self, signum: int, frame: object) -> None:
         self.requested = True
@@ -55,118 +50,57 @@ class StopOnInterrupt(TrainerCallback):
             self._previous = None
 
 
-class ShuffleByEpoch(TrainerCallback):
-    """Tells the batch sampler its epoch before batches are skipped on resuming.
+class ResumeExactly(TrainerCallback):
+    """Lets a resumed run see the batches that follow, and save and log at the intervals of its recipe.
 
-    The wrapper by which accelerate skips batches does not pass the epoch on. A run resumed in its second epoch would
-    see the rows in the order of the first.
+    The trainer would take the intervals of the checkpoint. The wrapper by which accelerate skips batches does not tell the
+    batch sampler its epoch. And an older transformers divides the steps by those of a full epoch, of which
+    ``no_duplicates`` makes fewer: such a checkpoint is refused.
     """
 
-    def on_epoch_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        train_dataloader: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs) -> None:
+        state.compute_steps(args, state.max_steps)
+        if COUNTS_BATCHES or args.batch_sampler != BatchSamplers.NO_DUPLICATES:
+            return
+        batches, each = len(train_dataloader), args.gradient_accumulation_steps
+        epochs, steps = divmod(state.global_step, -(-batches // each))
+        if (epochs, steps * each) != batches_done(state, batches):
+            raise RecipeError(
+                "training.batch_sampler no_duplicates made fewer batches in an epoch than transformers "
+                f"{transformers.__version__} assumes on resuming; install 5.3 or later, or start over with --no-resume."
+            )
+
+    def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs) -> None:
         if hasattr(train_dataloader, "set_epoch"):
             train_dataloader.set_epoch(int(state.epoch))
 
 
-class IntervalsOfRecipe(TrainerCallback):
-    """Saves and logs at the intervals of the recipe; the trainer would take those of the checkpoint."""
+class FinishByEpochs(TrainerCallback):
+    """Saves a run that finishes its epochs in fewer steps than the trainer expects, as one with no step left to do.
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        state.compute_steps(args, state.max_steps)
-
-
-class LogGradientConcentration(TrainerCallback):
-    """Logs how the gradient is spread over document tokens, before the first step and after every n-th.
-
-    The same pairs are encoded each time, without gradients and in the precision of the training, so that figures of a run
-    compare with each other. That is a part of one step's forward in every n steps, and the training stays the same bit
-    by bit. What is logged is documented in docs/diagnostics.md.
-
-    Parameters
-    ----------
-    trainer
-        The trainer that logs, of transformers or of a library built on it.
-    encode
-        Returns token embeddings of N queries and of their N positives, as TokenBatches or padded ``[N, L, d]``.
-    every
-        Steps of the optimizer from one measurement to the next.
-    pooling
-        That of the training, or a function that returns it where it changes.
-    temperature
-        That of the contrastive loss with in-batch negatives whose gradient is measured beside that of the scores of the
-        pairs. ``None``: only of the scores.
-
-    Raises
-    ------
-    RecipeError
-        At the start of a training under FSDP or DeepSpeed, where no process has the whole model.
-
-    Examples
-    --------
-    docs/diagnostics.md has it in a script of PyLate.
+    The trainer would save at the step at which it expects the end, and never get there.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        encode: Callable[[], tuple[TokenBatch | Tensor, TokenBatch | Tensor]],
-        every: int,
-        pooling: Pooling | Callable[[], Pooling] = Max(),
-        temperature: float | None = 1.0,
-    ) -> None:
-        self._trainer = trainer
-        self._encode = encode
-        self._every = every
-        self._pooling = pooling
-        self._temperature = temperature
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.epochs = int(state.epoch or 0)
+        self.saved = state.global_step
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self._trainer.is_fsdp_enabled or self._trainer.is_deepspeed_enabled:
-            raise RecipeError(
-                "Gradient concentration is not logged under FSDP and DeepSpeed, where no process has the whole model; leave "
-                "LogGradientConcentration, in a recipe training.log_gradient_concentration, out."
-            )
-        if state.global_step == 0:
-            self._log(state, control)
+    def on_save(self, args, state, control, **kwargs) -> None:
+        self.saved = state.global_step
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.global_step % self._every == 0:
-            self._log(state, control)
-
-    def _log(self, state: TrainerState, control: TrainerControl) -> None:
-        if not state.is_world_process_zero:
+    def on_epoch_end(self, args, state, control, **kwargs) -> None:
+        self.epochs += 1
+        if self.epochs < state.num_train_epochs or control.should_training_stop:
             return
-        with torch.no_grad(), self._trainer.compute_loss_context_manager():
-            queries, documents = self._encode()
-            figures = self._figures(queries, documents)
-        # Logging clears the flag by which the trainer logs its loss after this step.
-        should_log = control.should_log
-        self._trainer.log(figures)
-        control.should_log = should_log
+        state.max_steps = state.global_step
+        if self.saved != state.global_step:
+            control.should_save = args.save_strategy != "no"
+        elif args.should_save and state.global_step:
+            # Saving this step again would overwrite the last complete checkpoint, file by file.
+            checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            replace_file(checkpoint / TRAINER_STATE_NAME, state.save_to_json)
 
-    def _figures(self, queries: TokenBatch | Tensor, documents: TokenBatch | Tensor) -> dict[str, float]:
-        targets = torch.arange(len(queries), device=queries.device)
-        pooling = self._pooling() if callable(self._pooling) else self._pooling
-        measured = [gradient_concentration(queries, documents, targets[:, None], pooling=pooling)]
-        if self._temperature is not None:
-            scores = pooled_scores(queries, documents, pooling=pooling)
-            with torch.enable_grad():
-                leaf = scores.detach().requires_grad_()
-                (gradient,) = torch.autograd.grad(F.cross_entropy(leaf / self._temperature, targets), leaf)
-            measured.append(gradient_concentration(queries, documents, pooling=pooling, loss_gradient=gradient))
-        return {
-            f"gradient_concentration/{of}_{name}": value
-            for figures in map(asdict, measured)
-            for of in [figures.pop("of")]
-            for name, value in figures.items()
-        }
+
+def batches_done(state: TrainerState, batches: int) -> tuple[int, int]:
+    """Finished epochs, and batches of the current one, where the trainer counts ``batches`` in an epoch."""
+    return divmod(round((state.epoch or 0) * batches), batches)

@@ -1,46 +1,104 @@
-"""The concentration of gradients, logged while a model of late interaction of texts is trained."""
+"""The concentration of gradients on few document tokens, logged while a model is trained."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
-from transformers import Trainer
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
-from pylate_fastmaxsim.ops.pooled import Max
-from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.models.retriever import retriever_of
-from pylate_fastmaxsim.recipes.scores import ScoreMetric
-from pylate_fastmaxsim.recipes.trainers.callbacks import LogGradientConcentration
+from pylate_fastmaxsim.diagnostics.gradient_concentration import gradient_concentration
+from pylate_fastmaxsim.ops.pooled import pooled_scores
+from pylate_fastmaxsim.pooling import Max, Pooling
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.tokens import TokenBatch
 
-# Pairs of which gradients are measured: few, so that it costs less than a step.
-MEASURED_PAIRS = 32
 
+class LogGradientConcentration(TrainerCallback):
+    """Logs how the gradient is spread over document tokens, before the first step and after every n-th.
 
-def text_gradient_logger(
-    recipe: Recipe, trainer: Trainer, metric: Callable[[], ScoreMetric]
-) -> LogGradientConcentration:
-    """The callback of ``training.log_gradient_concentration``, on the first rows of the training data.
+    The same pairs are encoded each time, without gradients and in the precision of the training, so that figures of a run
+    compare with each other. That is a part of one step's forward in every n steps, and the training stays the same bit
+    by bit. What is logged is documented in docs/diagnostics.md.
 
-    The loss that it measures is that of the recipe if it is contrastive, but over these pairs. Of a distillation it
-    measures only scores, of the query and the first of its documents. The pooling is that of the loss,
-    whose score ``metric`` is asked for in each measurement.
+    Parameters
+    ----------
+    trainer
+        The trainer that logs, of transformers or of a library built on it.
+    encode
+        Returns token embeddings of N queries and of their N positives, as TokenBatches or padded ``[N, L, d]``.
+    every
+        Steps of the optimizer from one measurement to the next.
+    pooling
+        That of the training, or a function that returns it where it changes.
+    temperature
+        That of the contrastive loss with in-batch negatives whose gradient is measured beside that of the scores of the
+        pairs. ``None``: only of the scores.
+
+    Raises
+    ------
+    RecipeError
+        At the start of a training under FSDP or DeepSpeed, where no process has the whole model.
+
+    Examples
+    --------
+    docs/diagnostics.md has it in a script of PyLate.
     """
-    rows = trainer.train_dataset[:MEASURED_PAIRS]
-    queries, documents, *_ = rows.values()
-    documents = [one if isinstance(one, str) else one[0] for one in documents]
 
-    def encode_pairs() -> tuple[TokenBatch, TokenBatch]:
-        retriever = retriever_of(trainer.model)
-        return (
-            retriever.encode(queries, MEASURED_PAIRS, is_query=True),
-            retriever.encode(documents, MEASURED_PAIRS, is_query=False),
-        )
+    def __init__(
+        self,
+        trainer: Trainer,
+        encode: Callable[[], tuple[TokenBatch | Tensor, TokenBatch | Tensor]],
+        every: int,
+        pooling: Pooling | Callable[[], Pooling] = Max(),
+        temperature: float | None = 1.0,
+    ) -> None:
+        self._trainer = trainer
+        self._encode = encode
+        self._every = every
+        self._pooling = pooling
+        self._temperature = temperature
 
-    return LogGradientConcentration(
-        trainer,
-        encode_pairs,
-        recipe.training.log_gradient_concentration,
-        pooling=Max() if recipe.loss.pooling is None else lambda: metric().pooling,
-        temperature=None if recipe.loss.name == "distillation" else recipe.loss.temperature or 1.0,
-    )
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        if self._trainer.is_fsdp_enabled or self._trainer.is_deepspeed_enabled:
+            raise RecipeError(
+                "Gradient concentration is not logged under FSDP and DeepSpeed, where no process has the whole model; leave "
+                "LogGradientConcentration, in a recipe training.log_gradient_concentration, out."
+            )
+        if state.global_step == 0:
+            self._log(state, control)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if state.global_step % self._every == 0:
+            self._log(state, control)
+
+    def _log(self, state: TrainerState, control: TrainerControl) -> None:
+        if not state.is_world_process_zero:
+            return
+        with torch.no_grad(), self._trainer.compute_loss_context_manager():
+            queries, documents = self._encode()
+            figures = self._figures(queries, documents)
+        # Logging clears the flag by which the trainer logs its loss after this step.
+        should_log = control.should_log
+        self._trainer.log(figures)
+        control.should_log = should_log
+
+    def _figures(self, queries: TokenBatch | Tensor, documents: TokenBatch | Tensor) -> dict[str, float]:
+        targets = torch.arange(len(queries), device=queries.device)
+        pooling = self._pooling() if callable(self._pooling) else self._pooling
+        measured = [gradient_concentration(queries, documents, targets[:, None], pooling=pooling)]
+        if self._temperature is not None:
+            scores = pooled_scores(queries, documents, pooling=pooling)
+            with torch.enable_grad():
+                leaf = scores.detach().requires_grad_()
+                (gradient,) = torch.autograd.grad(F.cross_entropy(leaf / self._temperature, targets), leaf)
+            measured.append(gradient_concentration(queries, documents, pooling=pooling, loss_gradient=gradient))
+        return {
+            f"gradient_concentration/{of}_{name}": value
+            for figures in map(asdict, measured)
+            for of in [figures.pop("of")]
+            for name, value in figures.items()
+        }

@@ -15,9 +15,8 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 from transformers.trainer_utils import has_length
 
-from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.trainers.epochs import batches_done
+from pylate_fastmaxsim.recipes.trainers.callbacks import batches_done
 
 
 @contextmanager
@@ -32,28 +31,6 @@ def unsharded_loading(arguments: TrainingArguments) -> Iterator[None]:
         yield
     finally:
         set_hf_deepspeed_config(plugin.dschf)
-
-
-def require_reduced_once(recipe: Recipe, arguments: TrainingArguments) -> None:
-    """Refuse a loss with several backwards a step under ZeRO 2 and 3, which would fail in the first step.
-
-    Raises
-    ------
-    RecipeError
-        A loss with GradCache is to be trained under ZeRO 2 or 3.
-    """
-    plugin = arguments.deepspeed_plugin
-    if plugin is None or plugin.zero_stage < 2:
-        return
-    if recipe.loss.name == "cached_contrastive":
-        raise RecipeError(
-            f"loss.name must not be cached_contrastive under DeepSpeed's ZeRO {plugin.zero_stage}, which allows one "
-            "backward a step; use ZeRO 1 or another loss."
-        )
-    if recipe.loss.mini_batch_size is not None:
-        raise RecipeError(
-            f"loss.mini_batch_size must be null under DeepSpeed's ZeRO {plugin.zero_stage}, which allows one backward a step."
-        )
 
 
 class WholeModelMixin:

@@ -1,4 +1,4 @@
-"""The trainer's arguments for a recipe, and whether this machine can train with them."""
+"""The trainer's arguments for a recipe, on a machine that can train with them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import Trainer, get_scheduler
 from transformers.integrations import is_tensorboard_available, is_wandb_available
 
-from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.config.schema import LossSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.kind import kind_of
-from pylate_fastmaxsim.recipes.models.hardware import gpu_has_bf16
 
 REPORTERS = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
 
@@ -24,7 +23,8 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
     Raises
     ------
     RecipeError
-        The trainer does not take them, or the GPU has no bf16.
+        The trainer does not take them, the GPU has no bf16, an optimizer, a schedule or a reporting tool needs a package
+        that is not installed, or a loss with GradCache is to be trained under ZeRO 2 or 3.
     """
     options = asdict(recipe.training)
     if options["lr_scheduler_type"] == "reduce_lr_on_plateau":
@@ -44,7 +44,7 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
         options["accelerator_config"] = {"dispatch_batches": False}
     save_steps = options.pop("save_steps")
     on_gpu = torch.cuda.is_available() and not recipe.training.use_cpu
-    precision = _precision(recipe, on_gpu)
+    precision = _precision(recipe.training.precision, recipe.model.dtype, on_gpu)
     if options["report_to"] == "auto":
         options["report_to"] = [name for name, is_available in REPORTERS.items() if is_available()]
     kind = kind_of(recipe.model)
@@ -76,18 +76,29 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
     if arguments.device.type == "cpu" and arguments.device.index is not None:
         # With several processes accelerate says cpu:0, which torch.load does not know when it resumes.
         arguments._setup_devices = torch.device("cpu")
+    _require_installed(arguments)
+    _require_one_backward(recipe.loss, arguments)
     return arguments
 
 
-def require_trainable(arguments: SentenceTransformerTrainingArguments) -> None:
-    """Refuse early what the trainer would refuse after loading data and model.
+def _precision(wanted: str, dtype: str, on_gpu: bool) -> str:
+    """The precision that ``training.precision`` stands for on this machine."""
+    if not on_gpu:
+        return "fp32" if wanted == "auto" else wanted
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)  # emulated, it is slower than fp16
+    for key, needs_bf16, allowed in (
+        ("model.dtype", dtype == "bfloat16", "auto or float32"),
+        ("training.precision", wanted == "bf16", "auto, fp16 or fp32"),
+    ):
+        if needs_bf16 and not has_bf16:
+            raise RecipeError(
+                f"{key} must be {allowed} here, because the GPU ({torch.cuda.get_device_name()}) has no bf16."
+            )
+    return ("bf16" if has_bf16 else "fp16") if wanted == "auto" else wanted
 
-    Raises
-    ------
-    RecipeError
-        An optimizer, a schedule or a reporting tool needs a package that is not installed, or a value that a recipe
-        does not have.
-    """
+
+def _require_installed(arguments: SentenceTransformerTrainingArguments) -> None:
+    """Refuse early what the trainer would refuse after loading data and model."""
     for name in arguments.report_to:
         if not REPORTERS[name]():
             raise RecipeError(f"training.report_to must be auto or none here, because {name} is not installed.")
@@ -104,19 +115,17 @@ def require_trainable(arguments: SentenceTransformerTrainingArguments) -> None:
         ) from error
 
 
-def _precision(recipe: Recipe, on_gpu: bool) -> str:
-    """What ``training.precision`` means on this machine."""
-    has_bf16 = on_gpu and gpu_has_bf16()
-    if recipe.model.dtype == "bfloat16" and on_gpu and not has_bf16:
+def _require_one_backward(loss: LossSection, arguments: SentenceTransformerTrainingArguments) -> None:
+    """Refuse a loss with several backwards a step under ZeRO 2 and 3, which would fail in the first step."""
+    plugin = arguments.deepspeed_plugin
+    if plugin is None or plugin.zero_stage < 2:
+        return
+    if loss.name == "cached_contrastive":
         raise RecipeError(
-            f"model.dtype must be auto or float32 here, because the GPU ({torch.cuda.get_device_name()}) has no bf16."
+            f"loss.name must not be cached_contrastive under DeepSpeed's ZeRO {plugin.zero_stage}, which allows one "
+            "backward a step; use ZeRO 1 or another loss."
         )
-    wanted = recipe.training.precision
-    if wanted == "auto":
-        return ("bf16" if has_bf16 else "fp16") if on_gpu else "fp32"
-    if wanted == "bf16" and on_gpu and not has_bf16:
+    if loss.mini_batch_size is not None:
         raise RecipeError(
-            f"training.precision must be auto, fp16 or fp32 here, because the GPU ({torch.cuda.get_device_name()}) "
-            "has no bf16."
+            f"loss.mini_batch_size must be null under DeepSpeed's ZeRO {plugin.zero_stage}, which allows one backward a step."
         )
-    return wanted

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from sentence_transformers import SentenceTransformerTrainer
 from sentence_transformers.evaluation import SentenceEvaluator
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
@@ -16,7 +15,7 @@ from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
 from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.models.encoder import encoder_of
 from pylate_fastmaxsim.recipes.models.load import HostModel
-from pylate_fastmaxsim.recipes.pooling import described, final_pooling
+from pylate_fastmaxsim.recipes.pooling import final_pooling, pooling_at
 
 CARD = "README.md"
 
@@ -30,14 +29,17 @@ def name_recipe(folder: Path, recipe: Recipe) -> None:
             f"{pylate_fastmaxsim.__version__} ({host} {version(host)}):\n\n```yaml\n{dump_recipe(recipe)}```\n"
         )
         if (pooling := recipe.loss.pooling) is not None:
+            used = end = final_pooling(pooling)
+            if pooling.schedule is not None:
+                used = f"{pooling_at(pooling, 0, 2)} to {end} ({pooling.schedule} over the training)"
             card.write(
-                f"\nPooling of the similarities, where MaxSim takes the maximum: {described(pooling)}. To score like this: "
-                f"`pylate_fastmaxsim.enable(pooling={final_pooling(pooling)})`.\n"
+                f"\nPooling of the similarities, where MaxSim takes the maximum: {used}. To score like this: "
+                f"`pylate_fastmaxsim.enable(pooling={end})`.\n"
             )
 
 
 class RecipeEvaluation(SentenceEvaluator):
-    """What the card names as the source of the metrics of a recipe's evaluation."""
+    """The source of the metrics of a recipe's evaluation, as the card names it."""
 
     primary_metric = "ndcg@10"
 
@@ -50,10 +52,10 @@ class RecipeEvaluation(SentenceEvaluator):
         return "Exact Search"
 
 
-def add_metrics(recipe: Recipe, model: HostModel, metrics: dict[str, float]) -> None:
+def add_metrics(section: EvaluationSection, model: HostModel, metrics: dict[str, float | None]) -> None:
     """Add the metrics of the evaluation to the card of a model, where there are some."""
     if metrics := {name: value for name, value in metrics.items() if value is not None}:
-        model.model_card_data.set_evaluation_metrics(RecipeEvaluation(recipe.evaluation), metrics)
+        model.model_card_data.set_evaluation_metrics(RecipeEvaluation(section), metrics)
 
 
 def restore_card_metadata(trainer: SentenceTransformerTrainer, state: TrainerState, begun: HostModel) -> None:
@@ -94,7 +96,7 @@ class NameRecipe(TrainerCallback):
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args, state, control, **kwargs) -> None:
         if state.is_world_process_zero:
             # In place: the trainer has just written the checkpoint, and goes on from it with any card.
             name_recipe(Path(args.output_dir) / f"checkpoint-{state.global_step}", self.recipe)

@@ -1,25 +1,27 @@
-"""The folder of a training run: of which recipe its checkpoints are, and whether a run goes on from them."""
+"""The folder of a training run: its checkpoints, of which recipe they are, and whether a run goes on from them."""
 
 from __future__ import annotations
 
 import logging
+import re
+import shutil
+import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+
+from pylate_fastmaxsim.files.replace import remove_file, replace_file
+from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.kinds import build_recipe
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.config.yaml_text import read_yaml
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.inputs import inputs_of
-from pylate_fastmaxsim.recipes.files.write import make_directory, require_folder, write_text_atomically
-from pylate_fastmaxsim.recipes.trainers.checkpoints import (
-    checkpoints_in,
-    last_checkpoint,
-    remove_checkpoints,
-    trained_state,
-)
+from pylate_fastmaxsim.recipes.files import inputs_of, make_directory, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ def open_run_directory(recipe: Recipe, resume: bool, writes: bool, processes: in
         make_directory("output_dir", directory)
         if not resume:
             remove_checkpoints(directory)
-        write_text_atomically(record, dump_recipe(trained_with))
+        replace_file(record, dump_recipe(trained_with).encode())
     return checkpoint, trained_with
 
 
@@ -107,7 +109,9 @@ def require_own_checkpoints(recipe: Recipe) -> None:
                 raise RecipeError(
                     f"{path} lies in output_dir, where this training replaces it; choose another output_dir."
                 )
-    require_folder("output_dir", directory / MODEL_DIRECTORY)
+    model = directory / MODEL_DIRECTORY
+    if model.is_symlink() or (model.exists() and not model.is_dir()):
+        raise RecipeError(f"output_dir: {model} must be a folder, or not be there, to be replaced.")
 
 
 def _require_same_recipe(recipe: Recipe, earlier: Recipe) -> None:
@@ -156,3 +160,58 @@ def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = value
     return flat
+
+
+def last_checkpoint(recipe: Recipe) -> Path | None:
+    """The newest complete checkpoint in a recipe's ``output_dir``."""
+    steps = checkpoints_in(Path(recipe.output_dir))
+    return next(filter(is_complete, sorted(steps, key=steps.get, reverse=True)), None)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether the file that the trainer writes last is there, and no file is cut short, as by a power cut."""
+    if not (checkpoint / TRAINER_STATE_NAME).exists():
+        return False
+    damaged = [path for path in sorted(checkpoint.rglob("*")) if _is_cut_short(path)]
+    if damaged:
+        log_once(
+            "%s is damaged, so training does not go on from %s but from the checkpoint before it, if there is one.",
+            damaged[0],
+            checkpoint,
+        )
+    return not damaged
+
+
+def _is_cut_short(file: Path) -> bool:
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt"):
+                return False
+        if file.suffix == ".json":
+            return not isinstance(parse_json(file.read_text(encoding="utf-8")), (dict, list))
+    except (OSError, ValueError, SafetensorError):
+        return True
+    return file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file)
+
+
+def checkpoints_in(directory: Path) -> dict[Path, int]:
+    """The trainer's checkpoints and their steps. Other names, such as ``checkpoint-8-best``, are the user's."""
+    names = {path: re.fullmatch(r"checkpoint-([0-9]+)", path.name) for path in directory.glob("checkpoint-*")}
+    return {path: int(name[1]) for path, name in names.items() if name and path.is_dir()}
+
+
+def trained_state(checkpoint: Path | None) -> TrainerState | None:
+    """The state of a checkpoint if no step is left to do, else None. The trainer itself would do one step more."""
+    if checkpoint is None:
+        return None
+    state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    return state if state.global_step >= state.max_steps else None
+
+
+def remove_checkpoints(directory: Path) -> None:
+    """Remove all checkpoints. First the file that marks them as complete, in case this is interrupted, even by a power cut."""
+    checkpoints = checkpoints_in(directory)
+    for path in checkpoints:
+        remove_file(path / TRAINER_STATE_NAME)
+    for path in checkpoints:
+        shutil.rmtree(path)

@@ -14,22 +14,18 @@ from transformers import ProgressCallback, Trainer, TrainerState
 
 from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace_file, replace_folder
-from pylate_fastmaxsim.recipes.config.schema import FastSection, Recipe
+from pylate_fastmaxsim.recipes.config.schema import Recipe, TrainingSection
+from pylate_fastmaxsim.recipes.data.collection import RecipeData
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
-from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
-from pylate_fastmaxsim.recipes.files.inputs import require_outputs
-from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
-from pylate_fastmaxsim.recipes.files.lock import hold_lock
-from pylate_fastmaxsim.recipes.kind import kind_of
+from pylate_fastmaxsim.recipes.files import hold_lock, require_outputs, without_nan, write_json
+from pylate_fastmaxsim.recipes.kind import Kind, kind_of
 from pylate_fastmaxsim.recipes.models.load import HostModel, load_model, load_trained
-from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
-from pylate_fastmaxsim.recipes.trainers.callbacks import IntervalsOfRecipe, ShuffleByEpoch, StopOnInterrupt
-from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint, trained_state
-from pylate_fastmaxsim.recipes.trainers.epochs import FinishByEpochs, RefuseUnevenEpochs
-from pylate_fastmaxsim.recipes.trainers.sharded import require_reduced_once, unsharded_loading
-from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
-from pylate_fastmaxsim.recipes.training.inputs import load_data
+from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin
+from pylate_fastmaxsim.recipes.trainers.callbacks import FinishByEpochs, ResumeExactly, StopOnInterrupt
+from pylate_fastmaxsim.recipes.trainers.sharded import unsharded_loading
+from pylate_fastmaxsim.recipes.training.arguments import training_arguments
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.recipes.training.model_card import (
     CARD,
     NameRecipe,
@@ -37,14 +33,14 @@ from pylate_fastmaxsim.recipes.training.model_card import (
     name_recipe,
     restore_card_metadata,
 )
-from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.run_directory import (
     MODEL_DIRECTORY,
     RECIPE_FILE,
+    last_checkpoint,
     open_run_directory,
     require_own_checkpoints,
+    trained_state,
 )
-from pylate_fastmaxsim.recipes.training.trainer import build_trainer, require_steps
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +77,8 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     KeyboardInterrupt
         The user interrupted the run. A checkpoint holds everything up to the last step, or ``model/`` the result.
     """
-    why_off = plugin_off(recipe.fast)
+    why_off = reason_against_plugin(recipe.fast)
     arguments = training_arguments(recipe)
-    require_trainable(arguments)
-    require_reduced_once(recipe, arguments)
     directory = Path(recipe.output_dir)
     sections = recipe.model, recipe.data, recipe.evaluation
     require_outputs("output_dir", directory, (RESULT_FILE, RECIPE_FILE), *sections)
@@ -99,10 +93,11 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
 def _train(
     recipe: Recipe, resume: bool, arguments: SentenceTransformerTrainingArguments, why_off: str | None
 ) -> dict[str, Any]:
+    kind, folder = kind_of(recipe.model), Path(recipe.output_dir, MODEL_DIRECTORY)
     with arguments.main_process_first(local=False), unsharded_loading(arguments):
         if arguments.should_save:
             require_own_checkpoints(recipe)
-            remove_scratch(Path(recipe.output_dir), MODEL_DIRECTORY)
+            remove_scratch(folder.parent, MODEL_DIRECTORY)
         goes_on = resume and last_checkpoint(recipe) is not None
         prepared = prepare(recipe, anew=not goes_on and arguments.should_save)
         data = load_data(prepared)
@@ -110,50 +105,46 @@ def _train(
         # As in force: the environment may switch the plugin off.
         in_force = replace(recipe, fast=replace(recipe.fast, enabled=why_off is None))
         checkpoint, trained_with = open_run_directory(in_force, resume, arguments.should_save, arguments.world_size)
-    with switched(recipe.fast):
+    if not trained_with.fast.enabled:  # in the training, which an earlier run may have finished
+        why_off = why_off or "the model was trained without it before"
+    with plugin_of(recipe.fast):
         state = trained_state(checkpoint)
         if state is None:
-            trainer = build_trainer(recipe, model, data.train, arguments)
-            state = _run_trainer(trained_with, trainer, checkpoint)
+            trainer = kind.build_trainer(recipe.loss, model, data.train, arguments)
+            state = _run_trainer(trained_with, kind, trainer, checkpoint)
             model = trainer.whole_model()
         else:
             with unsharded_loading(arguments):
                 begun, model = model, load_trained(prepared.model, checkpoint, arguments.device)
-            kind = kind_of(recipe.model)
             if kind.writes_card:
-                trainer = build_trainer(trained_with, model, data.train, arguments, kind.plain_trainer)
+                trainer = kind.build_trainer(trained_with.loss, model, data.train, arguments, kind.plain_trainer)
                 restore_card_metadata(trainer, state, begun)
             del begun
         result = {
             "recipe": recipe.name,
-            "fast": asdict(trained_with.fast) | {"why_off": _why_off_in_training(trained_with.fast, why_off)},
+            "fast": asdict(trained_with.fast) | {"why_off": None if trained_with.fast.enabled else why_off},
             "resumed_from": checkpoint and checkpoint.name,
             "steps": state.global_step,
             "losses": [[entry["step"], entry["loss"]] for entry in state.log_history if "loss" in entry],
-            "model": str(Path(recipe.output_dir, MODEL_DIRECTORY)),
+            "model": str(folder),
         }
         if arguments.should_save:
             # The evaluation may take hours and fail, so save first.
-            _save(trained_with, model, result)
-            metrics = _evaluate_saved(recipe, prepared, model, data)
+            _save(trained_with, model, folder)
+            _write_result(folder, result)
+            metrics = _evaluate_saved(prepared, model, data, folder)
             result |= metrics
-            _save_metrics(trained_with, model, result, metrics)
+            if kind.writes_card:
+                _add_to_card(trained_with, model, metrics, folder)
+            _write_result(folder, result)
     return result
 
 
-def _why_off_in_training(trained_with: FastSection, why_off: str | None) -> str | None:
-    """Why the plugin was off in the training, which an earlier run may have finished."""
-    if trained_with.enabled:
-        return None
-    return why_off or "the model was trained without it before"
-
-
-def _evaluate_saved(recipe: Recipe, prepared: Recipe, model: HostModel, data: RecipeData) -> dict[str, float | None]:
+def _evaluate_saved(recipe: Recipe, model: HostModel, data: RecipeData, folder: Path) -> dict[str, float | None]:
     """Evaluate, and say where the model is if that fails."""
-    directory = Path(recipe.output_dir)
-    saved = f"the trained model is in {directory / MODEL_DIRECTORY}, and {directory / RESULT_FILE} has no metrics"
+    saved = f"the trained model is in {folder}, and {folder.parent / RESULT_FILE} has no metrics"
     try:
-        return evaluate(prepared, model, data)
+        return evaluate(recipe, model, data)
     except BaseException as error:
         if is_out_of_memory(error):
             raise RecipeError(
@@ -163,54 +154,61 @@ def _evaluate_saved(recipe: Recipe, prepared: Recipe, model: HostModel, data: Re
         raise
 
 
-def _run_trainer(recipe: Recipe, trainer: Trainer, checkpoint: Path | None) -> TrainerState:
+def _run_trainer(recipe: Recipe, kind: Kind, trainer: Trainer, checkpoint: Path | None) -> TrainerState:
     interrupt = StopOnInterrupt()
-    own = (IntervalsOfRecipe(), RefuseUnevenEpochs(), ShuffleByEpoch(), FinishByEpochs(), NameRecipe(recipe))
-    for callback in (interrupt, *own):
+    for callback in (interrupt, ResumeExactly(), FinishByEpochs(), NameRecipe(recipe)):
         trainer.add_callback(callback)
     if recipe.training.log_gradient_concentration is not None:
-        trainer.add_callback(kind_of(recipe.model).gradient_logger(recipe, trainer))
+        trainer.add_callback(kind.gradient_logger(recipe, trainer))
     try:
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     finally:
         interrupt.restore()
-        _close_bar(trainer)
+        for callback in trainer.callback_handler.callbacks:
+            # The trainer leaves its bar open after an error, and would draw it once more below the message.
+            if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
+                callback.training_bar.close()
     if interrupt.requested:
         raise KeyboardInterrupt
-    require_steps(recipe, trainer.state)
+    require_steps(recipe.training, trainer.state)
     return trainer.state
 
 
-def _close_bar(trainer: Trainer) -> None:
-    """Close the bar, which the trainer leaves open after an error and would draw once more below the message."""
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
-            callback.training_bar.close()
+def require_steps(section: TrainingSection, state: TrainerState) -> None:
+    """Refuse a training without a single batch, of which the trainer only warns.
+
+    Raises
+    ------
+    RecipeError
+        No step was taken.
+    """
+    if state.global_step:
+        return
+    incomplete = " or set training.dataloader_drop_last to false" if section.dataloader_drop_last else ""
+    raise RecipeError(
+        f"training.per_device_train_batch_size of {section.per_device_train_batch_size} with training.batch_sampler "
+        f"{section.batch_sampler} leaves no batch of the rows of data, so that no step was taken; lower it{incomplete}."
+    )
 
 
-def _save(recipe: Recipe, model: HostModel, result: dict[str, Any]) -> None:
-    directory = Path(recipe.output_dir)
-
-    def write(folder: Path) -> None:
-        model.save_pretrained(str(folder))
-        name_recipe(folder, recipe)
+def _save(recipe: Recipe, model: HostModel, folder: Path) -> None:
+    def write(scratch: Path) -> None:
+        model.save_pretrained(str(scratch))
+        name_recipe(scratch, recipe)
         # Its metrics are those of the earlier model.
-        remove_file(directory / RESULT_FILE)
+        remove_file(folder.parent / RESULT_FILE)
 
-    replace_folder(directory / MODEL_DIRECTORY, write)
-    _write_result(recipe, result)
-
-
-def _save_metrics(recipe: Recipe, model: HostModel, result: dict[str, Any], metrics: dict[str, float | None]) -> None:
-    """Add the metrics to the card and to ``train.json``; the weights on disk stay as they are."""
-    if kind_of(recipe.model).writes_card:
-        add_metrics(recipe, model, metrics)
-        with TemporaryDirectory() as scratch:
-            model._create_model_card(scratch)
-            name_recipe(Path(scratch), recipe)
-            replace_file(Path(recipe.output_dir, MODEL_DIRECTORY, CARD), Path(scratch, CARD).read_bytes())
-    _write_result(recipe, result)
+    replace_folder(folder, write)
 
 
-def _write_result(recipe: Recipe, result: dict[str, Any]) -> None:
-    write_json(Path(recipe.output_dir, RESULT_FILE), without_nan(result))
+def _add_to_card(recipe: Recipe, model: HostModel, metrics: dict[str, float | None], folder: Path) -> None:
+    """Add the metrics to the card of a saved model; its weights on disk stay as they are."""
+    add_metrics(recipe.evaluation, model, metrics)
+    with TemporaryDirectory() as scratch:
+        model._create_model_card(scratch)
+        name_recipe(Path(scratch), recipe)
+        replace_file(folder / CARD, Path(scratch, CARD).read_bytes())
+
+
+def _write_result(folder: Path, result: dict[str, Any]) -> None:
+    write_json(folder.parent / RESULT_FILE, without_nan(result))

@@ -28,7 +28,7 @@ from colpali_engine.utils.processing_utils import BaseVisualRetrieverProcessor
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import doctor
-from pylate_fastmaxsim.integrations.enable import available_patches
+from pylate_fastmaxsim.integrations.hosts import find_replacements
 
 WHERE = [
     (stock_scores, "maxsim_inbatch"),
@@ -155,7 +155,7 @@ def test_the_backend_that_the_environment_asks_for(monkeypatch, caplog):
     with pylate_fastmaxsim.enabled():
         assert torch.equal(stock_scores.maxsim_inbatch(query, pages), expected)
     assert "COLPALI_SCORES_BACKEND=torch" in caplog.text
-    assert any("COLPALI_SCORES_BACKEND=torch" in line for line in doctor.report().fallbacks)
+    assert any("COLPALI_SCORES_BACKEND=torch" in line for line in doctor.diagnose()["What falls back here"])
 
 
 @pytest.mark.parametrize("name", WITH_NEGATIVES)
@@ -283,7 +283,7 @@ def test_without_pylate_it_accelerates_colpali_engine_alone(monkeypatch, caplog)
     pylate_fastmaxsim.enable()
     (line,) = caplog.messages
     assert line.startswith(f"colpali-engine {metadata.version('colpali-engine')} is accelerated: fused MaxSim in ")
-    assert all(patch.target.startswith("colpali_engine") for patch in available_patches())
+    assert all(each.patch.target.startswith("colpali_engine") for each in find_replacements() if each.left is None)
 
 
 @pytest.mark.parametrize("version", ["0.3.17", "0.4.0"])
@@ -294,7 +294,7 @@ def test_another_version_of_colpali_engine_runs_as_it_came(version, monkeypatch,
     with pylate_fastmaxsim.enabled():
         assert stock_scores.maxsim_inbatch.__code__ is stock
     assert f"installed is {version}" in caplog.text
-    assert f"installed is {version}" in doctor.report().fallbacks[0]
+    assert f"installed is {version}" in doctor.diagnose()["What falls back here"][0]
     monkeypatch.setitem(sys.modules, "pylate", None)
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ImportError, match=f"from 0.3.18 up to but not including 0.4; installed is {version}"):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from colpali_batch import IN_BATCH, WITH_NEGATIVES, Batch, assert_close, unit
-from plain_pooling import POOLINGS, pooled
 
 pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
 
@@ -18,9 +17,9 @@ from colpali_engine.models import ColQwen2, ColQwen2Processor
 from visual_models import build_visual_model, page
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim import Max, TopK
+from pylate_fastmaxsim import LogSumExp, Max, Softmax, TopK
 
-POOLINGS = (*POOLINGS, TopK(1))
+POOLINGS = (TopK(3), Softmax(0.3), LogSumExp(0.1), TopK(1))
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def plain(monkeypatch):
             return of
 
         def aggregate(_, similarities, *args, **kwargs):
-            return pooled(similarities, similarities != 0, pooling).sum(-1)
+            return pooling.of(similarities, similarities != 0).sum(-1)
 
         with monkeypatch.context() as patch:
             patch.setattr(late_interaction_losses, "maxsim_inbatch", score("bnd,csd->bcns"))
@@ -93,7 +92,7 @@ def test_processor_scores_do_not_depend_on_the_padding(pooling):
             for query, row in zip(queries, scores, strict=True):
                 for vectors, score in zip(pages, row, strict=True):
                     similarities = query @ vectors.T
-                    expected = pooled(similarities, torch.ones_like(similarities, dtype=torch.bool), pooling).sum()
+                    expected = pooling.of(similarities, torch.ones_like(similarities, dtype=torch.bool)).sum()
                     torch.testing.assert_close(score, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -196,6 +196,18 @@ def test_an_option_that_is_not_a_bool_is_an_error():
     assert current_options() is None
 
 
+@pytest.mark.parametrize("switch", [pylate_fastmaxsim.enable, pylate_fastmaxsim.enabled])
+def test_an_unknown_option_is_an_error_with_the_nearest_name(switch):
+    with pytest.raises(
+        TypeError, match=rf"^{switch.__name__}\(\) has no option 'paddingfree'; did you mean 'padding_free'\?$"
+    ):
+        switch(paddingfree=True)
+    with pytest.raises(
+        TypeError, match="has no option 'ring'; its options are padding_free, compile, stock_masking, pooling"
+    ):
+        switch(ring=True)
+
+
 def test_a_pooling_that_is_none_or_does_not_go_with_stock_masking_is_an_error():
     with pytest.raises(TypeError, match=r"enable: pooling must be Max\(\), .* got 'top_k=4'"):
         pylate_fastmaxsim.enable(pooling="top_k=4")

@@ -81,7 +81,7 @@ def test_enable_is_called_once_a_host_is_there(run, tmp_path, monkeypatch, caplo
         (tmp_path / f"{name}.py").write_text(text)
     names, calls = {"first_host", "second_host"}, []
     monkeypatch.setattr(run_script, "HOST_PACKAGES", names)
-    monkeypatch.setattr(run_script, "brings_host", lambda name: True)
+    monkeypatch.setattr(run_script, "contains_host", lambda name: True)
     monkeypatch.setattr(run_script, "enable", lambda **given: calls.append((given, sorted(names & sys.modules.keys()))))
     run(["--padding-free", "always", "--compile", "--pooling", "top_k=4", "train.py"])
     for name in names:

@@ -17,6 +17,7 @@ from pylate.scores import colbert as scores_module
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import doctor, enable
+from pylate_fastmaxsim.integrations.hosts import find_replacements
 from pylate_fastmaxsim.integrations.patching import known_sources
 from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
 
@@ -26,8 +27,9 @@ contrastive_module, cached_module, distillation_module = (
 
 
 def test_the_installed_hosts_are_known():
-    lines = [line for line in enable.not_accelerated() if "is not installed" not in line]
-    assert not lines, "Once the tests pass without this one, run tools/record_sources.py."
+    assert not [each.left for each in find_replacements() if each.left], (
+        "Once the tests pass without this one, run tools/record_sources.py."
+    )
 
 
 def test_all_that_is_known_says_of_which_releases():
@@ -147,7 +149,7 @@ exec(s, vars(c))
 import pylate_fastmaxsim
 from compared import batch_of, run
 from models import load_model
-from pylate_fastmaxsim.integrations import doctor
+from pylate_fastmaxsim.integrations import doctor, enable
 model = load_model({str(encoder("bert"))!r}).double()
 batch = batch_of(model, queries=2, columns=1)
 loss = c.Contrastive(model, mean=True)
@@ -155,9 +157,9 @@ stock = run(loss, batch)[0]
 assert run(c.Contrastive(model), batch)[0] != stock
 pylate_fastmaxsim.enable(stock_masking=True)
 assert run(loss, batch)[0] == stock
-(line,) = [line for line in doctor.report().fallbacks if "pylate.losses" in line]
+(line,) = [line for line in doctor.diagnose()["What falls back here"] if "pylate.losses" in line]
 assert line.startswith("pylate.losses.contrastive.Contrastive.forward is not accelerated (running PyLate's own)"), line
-assert "pylate.losses.cached_contrastive.CachedContrastive.forward" in doctor.report().patches
+assert "pylate.losses.cached_contrastive.CachedContrastive.forward" in doctor.diagnose()["enable() replaces"]
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, cwd=SUPPORT, capture_output=True, text=True)
     assert done.stderr.count("Contrastive.forward is not accelerated") == 1
@@ -173,16 +175,14 @@ def test_a_newer_release_with_the_same_source_is_accelerated(monkeypatch, model,
 
 
 def test_names_that_a_release_does_not_have_any_more(monkeypatch, caplog):
-    def without(name, provider=enable._provider):
-        if name == "pylate.losses":
-            raise ImportError("cannot import name 'RandContext'")
-        return provider(name)
+    def patches():
+        raise ImportError("cannot import name 'RandContext'")
 
-    monkeypatch.setattr(enable, "_provider", without)
+    monkeypatch.setattr("pylate_fastmaxsim.integrations.pylate.losses.patches", patches)
     pylate_fastmaxsim.enable()
     assert "pylate.losses does not accelerate PyLate" in caplog.text and "RandContext" in caplog.text
     assert "pylate.scores.colbert.colbert_scores" in enable._patches.targets
-    assert any("RandContext" in line for line in doctor.report().fallbacks)
+    assert any("RandContext" in line for line in doctor.diagnose()["What falls back here"])
 
 
 def test_comments_docstrings_and_annotations_change_no_digest():

@@ -7,7 +7,7 @@ from types import FunctionType
 
 import pytest
 
-from pylate_fastmaxsim.integrations.patching.redirect import Redirection, can_redirect, detached
+from pylate_fastmaxsim.integrations.patching.patches import Redirection, can_redirect, detached
 
 
 def make():

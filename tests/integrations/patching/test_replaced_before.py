@@ -17,9 +17,9 @@ from pylate.scores import ColBERTScores
 from pylate.utils import ColBERTCollator
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.enable import available_patches
+from pylate_fastmaxsim.integrations.hosts import find_replacements
 
-available_patches()  # what they run in the place of theirs is PyLate's own, not a test's
+find_replacements()  # what they run in the place of theirs is PyLate's own, not a test's
 
 LOSSES = [losses.Contrastive, losses.CachedContrastive]
 rank_module = sys.modules[rank.rerank.__module__]

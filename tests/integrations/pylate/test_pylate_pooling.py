@@ -6,14 +6,14 @@ import pytest
 import torch
 from compared import assert_equal, batch_for, batch_of, mode_of, run
 from models import load_model, sentences
-from pooled_definitions import PlainScores, defined_scores
+from pooled_definitions import PlainScores
 from pylate import evaluation, losses, rank, scores
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TokenBatch, TopK
+from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TokenBatch, TopK, reference
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 
 POOLINGS = [TopK(4), Softmax(0.1), LogSumExp(0.1)]
@@ -152,7 +152,7 @@ def embeddings():
 def test_scores_of_embeddings_that_are_padded_with_zeros(embeddings, pooling):
     batches = [TokenBatch.from_list(each) for each in embeddings]
     queries, documents = (pad_sequence(each, batch_first=True) for each in embeddings)
-    expected = defined_scores(*batches, pooling=pooling)
+    expected = reference.pooled_scores(*batches, pooling=pooling)
     own = expected.view(2, 2, 3)[range(2), range(2)]
     pylate_fastmaxsim.enable(pooling=pooling)
     for result, gold in (
@@ -171,7 +171,9 @@ def test_scores_of_embeddings_that_are_padded_with_zeros(embeddings, pooling):
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_rerank(embeddings, pooling):
     queries, documents = embeddings
-    own = defined_scores(*map(TokenBatch.from_list, embeddings), pooling=pooling).view(2, 2, 3)[range(2), range(2)]
+    own = reference.pooled_scores(*map(TokenBatch.from_list, embeddings), pooling=pooling).view(2, 2, 3)[
+        range(2), range(2)
+    ]
     ids = [[0, 1, 2], [3, 4, 5]]
     with pylate_fastmaxsim.enabled(pooling=pooling):
         results = rank.rerank(ids, queries, [documents[:3], documents[3:]])
@@ -196,7 +198,7 @@ def test_evaluator(encoder):
         TokenBatch.from_list(model.encode(texts, is_query=is_query, convert_to_numpy=False, show_progress_bar=False))
         for texts, is_query in ((queries, True), (documents, False))
     ]
-    expected = defined_scores(*encoded, torch.arange(12).view(4, 3), pooling=Softmax(0.1))
+    expected = reference.pooled_scores(*encoded, torch.arange(12).view(4, 3), pooling=Softmax(0.1))
     lowest, highest = expected.min(1, keepdim=True).values, expected.max(1, keepdim=True).values
     student = F.log_softmax((expected - lowest) / (highest - lowest + 1e-8), dim=-1)
     loss = F.kl_div(student, F.log_softmax(labels, dim=-1), reduction="batchmean", log_target=True)

@@ -10,8 +10,8 @@ from pylate.scores import colbert_scores
 from pylate_fastmaxsim import StaticLateInteraction
 from pylate_fastmaxsim.integrations.pylate.static import from_pylate
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
+from pylate_fastmaxsim.recipes.models.from_scratch import build_token_table
 from pylate_fastmaxsim.recipes.models.load import load_model
-from pylate_fastmaxsim.recipes.models.token_table import build_token_table
 
 QUERIES, DOCUMENTS = models.sentences(6, longest=10), ["", *models.sentences(20), ". , !"]
 

@@ -6,7 +6,7 @@ import models
 import pytest
 import torch
 
-from pylate_fastmaxsim.integrations.pylate.token_vectors import token_vectors
+from pylate_fastmaxsim.integrations.pylate.static import token_vectors
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])

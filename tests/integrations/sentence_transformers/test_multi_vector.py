@@ -155,4 +155,4 @@ def test_an_option_that_only_pylate_has(caplog, monkeypatch):
     of_sentence_transformers = tuple(host for host in hosts.HOSTS if host.name == "Sentence Transformers")
     monkeypatch.setattr(hosts, "HOSTS", of_sentence_transformers)
     pylate_fastmaxsim.enable(stock_masking=True)
-    assert "stock_masking=True has no effect: only PyLate's losses take it." in caplog.text
+    assert "stock_masking=True has no effect: it is an option for PyLate." in caplog.text

@@ -22,7 +22,7 @@ from sentence_transformers.multi_vector_encoder import losses
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding.attention import is_packed_mask
 from pylate_fastmaxsim.integrations.sentence_transformers import encoder as sentence_transformers_encoder
-from pylate_fastmaxsim.integrations.sentence_transformers import loss_columns
+from pylate_fastmaxsim.integrations.sentence_transformers import padding_free
 
 CONTRASTIVE = losses.MultiVectorMultipleNegativesRankingLoss
 
@@ -170,7 +170,7 @@ def test_documents_that_need_a_call_of_their_own(model, packed, texts, change, c
 
 
 def many_tokens(model, patch):
-    patch.setattr(loss_columns, "MOST_TOKENS_BESIDE_QUERIES", 10)
+    patch.setattr(padding_free, "MOST_TOKENS_BESIDE_QUERIES", 10)
 
 
 def expanded(model, patch):

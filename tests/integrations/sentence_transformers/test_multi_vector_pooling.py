@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from multi_vector import NEGATIVES, POSITIVES, QUERIES, TEACHER, assert_equal, batch_of, load, modes, run
-from plain_pooling import POOLINGS, pooled
 from sentence_transformers import MultiVectorEncoder, util
 from sentence_transformers.multi_vector_encoder import evaluation, losses, scoring
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim import Max, PooledScores, TopK
+from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TopK
+
+POOLINGS = (TopK(3), Softmax(0.3), LogSumExp(0.1))
 
 # And whether each query has documents of its own.
 LOSSES = [
@@ -35,7 +36,7 @@ def plain_scores(pooling, own: bool):
     def scores(queries, documents, queries_mask, documents_mask):
         similarities = torch.einsum("qsd,ptd->qpst", queries, documents.flatten(0, -3))
         live = documents_mask.flatten(0, -2)[:, None].expand_as(similarities)
-        values = (pooled(similarities, live, pooling) * queries_mask[:, None]).sum(-1)
+        values = (pooling.of(similarities, live) * queries_mask[:, None]).sum(-1)
         if not own:
             return values
         values = values.view(len(queries), len(queries), -1).diagonal().T

@@ -11,7 +11,7 @@ from splade_steps import COUNT, assert_equal, batch_of, run, splade_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.sentence_transformers import loss_columns
+from pylate_fastmaxsim.integrations.sentence_transformers import padding_free
 from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_encoder
 
 CONTRASTIVE = losses.SparseMultipleNegativesRankingLoss
@@ -78,7 +78,7 @@ def test_groups_are_apart(model, texts):
 
 
 def many_tokens(model, patch):
-    patch.setattr(loss_columns, "MOST_TOKENS_BESIDE_QUERIES", 10)
+    patch.setattr(padding_free, "MOST_TOKENS_BESIDE_QUERIES", 10)
 
 
 class Calls(SparseEncoder):

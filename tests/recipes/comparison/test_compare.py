@@ -29,7 +29,7 @@ from pylate_fastmaxsim.recipes.comparison.compare import MODES, _last_bar, last_
 from pylate_fastmaxsim.recipes.comparison.counters import Counted
 from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.inputs import prepare
 
 MEBIBYTE = 2**20
 

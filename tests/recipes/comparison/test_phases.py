@@ -12,13 +12,12 @@ from pylate_fastmaxsim.comparison.runs import PHASES
 from pylate_fastmaxsim.recipes.comparison import phases
 from pylate_fastmaxsim.recipes.comparison.measure import trainer_with
 from pylate_fastmaxsim.recipes.comparison.phases import WARM_UP_STEPS, Phases, Stopwatch, median_phases
+from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
-from pylate_fastmaxsim.recipes.plugin import switched
+from pylate_fastmaxsim.recipes.plugin import plugin_of
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
-from pylate_fastmaxsim.recipes.training.trainer import build_trainer
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 
 PAUSE = 0.5
 
@@ -59,11 +58,11 @@ def test_a_slow_part_shows_under_its_name(loss, fast, tmp_path, clock):
     prepared = prepare(load_recipe(write(tmp_path, recipe)))
     arguments = training_arguments(prepared, save_strategy="no", disable_tqdm=True)
     rows = load_data(prepared).train
-    taken = {}
-    with switched(prepared.fast):
+    taken, kind = {}, kind_of(prepared.model)
+    with plugin_of(prepared.fast):
         for part in ("none", *PHASES):
             model = load_model(prepared.model, "cpu", seed=0)
-            trainer = build_trainer(prepared, model, rows, arguments, trainer_with(Phases, prepared))
+            trainer = kind.build_trainer(prepared.loss, model, rows, arguments, trainer_with(Phases, prepared))
             if part == "tokenise":
                 trainer.data_collator.tokenize_fn = clock.slow(trainer.data_collator.tokenize_fn)
             elif part == "encode":

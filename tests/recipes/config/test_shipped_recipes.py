@@ -11,7 +11,7 @@ from mining_recipe import answers, write_pairs
 from paths import RECIPES
 from tiny_recipe import few_steps, hub_dataset, kd_subsets, text
 
-from pylate_fastmaxsim.integrations.pylate.token_vectors import token_vectors
+from pylate_fastmaxsim.integrations.pylate.static import token_vectors
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of

@@ -21,7 +21,7 @@ MINING = "{teacher: some/teacher, pairs: {source: hub, name: some/rows}}"
         ("loss.pooling={top_k: 2}", "loss.pooling is not a key of a recipe with model.kind splade; "),
         (
             "loss.mini_batch_size=2",
-            "loss.mini_batch_size does not apply to the contrastive loss, but to cached_contrastive and distillation.",
+            "loss.mini_batch_size does not apply to loss.name contrastive, but to cached_contrastive and distillation.",
         ),
         (
             "loss.name=colbert",
@@ -33,7 +33,10 @@ MINING = "{teacher: some/teacher, pairs: {source: hub, name: some/rows}}"
         ),
         ("loss.regularizers={}", "loss.regularizers.document_weight is missing; it must be a number."),
         ("loss.regularizers.query=l2", "loss.regularizers.query must be one of flops, l1, got 'l2'."),
-        ("loss.regularizers.warmup_ratio=0", "loss.regularizers.warmup_ratio must be greater than 0, got 0.0."),
+        (
+            "loss.regularizers.warmup_ratio=0",
+            "loss.regularizers.warmup_ratio must be a number greater than 0 and at most 1, got 0.0.",
+        ),
         (
             "loss.regularizers={document_weight: 1, document: l1, document_threshold: 3}",
             "loss.regularizers.document_threshold applies to the regularizer flops only.",

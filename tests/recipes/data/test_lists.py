@@ -11,8 +11,7 @@ from datasets import Dataset, Value
 from tiny_recipe import text, tiny, write
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
-from pylate_fastmaxsim.recipes.data.rows import load_rows
-from pylate_fastmaxsim.recipes.data.streaming import stream_rows
+from pylate_fastmaxsim.recipes.data.rows import load_rows, stream_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs

@@ -16,20 +16,20 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 ROWS = [{"query": f"query {row}", "positive": f"document {row}"} for row in range(9)]
 
 
-@pytest.mark.parametrize("kind", ["json", "parquet"])
-def test_files_that_do_not_fit(kind, tmp_path):
+@pytest.mark.parametrize("ending", ["json", "parquet"])
+def test_files_that_do_not_fit(ending, tmp_path):
     files = []
     for name, row in {"train-0": {"query": "q", "positive": "d"}, "train-1": {"query": "q", "answer": "a"}}.items():
-        files.append(str(tmp_path / f"{name}.{kind}"))
-        getattr(Dataset.from_list([row] * 9), f"to_{kind}")(files[-1])
+        files.append(str(tmp_path / f"{name}.{ending}"))
+        getattr(Dataset.from_list([row] * 9), f"to_{ending}")(files[-1])
     sentence = r"^data: all rows must have the columns of the first \(query, positive\), but some have answer.$"
     with pytest.raises(RecipeError, match=sentence):
-        load_files("data", kind, {"train": files})
+        load_files("data", {"train": files})
     with pytest.raises(RecipeError, match=sentence):
         load_table("data", str(tmp_path), split="train")
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(RecipeError, match="^data.files: there are no rows in .*/empty.jsonl.$"):
-        load_files("data.files", "json", {"train": [str(tmp_path / "empty.jsonl")]})
+        load_files("data.files", {"train": [str(tmp_path / "empty.jsonl")]})
 
 
 def test_a_folder_written_by_save_to_disk(tmp_path):
@@ -49,8 +49,8 @@ def test_names_that_datasets_gives_a_meaning_of_its_own(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         Dataset.from_list(rows).to_json(str(tmp_path / name))
     monkeypatch.chdir(tmp_path)
-    assert len(load_files("data.files", "json", {"train": ["rows.jsonl"]})) == 9
-    assert len(load_files("data.files", "json", {"train": ["runs [1]/rows.jsonl"]})) == 3
+    assert len(load_files("data.files", {"train": ["rows.jsonl"]})) == 9
+    assert len(load_files("data.files", {"train": ["runs [1]/rows.jsonl"]})) == 3
 
 
 def test_what_is_not_on_the_hub(monkeypatch):

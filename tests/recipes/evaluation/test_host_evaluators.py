@@ -31,11 +31,10 @@ from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate, evaluate_hel
 from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
-from pylate_fastmaxsim.recipes.plugin import switched
+from pylate_fastmaxsim.recipes.plugin import plugin_of
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.recipes.tables import training_table
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.recipes.training.train import train
 
 ROWS = 40
@@ -104,7 +103,7 @@ def test_held_out_triplets_have_the_metrics_of_pylate(pooling, tmp_path):
     assert 0 < expected["accuracy"] < 1
     assert {name: result[name] for name in expected} == pytest.approx(expected, abs=1e-6)
     assert cells(result)["Triplet accuracy"] == f"{expected['accuracy']:.4f}"
-    with switched(recipe.fast):
+    with plugin_of(recipe.fast):
         assert evaluate(recipe, model, data) == pytest.approx(expected, abs=1e-6)
 
 
@@ -164,7 +163,7 @@ def test_a_model_of_nan_has_no_metrics(kind, tmp_path, nano_beir, caplog):
     }
     recipe = recipe_of(tmp_path, rows, **sections.get(kind, {}))
     data, model = load_data(prepare(recipe)), model_of(recipe)
-    with switched(recipe.fast):
+    with plugin_of(recipe.fast):
         sound = evaluate(recipe, model, data)
         model.model_card_data.eval_results_dict.clear()
         with torch.no_grad():  # as after a training that diverged

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection
+from pylate_fastmaxsim.recipes.data.collection import Collection
 from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_by_query, metrics_of
 
 NAMES = ("ndcg@10", "mrr@10", "recall@100")

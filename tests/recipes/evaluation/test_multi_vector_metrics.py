@@ -10,15 +10,14 @@ from multi_vector_recipe import tiny_multi_vector
 from sentence_transformers.multi_vector_encoder import evaluation
 from tiny_recipe import text, write
 
+from pylate_fastmaxsim.recipes.data.collection import RecipeData
 from pylate_fastmaxsim.recipes.evaluation import ranking
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import NAMES, load_nano_beir
-from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 
 TRIPLETS = [
     {"query": f"{i} {text(i, 5)}", "positive": f"{i} {text(i, 9)}", "negative": f"{50 + i} {text(i + 3, 12)}"}

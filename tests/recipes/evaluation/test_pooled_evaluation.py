@@ -6,15 +6,13 @@ import models
 import pytest
 import torch
 from datasets import Dataset
-from pooled_definitions import defined_scores
 from tiny_recipe import text, tiny, write
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim import Softmax, TokenBatch
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection
+from pylate_fastmaxsim import Softmax, TokenBatch, reference
+from pylate_fastmaxsim.recipes.data.collection import Collection, RecipeData
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.evaluation.ranking import retrieve
-from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 
@@ -70,7 +68,7 @@ def test_a_collection_is_searched_with_the_pooling(encoder, state):
         model.encode(texts, is_query=query) for texts, query in ((list(queries.values()), True), (documents, False))
     )
     batches = (TokenBatch.from_list([torch.as_tensor(each) for each in some]) for some in embedded)
-    scores = defined_scores(*batches, pooling=Softmax(0.2))
+    scores = reference.pooled_scores(*batches, pooling=Softmax(0.2))
     for row, query in enumerate(queries):
         expected = {f"d{column}": score for column, score in enumerate(scores[row].tolist())}
         assert found[query] == pytest.approx(expected, rel=1e-5)

@@ -12,13 +12,11 @@ from sparse_encoders import build_sparse_encoder
 from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim import TopK
-from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
+from pylate_fastmaxsim.recipes.data.collection import Collection, RecipeData, document_texts, load_collection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation import ranking
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection, document_texts, load_collection
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.evaluation.ranking import evaluate_collection, metrics_of, retrieve
-from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 
@@ -35,7 +33,7 @@ def model(saved) -> SparseEncoder:
 
 @pytest.fixture
 def collection(tmp_path) -> Collection:
-    return load_collection(TextEvaluationSection(beir=str(write_folder(tmp_path / "data"))))
+    return load_collection(str(write_folder(tmp_path / "data")))
 
 
 def test_the_ranking_is_that_of_the_models_own_similarity(model, collection, monkeypatch):

@@ -15,11 +15,9 @@ from splade_recipe import splade_over
 from tiny_recipe import text, write
 from torch.nn import functional as F
 
-from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
-from pylate_fastmaxsim.recipes.evaluation import ranking, sparse
-from pylate_fastmaxsim.recipes.evaluation.beir import document_texts, load_collection
+from pylate_fastmaxsim.recipes.data.collection import RecipeData, document_texts, load_collection
+from pylate_fastmaxsim.recipes.evaluation import ranking
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
-from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 
@@ -59,7 +57,7 @@ def of_recipe(tmp_path, saved: str, rows: list[dict], **sections):
 def test_flops_are_the_mean_number_of_products_of_a_query_and_a_document(model, saved, tmp_path, monkeypatch):
     monkeypatch.setattr(ranking, "BATCHES_AT_ONCE", 3)  # several batches of documents
     monkeypatch.setattr(ranking, "metrics_of", lambda found, collection: {"found": float(len(found))})
-    collection = load_collection(TextEvaluationSection(beir=str(write_folder(tmp_path / "data"))))
+    collection = load_collection(str(write_folder(tmp_path / "data")))
     recipe = load_recipe(write(tmp_path, splade_over(tmp_path, saved)))
     found = evaluate(recipe, model, RecipeData(None, collection=collection))
     vectors = dense(model, list(collection.queries.values()), document_texts(collection.corpus[:]))
@@ -98,7 +96,7 @@ def test_held_out_rows_have_the_metrics_of_their_dense_scores(model, saved, tmp_
         },
     )
     nano = evaluate(recipe, model, RecipeData(None, nano_beir=SimpleNamespace(evaluators=[part, part])))
-    assert list(nano) == [*ranking.METRICS, *sparse.SPARSITY]
+    assert list(nano) == [*ranking.METRICS, *ranking.SPARSITY]
     assert {name: nano[name] for name in found if name in nano} == pytest.approx(
         {name: value for name, value in found.items() if name in nano}, rel=1e-6
     )
@@ -121,7 +119,7 @@ def test_held_out_teacher_scores_are_compared_by_their_softmax(model, saved, tmp
         float(F.kl_div(scores.log_softmax(1), teacher, reduction="batchmean")), rel=1e-5
     )
     # The teacher's best is the relevant one.
-    assert {"ndcg@10", *sparse.SPARSITY} < set(found) and 0 < found["ndcg@10"] <= 1
+    assert {"ndcg@10", *ranking.SPARSITY} < set(found) and 0 < found["ndcg@10"] <= 1
 
 
 def test_a_model_that_diverged_has_no_metrics(model, saved, tmp_path, caplog):
@@ -130,4 +128,4 @@ def test_a_model_that_diverged_has_no_metrics(model, saved, tmp_path, caplog):
     rows = [{"query": text(i, 4), "positive": text(i, 9), "negative": text(i + 1, 12)} for i in range(6)]
     recipe = of_recipe(tmp_path, saved, rows, evaluation={"rows": 2})
     found = evaluate(recipe, model, RecipeData(None, load_data(recipe).held_out))
-    assert found == dict.fromkeys(("ndcg@10", "accuracy", *sparse.SPARSITY)) and "NaN or infinite" in caplog.text
+    assert found == dict.fromkeys(("ndcg@10", "accuracy", *ranking.SPARSITY)) and "NaN or infinite" in caplog.text

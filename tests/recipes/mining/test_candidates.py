@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pylate_fastmaxsim import TokenBatch, reference
-from pylate_fastmaxsim.recipes.mining import candidates as of_candidates
+from pylate_fastmaxsim.recipes.mining import negatives as of_candidates
 
 QUERIES, DOCUMENTS, PART = 7, 60, slice(10, 50)
 

@@ -177,8 +177,14 @@ def test_queries_with_few_candidates_are_counted(recipe, tmp_path, caplog):
     [
         ("{kind: dense}", "mining.first_stage.kind must be one of sparse, static, bm25, got 'dense'."),
         ("{kind: bm25, k: 0}", "mining.first_stage.k must be an integer of at least 1, got 0."),
-        ("{kind: bm25, model: a/b}", "mining.first_stage.model does not apply to mining.first_stage.kind bm25, which "),
-        ("{kind: sparse, model: a/b, k1: 1}", "kind sparse, which takes k and model."),
+        (
+            "{kind: bm25, model: a/b}",
+            "mining.first_stage.model does not apply to mining.first_stage.kind bm25, but to sparse and static.",
+        ),
+        (
+            "{kind: sparse, model: a/b, k1: 1}",
+            "mining.first_stage.k1 does not apply to mining.first_stage.kind sparse, but to bm25.",
+        ),
         ("{kind: bm25, threshold: 0.5}", "mining.first_stage.threshold does not apply to mining.first_stage.kind bm25"),
         (
             "{kind: static, model: SPARSE}",

@@ -16,7 +16,7 @@ from sentence_transformers import CrossEncoder
 from tiny_recipe import hub_dataset, text
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.lock import hold_lock
+from pylate_fastmaxsim.recipes.files import hold_lock
 from pylate_fastmaxsim.recipes.mining import dataset as mining_dataset
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
@@ -165,7 +165,7 @@ def test_the_command_says_what_is_mined_and_what_is_kept(encoder, teacher, tmp_p
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(mining_mine, "lowest_positive_scores", failing)
+            patch.setattr(mining_mine.DocumentSearch, "lowest_positive_scores", failing)
             done = command("mine", file)
         assert done.exit_code == exit_code and done.stderr.strip().splitlines()[-1].startswith(said)
     with hold_lock("data.name", tmp_path, "mined" + mining_mine.LOCK_ENDING, ""):

@@ -91,10 +91,13 @@ def test_a_query_with_several_positives_has_as_many_negatives_left_as_others(tmp
         return best.values, best.indices
 
     monkeypatch.setattr(Retriever, "encode", lambda *args, **kwargs: None)
-    monkeypatch.setattr(negatives, "_encoded", lambda model, documents, *_: list(map(int, documents["text"][:])))
+    monkeypatch.setattr(
+        negatives.DocumentSearch, "_encoded", lambda self, documents, bar: list(map(int, documents["text"][:]))
+    )
     monkeypatch.setattr(negatives, "search", search)
     rules = {"range_min": 1, "num_negatives": 2, "range_max": 3, "documents_per_part": 4}
     section = MiningSection(pairs=DataSection(source="hub", name="a"), teacher="b", **rules)
     common = {"model": {"name_or_path": "c"}}
-    found = negatives.search_documents(None, pairs, section, resumable.Work(tmp_path, PartialState()), common)
+    work = resumable.Work(tmp_path, PartialState())
+    found = negatives.DocumentSearch(None, pairs, section, work, common).best_documents()
     assert negatives.hard_negatives(pairs, section, *found, [0.0, 0.0]) == {0: [4, 5], 1: [7, 6]}

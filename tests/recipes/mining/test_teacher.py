@@ -42,7 +42,7 @@ def test_a_teacher_that_cannot_teach_is_found_before_the_search(
     if kind == "three scores":
         BertForSequenceClassification(AutoConfig.from_pretrained(teacher, num_labels=3)).save_pretrained(folder)
     overrides = [f"mining.teacher={folder}", f"mining.teacher_type={teacher_type}"]
-    monkeypatch.setattr(mining_mine, "search_documents", None)
+    monkeypatch.setattr(mining_mine, "DocumentSearch", None)
     with pytest.raises(RecipeError, match=f"^mining.teacher {folder} {sentence}$"):
         mining_mine.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, *overrides))
 

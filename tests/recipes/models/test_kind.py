@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 
 from pylate_fastmaxsim import StaticLateInteraction
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.models.kind import CONFIG_FILE, load_retriever
+from pylate_fastmaxsim.recipes.models.load import CONFIG_FILE, load_retriever
 
 
 def edit(folder, **changes):

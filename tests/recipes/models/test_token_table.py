@@ -6,11 +6,11 @@ import models
 import pytest
 import torch
 
-from pylate_fastmaxsim.integrations.pylate.token_vectors import token_vectors
+from pylate_fastmaxsim.integrations.pylate.static import token_vectors
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.models.from_scratch import build_token_table
 from pylate_fastmaxsim.recipes.models.load import load_model
-from pylate_fastmaxsim.recipes.models.token_table import build_token_table
 
 
 @pytest.fixture(scope="module")

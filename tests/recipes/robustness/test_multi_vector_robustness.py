@@ -16,8 +16,7 @@ from sentence_transformers import MultiVectorEncoder
 from typer.testing import CliRunner
 
 from pylate_fastmaxsim.cli import load_app
-from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
-from pylate_fastmaxsim.recipes.evaluation.beir import load_collection
+from pylate_fastmaxsim.recipes.data.collection import load_collection
 from pylate_fastmaxsim.recipes.evaluation.ranking import evaluate_collection
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.robustness.measure import Settings, measure
@@ -43,7 +42,7 @@ def test_a_multi_vector_encoder_is_measured_as_a_colbert(length, encoder, tmp_pa
     assert result["lengthened_document_length"] == 64 and len(result["injection"]) == 6
     own, longer = result["lengths"]
     assert 0 < own["tokens"] <= 12 and longer["tokens"] > 2 * own["tokens"]
-    retriever, collection = retriever_of(model), load_collection(TextEvaluationSection(beir=str(data)))
+    retriever, collection = retriever_of(model), load_collection(str(data))
     assert own["ndcg@10"] == pytest.approx(evaluate_collection(retriever, collection, 8)["ndcg@10"], abs=1e-6)
     _, pairs = measure(retriever, collection_task("data", collection, Limits()), Settings(times=[1], tokens=[5]), 8)
     for pair in pairs:

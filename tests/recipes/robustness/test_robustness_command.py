@@ -22,11 +22,10 @@ from typer.testing import CliRunner
 from pylate_fastmaxsim import Max, Softmax
 from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.diagnostics.injection import EVERYWHERE, RANDOM, TARGETED
-from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
+from pylate_fastmaxsim.recipes.data.collection import Collection, load_collection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection, load_collection
 from pylate_fastmaxsim.recipes.evaluation.ranking import evaluate_collection
-from pylate_fastmaxsim.recipes.models.kind import load_retriever
+from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.robustness.lengthen import Lengthened
 from pylate_fastmaxsim.recipes.robustness.measure import Settings, measure
@@ -182,7 +181,7 @@ def test_of_sparse_vectors_longer_documents_are_measured_alone(kind, tokens, enc
     assert 0 < own["ndcg@10"] < 1 and own["ndcg@10"] != longer["ndcg@10"]
     # At their own length documents are ranked as everywhere else.
     retriever = retriever_of(load_retriever(str(folder), "cpu"))
-    expected = evaluate_collection(retriever, load_collection(TextEvaluationSection(beir=str(data))), 8)
+    expected = evaluate_collection(retriever, load_collection(str(data)), 8)
     assert own["ndcg@10"] == pytest.approx(expected["ndcg@10"], abs=1e-6)
     for option, said in {
         "--pooling=softmax=0.1": "--pooling must be max for a sparse or static model",

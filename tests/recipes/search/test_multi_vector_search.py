@@ -16,7 +16,7 @@ from sentence_transformers import MultiVectorEncoder
 from typer.testing import CliRunner
 
 from pylate_fastmaxsim.cli.commands import app
-from pylate_fastmaxsim.recipes.models.kind import load_retriever
+from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 
 

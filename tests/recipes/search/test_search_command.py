@@ -31,9 +31,9 @@ from pylate_fastmaxsim.cli import load_app
 from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.compressed import rounded_queries
 from pylate_fastmaxsim.kernels.sparse import postings
-from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
-from pylate_fastmaxsim.recipes.evaluation import beir, ranking
-from pylate_fastmaxsim.recipes.models.kind import load_retriever
+from pylate_fastmaxsim.recipes.data import collection as beir
+from pylate_fastmaxsim.recipes.evaluation import ranking
+from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import Retriever, retriever_of
 from pylate_fastmaxsim.recipes.search import index
 from pylate_fastmaxsim.recipes.search.clock import Clock
@@ -535,7 +535,7 @@ def test_metrics_are_those_of_the_evaluation(kind, saved, tmp_path):
     run, result = tmp_path / "run.trec", tmp_path / "result.json"
     done = search(saved[kind], "--beir", folder, "--run", run, "--json", result)
     metrics = json.loads(result.read_text())["metrics"]
-    collection = beir.load_collection(TextEvaluationSection(beir=str(folder)))
+    collection = beir.load_collection(str(folder))
     assert list(read_run(run)) == list(collection.queries)
     model = load_retriever(saved[kind], "cpu")
     expected = ranking.evaluate_collection(retriever_of(model), collection, batch_size=8)

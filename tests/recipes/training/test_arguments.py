@@ -49,14 +49,13 @@ def test_a_gpu_without_bf16(gpu_without_bf16, tmp_path, monkeypatch):
     file = write(tmp_path, tiny(tmp_path))
     done = command("train", file, "training.precision=bf16", "training.use_cpu=false")
     assert done.exit_code == 2 and "must be auto, fp16 or fp32 here, because the GPU (Tesla T4) has no" in done.stderr
-    recipe = load_recipe(file, ["training.use_cpu=false"])
-    assert arguments._precision(recipe, on_gpu=True) == "fp16"
+    assert arguments._precision("auto", "auto", on_gpu=True) == "fp16"
     pages = load_recipe(COLQWEN, ["model.dtype=bfloat16", "training.precision=fp16"])
     with pytest.raises(RecipeError, match="model.dtype must be auto or float32 here, because the GPU .* has no bf16."):
         arguments.training_arguments(pages)
-    assert arguments._precision(pages, on_gpu=False) == "fp16"
+    assert arguments._precision("fp16", "bfloat16", on_gpu=False) == "fp16"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    assert [arguments._precision(recipe, on_gpu) for on_gpu in (True, False)] == ["bf16", "fp32"]
+    assert [arguments._precision("auto", "auto", on_gpu) for on_gpu in (True, False)] == ["bf16", "fp32"]
 
 
 def test_adapters_on_a_gpu_without_bf16_have_float32_weights(gpu_without_bf16, monkeypatch):

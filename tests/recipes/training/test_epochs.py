@@ -12,10 +12,10 @@ from tiny_recipe import text, tiny, write
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.trainers import epochs
-from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint
+from pylate_fastmaxsim.recipes.trainers import callbacks as epochs
 from pylate_fastmaxsim.recipes.trainers.sharded import RecipeTrainer, TextTrainerMixin
 from pylate_fastmaxsim.recipes.training import train as training
+from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
 
 
 def uneven(folder: Path, name: str, **section):

@@ -12,10 +12,9 @@ from tiny_recipe import hub_dataset, tiny, write
 from pylate_fastmaxsim.precompile.recipe import batch_sizes
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.training import prepare as preparing
+from pylate_fastmaxsim.recipes.training import inputs as preparing
 from pylate_fastmaxsim.recipes.training import train as training
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from pylate_fastmaxsim.diagnostics.gradient_concentration import gradient_concen
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.trainers.callbacks import LogGradientConcentration
+from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration
 from pylate_fastmaxsim.recipes.training import train as training
 
 PREFIX = "gradient_concentration/"
@@ -39,14 +39,13 @@ class Logged(TrainerCallback):
 
 
 def test_a_recipe_logs_it_and_trains_the_same_model(tmp_path, monkeypatch):
-    logged, build = Logged(), training.build_trainer
+    logged, run = Logged(), training._run_trainer
 
-    def observed(*args, **kwargs):
-        trainer = build(*args, **kwargs)
+    def observed(recipe, kind, trainer, checkpoint):
         trainer.add_callback(logged)
-        return trainer
+        return run(recipe, kind, trainer, checkpoint)
 
-    monkeypatch.setattr(training, "build_trainer", observed)
+    monkeypatch.setattr(training, "_run_trainer", observed)
 
     def recipe(name, **keys):
         return load_recipe(write(tmp_path, tiny(tmp_path, name, training={"max_steps": 4, "save_steps": None, **keys})))

@@ -16,8 +16,7 @@ from pylate_fastmaxsim.cli.commands import _take_less_memory
 from pylate_fastmaxsim.precompile.recipe import calls_of_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.recipes.training.train import train
 
 TRIPLETS = [{"query": text(i, 4), "positive": text(i, 9), "negative": text(i + 3, 12)} for i in range(40)]
@@ -134,7 +133,7 @@ def test_it_trains_with_checkpointed_layers_and_says_what_takes_less_memory(tmp_
             "loss.normalize_scores=true",
             "^loss.normalize_scores is not a key of a recipe with model.kind multi_vector; ",
         ),
-        ("loss.mini_batch_num_tokens=64", "^loss.mini_batch_num_tokens does not apply to the contrastive loss"),
+        ("loss.mini_batch_num_tokens=64", "^loss.mini_batch_num_tokens does not apply to loss.name contrastive"),
         ("loss.name=colbert_sigmoid", "^loss.name must be one of contrastive, cached_contrastive, distillation, got"),
         (
             "loss={name: distillation, objective: margin_mse, pooling: {top_k: 2}}",

@@ -7,10 +7,10 @@ from pathlib import Path
 from power_cut import states
 from pylate import models
 from tiny_recipe import tiny, write
+from transformers.trainer import TRAINER_STATE_NAME
 
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.trainers.checkpoints import CHECKPOINT_LAST_FILE
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.inputs import prepare
 
 
 def test_other_rows_are_prepared_when_a_run_starts_over(tmp_path, monkeypatch):
@@ -53,12 +53,12 @@ def test_kills_and_power_cuts_leave_checkpoints_with_what_they_need(tmp_path, mo
 
     old, new = prepared("of all", False), {}
     (out / "checkpoint-4").mkdir()
-    (out / "checkpoint-4" / CHECKPOINT_LAST_FILE).write_text("{}")
+    (out / "checkpoint-4" / TRAINER_STATE_NAME).write_text("{}")
     found = states(out, lambda: new.update(prepared("of them", True)), cuts=5)
     assert new != old and not (out / "checkpoint-4").exists()
     for _, state in found:
         held = {name: content for name, content in state.items() if name in old.keys() | new.keys()}
-        assert held == old or (held == new and f"checkpoint-4/{CHECKPOINT_LAST_FILE}" not in state)
+        assert held == old or (held == new and f"checkpoint-4/{TRAINER_STATE_NAME}" not in state)
 
 
 def test_a_built_model_is_the_same_each_time(tmp_path):

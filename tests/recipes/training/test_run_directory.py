@@ -12,14 +12,13 @@ from recipe_runs import command
 from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.files import replace
-from pylate_fastmaxsim.integrations.log import forget_what_was_said
+from pylate_fastmaxsim.integrations.log import log_once_more
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.lock import hold_lock
+from pylate_fastmaxsim.recipes.files import hold_lock
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.trainers import checkpoints
-from pylate_fastmaxsim.recipes.trainers.checkpoints import last_checkpoint
+from pylate_fastmaxsim.recipes.training import run_directory as checkpoints
 from pylate_fastmaxsim.recipes.training import train as training
-from pylate_fastmaxsim.recipes.training.run_directory import RECIPE_FILE, open_run_directory
+from pylate_fastmaxsim.recipes.training.run_directory import RECIPE_FILE, last_checkpoint, open_run_directory
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def trained(tmp_path) -> Path:
     "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json"]
 )
 def test_from_a_damaged_checkpoint_the_run_goes_back_to_the_one_before(name, trained, tmp_path, caplog):
-    forget_what_was_said()
+    log_once_more()
     checkpoint = tmp_path / "out" / "checkpoint-4"
     whole = (checkpoint / name).read_bytes()
     nested = b"[" * 10**6 if name == "trainer_state.json" else b""

@@ -22,13 +22,13 @@ from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_enco
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.config.kinds import RegularizersSection, SpladeLoss
+from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.kinds.splade import build_loss
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.trainer import build_trainer
 
 WEIGHTS = {"query_weight": 0.01, "document_weight": 0.02}
 KD = {"documents": ["a", "b", "c"], "scores": [0.2, 2.0, 1.0]}
@@ -95,7 +95,7 @@ def trainer_of(tmp_path: Path, saved: str, row: dict, **sections):
     )
     arguments = training_arguments(recipe)
     model = load_model(recipe.model, arguments.device, recipe.training.seed)
-    return build_trainer(recipe, model, load_data(recipe).train, arguments)
+    return kind_of(recipe.model).build_trainer(recipe.loss, model, load_data(recipe).train, arguments)
 
 
 def test_documents_of_a_list_are_columns_and_go_their_route(saved, tmp_path):

@@ -16,9 +16,8 @@ from tiny_recipe import hub_dataset, text, tiny, write
 from torch.utils.data import DataLoader
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data import streaming
-from pylate_fastmaxsim.recipes.data.rows import load_rows
-from pylate_fastmaxsim.recipes.data.streaming import stream_rows
+from pylate_fastmaxsim.recipes.data import rows as data_rows
+from pylate_fastmaxsim.recipes.data.rows import load_rows, stream_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.train import train
@@ -82,7 +81,7 @@ def test_all_rows_come_again_and_again_in_an_order_of_the_seed(file, recipe_of):
     ],
 )
 def test_the_rows_are_those_of_a_table(rows, overrides, loss, recipe_of, monkeypatch):
-    monkeypatch.setattr(streaming, "BUFFER", 1)
+    monkeypatch.setattr(data_rows, "BUFFER", 1)
     stream = stream_rows(recipe_of(rows, *overrides, loss={"name": loss}))
     table = load_rows(recipe_of(rows, *overrides, "data.streaming=false", loss={"name": loss}))
     assert stream.column_names == table.column_names
@@ -211,8 +210,8 @@ def test_what_cannot_be_streamed_is_one_sentence(rows, override, sentence, recip
 
 
 def test_a_row_that_does_not_fit_ends_the_training_with_one_sentence(recipe_of, monkeypatch):
-    monkeypatch.setattr(streaming, "ROWS_AT_ONCE", 8)
-    monkeypatch.setattr(streaming, "BUFFER", 8)
+    monkeypatch.setattr(data_rows, "ROWS_AT_ONCE", 8)
+    monkeypatch.setattr(data_rows, "BUFFER", 8)
     rows = [*PAIRS[:20], {"query": "q", "positive": None}]
     for workers in (0, 1):
         with pytest.raises(RecipeError) as error:

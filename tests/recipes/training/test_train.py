@@ -157,7 +157,7 @@ def test_kills_and_power_cuts_leave_a_model_whole_and_no_metrics_of_another(tmp_
     before = content()
     with torch.no_grad():
         next(saved[1].parameters()).add_(1)
-    found = states(out, lambda: save(*saved[:2], {"steps": 0}), cuts=5)
+    found = states(out, lambda: save(*saved[:3]), cuts=5)
     after = content()
     assert files(before) != files(after) and len(found) > 50
     for _, state in found:

@@ -30,8 +30,7 @@ from pylate_fastmaxsim.precompile.recipe import (
 )
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 
 FAST = {"fast": {"enabled": True}, "evaluation": {"rows": 0}}
 

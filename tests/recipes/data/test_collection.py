@@ -12,9 +12,9 @@ from pylate.scores import colbert_scores
 from tiny_recipe import hub_dataset, text, tiny, write
 
 from pylate_fastmaxsim import TokenBatch, compress, maxsim
-from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
+from pylate_fastmaxsim.recipes.data import collection as beir
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation import beir, ranking
+from pylate_fastmaxsim.recipes.evaluation import ranking
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.tables import training_table
@@ -38,7 +38,7 @@ def test_every_layout_gives_the_same_collection(layout, tmp_path):
     write_layout = write_folder if layout.endswith("tsv") else write_hub
     folder = write_layout(tmp_path / "data", layout)
     split = "test" if layout.endswith("tsv") else "train"
-    collection = beir.load_collection(TextEvaluationSection(beir=str(folder), split=split))
+    collection = beir.load_collection(str(folder), split)
     expected = tables()
     assert collection.corpus["_id"][:] == [row["_id"] for row in expected["corpus"]]
     assert collection.queries == {row["_id"]: row["text"] for row in expected["queries"][:QUERIES]}
@@ -50,7 +50,7 @@ def test_every_layout_gives_the_same_collection(layout, tmp_path):
 @pytest.mark.e2e  # ranx compiles for seconds
 def test_ranking_and_metrics_are_those_of_stock_pylate(encoder, tmp_path, monkeypatch):
     model = models.load_model(encoder("bert"), do_query_expansion=True)
-    collection = beir.load_collection(TextEvaluationSection(beir=str(write_folder(tmp_path / "data"))))
+    collection = beir.load_collection(str(write_folder(tmp_path / "data")))
     monkeypatch.setattr(ranking, "BATCHES_AT_ONCE", 3)  # several batches of documents
     documents = [f"{row['title']} {row['text']}".strip() for row in tables()["corpus"]]
     d_embeddings = model.encode(documents, is_query=False, convert_to_tensor=True)
@@ -76,7 +76,7 @@ def test_ranking_and_metrics_are_those_of_stock_pylate(encoder, tmp_path, monkey
 @pytest.mark.parametrize("name", ["int8", "residual-2"])
 def test_compressed_documents_are_ranked_by_their_own_scores(name, encoder, tmp_path, monkeypatch):
     model = models.load_model(encoder("bert"))
-    collection = beir.load_collection(TextEvaluationSection(beir=str(write_folder(tmp_path / "data"))))
+    collection = beir.load_collection(str(write_folder(tmp_path / "data")))
     monkeypatch.setattr(ranking, "BATCHES_AT_ONCE", 3)
     trained, train_codec = [], ranking.train_codec
     monkeypatch.setattr(ranking, "train_codec", lambda *args: trained.append(train_codec(*args)) or trained[-1])
@@ -95,7 +95,7 @@ def test_compressed_documents_are_ranked_by_their_own_scores(name, encoder, tmp_
 
 def ranked_with(folder: Path, encoder, **changed: list[dict]) -> dict[str, dict[str, float]]:
     model = models.load_model(encoder("bert"))
-    collection = beir.load_collection(TextEvaluationSection(beir=str(write_folder(folder, **changed))))
+    collection = beir.load_collection(str(write_folder(folder, **changed)))
     return ranking.retrieve(retriever_of(model), collection, batch_size=8)
 
 
@@ -192,7 +192,7 @@ def test_a_recipe_reports_it(tmp_path, caplog, monkeypatch):
 def test_a_collection_that_does_not_fit_gets_one_sentence(changes, sentence, tmp_path):
     folder = write_folder(tmp_path / "data", **changes)
     with pytest.raises(RecipeError) as error:
-        beir.load_collection(TextEvaluationSection(beir=str(folder)))
+        beir.load_collection(str(folder))
     assert str(error.value).startswith("evaluation.beir: ") and sentence in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -204,7 +204,7 @@ def test_judgements_of_trec_are_those_of_beir_and_grades_below_0_are_not_relevan
     (tmp_path / "qrels.txt").write_text(
         "".join(separator.join((row["query-id"], "0", row["corpus-id"], f"{row['score']}\r\n")) for row in qrels)
     )
-    expected = beir.load_collection(TextEvaluationSection(beir=str(folder)))
+    expected = beir.load_collection(str(folder))
     files = folder / "corpus.jsonl", folder / "queries.jsonl", tmp_path / "qrels.txt"
     assert beir.load_files_of_collection(*files).judgements == expected.judgements
     assert {grade for own in expected.judgements.values() for grade in own.values()} == {0, 1}
@@ -219,7 +219,7 @@ def test_grades_may_be_floats_that_are_whole(tmp_path):
     files, hub = write_folder(tmp_path / "files", qrels=qrels), tmp_path / "hub"
     hub_dataset(hub, **(tables() | {"qrels": qrels}))
     for folder, split in ((files, "test"), (hub, "train")):
-        grades = beir.load_collection(TextEvaluationSection(beir=str(folder), split=split)).judgements
+        grades = beir.load_collection(str(folder), split).judgements
         assert grades == {"q1": {"0001": 1}, "q2": {"0002": 2}}
 
 
@@ -227,7 +227,7 @@ def test_judged_documents_that_the_corpus_lacks_are_counted_once(tmp_path, caplo
     qrels = judged(("q1", "0001", 1), ("q1", "gone", 1), ("q2", "gone", 0), ("q2", "lost", 1))
     folder = write_folder(tmp_path / "data", qrels=qrels)
     for _ in range(2):  # as a process does that builds the model as well
-        collection = beir.load_collection(TextEvaluationSection(beir=str(folder)))
+        collection = beir.load_collection(str(folder))
     assert collection.judgements["q2"] == {"gone": 0, "lost": 1}
     (said,) = caplog.messages
     assert said.startswith(f"evaluation.beir: 2 of 3 judged documents are not in the corpus of {folder}")
@@ -236,10 +236,10 @@ def test_judged_documents_that_the_corpus_lacks_are_counted_once(tmp_path, caplo
 def test_what_is_missing_is_named(tmp_path):
     folder = write_folder(tmp_path / "data")
     with pytest.raises(RecipeError, match="the folder .* must hold qrels/dev.tsv or qrels.tsv"):
-        beir.load_collection(TextEvaluationSection(beir=str(folder), split="dev"))
+        beir.load_collection(str(folder), "dev")
     (folder / "queries.jsonl").unlink()
     with pytest.raises(RecipeError, match="the folder .* must hold queries.jsonl or queries.parquet"):
-        beir.load_collection(TextEvaluationSection(beir=str(folder)))
+        beir.load_collection(str(folder))
 
 
 def test_documents_may_lack_a_title_or_a_text(encoder, tmp_path):

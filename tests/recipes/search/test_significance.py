@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_rel
 
-from pylate_fastmaxsim.recipes.retrieval_evaluation.significance import compare, fisher, holm, student
+from pylate_fastmaxsim.recipes.search.significance import compare, fisher, holm, student
 
 
 def test_student_is_the_paired_t_test():
@@ -25,7 +25,7 @@ def test_fisher_is_the_share_of_signs_with_a_mean_as_far_from_0(shift, monkeypat
     sums = np.array(list(product([-1, 1], repeat=12))) @ differences
     exact = (np.abs(sums) >= abs(differences.sum()) - 1e-12).mean()
     assert fisher(differences) == pytest.approx(exact, abs=0.02)
-    monkeypatch.setattr("pylate_fastmaxsim.recipes.retrieval_evaluation.significance.SIGNS_AT_ONCE", 12 * 700)
+    monkeypatch.setattr("pylate_fastmaxsim.recipes.search.significance.SIGNS_AT_ONCE", 12 * 700)
     assert fisher(differences) == pytest.approx(exact, abs=0.02)
     assert fisher(np.zeros(5)) == 1.0
 

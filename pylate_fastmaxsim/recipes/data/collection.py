@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow.compute as pc
-from datasets import Dataset, Value, get_dataset_config_names
+from datasets import Dataset, IterableDataset, Value, get_dataset_config_names
 
 from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
 from pylate_fastmaxsim.recipes.data.judgements import JUDGEMENT_COLUMNS, grades_by_query, read_judgements, require_ids
 from pylate_fastmaxsim.recipes.data.passages import titled
 from pylate_fastmaxsim.recipes.data.tables import (
@@ -27,10 +27,13 @@ from pylate_fastmaxsim.recipes.data.tables import (
     table_failure,
 )
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.types import ENDINGS, FILE_TYPES, file_type
+from pylate_fastmaxsim.recipes.files import ENDINGS, file_type
 
-KEY = "evaluation.beir"
+if TYPE_CHECKING:
+    from sentence_transformers.evaluation import NanoBEIREvaluator
+
 IDS_AT_ONCE = 10_000
+COLUMNS = ("_id", "text")  # of documents and of queries
 PAGES = "image"  # the column of a corpus of pages, in place of text
 
 
@@ -53,53 +56,63 @@ class Collection:
     judgements: dict[str, dict[str, int]]
 
 
-def load_collection(section: EvaluationSection, key: str = KEY) -> Collection:
-    """Load the collection that ``section.beir`` names, which an error calls ``key``; its queries are the judged ones.
+@dataclass(frozen=True)
+class RecipeData:
+    """Rows that a recipe trains on, and what it is evaluated on.
+
+    That is rows held out of them, a collection in BEIR's layout, sets of NanoBEIR, or nothing.
+    """
+
+    train: Dataset | IterableDataset
+    held_out: Dataset | None = None
+    collection: Collection | None = None
+    nano_beir: NanoBEIREvaluator | None = None
+
+
+def load_collection(name: str, split: str = "test", key: str = "evaluation.beir") -> Collection:
+    """Load a collection from the Hub or from a folder, which an error calls ``key``; its queries are the judged ones.
 
     On the Hub, judgements are the subset ``qrels`` or ``default`` of the data set, or the data set of that name
     with ``-qrels`` behind it. In a folder of files they are ``qrels/SPLIT.tsv`` or ``qrels.tsv``, in BEIR's
     layout or in TREC's.
-
-    Raises
-    ------
-    RecipeError
-        A table or a column is missing or holds no texts, a row has no id or that of another, a grade is no integer, a
-        document has two grades for one query, there are no judgements for any query, or no judged document is in the
-        corpus.
     """
-    corpus, texts = (load_subset(key, section.beir, subset, ("_id", "text")) for subset in ("corpus", "queries"))
-    _require_texts_with_ids(key, "corpus", corpus)
-    _require_texts_with_ids(key, "queries", texts)
-    judgements = grades_by_query(key, _load_judgements(key, section))
-    queries = _queries(key, section.beir, texts, judgements)
-    _require_judged_documents(key, section.beir, corpus, judgements)
-    return Collection(corpus, {query: text for query, text in queries.items() if query in judgements}, judgements)
+    name = str(Path(name).expanduser())
+    tables = {subset: load_subset(key, name, subset, COLUMNS) for subset in ("corpus", "queries")}
+    for subset, table in tables.items():
+        _require_texts_with_ids(key, subset, table)
+    found = _build_collection(key, name, *tables.values(), _load_judgements(key, name, split))
+    judged = {query: text for query, text in found.queries.items() if query in found.judgements}
+    return replace(found, queries=judged)
 
 
 def load_files_of_collection(corpus: Path, queries: Path, judgements: Path | None = None) -> Collection:
     """Load a collection from a file of documents and one of queries (.jsonl or .parquet), and perhaps judgements.
 
     Columns are those of BEIR's files; judgements may also be in TREC's layout. All queries are kept, and without
-    judgements those of none are known.
-
-    Raises
-    ------
-    RecipeError
-        As for :func:`load_collection`. It names ``--corpus``, ``--queries`` and ``--qrels``.
+    judgements those of none are known. Errors name ``--corpus``, ``--queries`` and ``--qrels``.
     """
     tables = []
     for subset, file in (("corpus", corpus), ("queries", queries)):
         key = f"--{subset}"
         if file_type(file) is None:
             raise RecipeError(f"{key} must be a file that ends in {ENDINGS}, got {file}.")
-        table = load_files(key, FILE_TYPES[file_type(file)], {"train": [str(file)]})
-        tables.append(require_columns(key, subset, table, ("_id", "text")))
+        tables.append(require_columns(key, subset, load_files(key, {"train": [str(file)]}), COLUMNS))
         _require_texts_with_ids(key, subset, tables[-1])
-    grades = {} if judgements is None else grades_by_query("--qrels", read_judgements("--qrels", judgements))
-    texts = _queries("--qrels", str(judgements), tables[1], grades)
-    if grades:
-        _require_judged_documents("--qrels", str(judgements), tables[0], grades)
-    return Collection(tables[0], texts, grades)
+    rows = None if judgements is None else read_judgements("--qrels", judgements)
+    return _build_collection("--qrels", str(judgements), *tables, rows)
+
+
+def _build_collection(key: str, name: str, corpus: Dataset, texts: Dataset, rows: Dataset | None) -> Collection:
+    """The collection with all queries; all judged ones must be among them."""
+    judgements = {} if rows is None else grades_by_query(key, rows)
+    queries = {str(row["_id"]): row["text"] for row in texts}
+    if missing := [query for query in judgements if query not in queries]:
+        some = len(missing) < len(judgements)
+        reason = f"the query {missing[0]} is judged but is not among the queries" if some else "no query is judged"
+        raise RecipeError(f"{key}: {name} does not fit together: {reason}.")
+    if judgements:
+        _require_judged_documents(key, name, corpus, judgements)
+    return Collection(corpus, queries, judgements)
 
 
 def _require_texts_with_ids(key: str, subset: str, table: Dataset) -> None:
@@ -113,17 +126,6 @@ def _require_texts_with_ids(key: str, subset: str, table: Dataset) -> None:
     for column in table.column_names:
         if is_text(table, column):
             require_utf8(f"{key}: {column!r} of the subset {subset}", table.data.column(column))
-
-
-def _queries(key: str, name: str, texts: Dataset, judgements: dict[str, dict[str, int]]) -> dict[str, str]:
-    """The text of each query by its id; all judged ones must be among them."""
-    queries = {str(row["_id"]): row["text"] for row in texts}
-    missing = next((query for query in judgements if query not in queries), None)
-    if missing is not None:
-        some = any(query in queries for query in judgements)
-        reason = f"the query {missing} is judged but is not among the queries" if some else "no query is judged"
-        raise RecipeError(f"{key}: {name} does not fit together: {reason}.")
-    return queries
 
 
 def _require_judged_documents(key: str, name: str, corpus: Dataset, judgements: dict[str, dict[str, int]]) -> None:
@@ -157,14 +159,17 @@ def _require_distinct_ids(key: str, subset: str, table: Dataset) -> None:
         )
 
 
-def _load_judgements(key: str, section: EvaluationSection) -> Dataset:
-    name, split = section.beir, section.split
+def _load_judgements(key: str, name: str, split: str) -> Dataset:
     if has_plain_files(name):
         files = [file for file in (Path(name, "qrels", f"{split}.tsv"), Path(name, "qrels.tsv")) if file.is_file()]
         if not files:
             raise RecipeError(f"{key}: the folder {name} must hold qrels/{split}.tsv or qrels.tsv.")
         return read_judgements(key, files[0])
-    subset = next((subset for subset in ("qrels", "default") if subset in _subsets(key, name)), None)
+    try:
+        subsets = get_dataset_config_names(name)
+    except Exception as error:  # as in load_table
+        raise table_failure(key, error) from error
+    subset = next((subset for subset in ("qrels", "default") if subset in subsets), None)
     if subset is None:
         table = load_table(key, f"{name}-qrels", split=split)
     else:
@@ -172,15 +177,8 @@ def _load_judgements(key: str, section: EvaluationSection) -> Dataset:
     return require_columns(key, "qrels", table, JUDGEMENT_COLUMNS)
 
 
-def _subsets(key: str, name: str) -> list[str]:
-    try:
-        return get_dataset_config_names(name)
-    except Exception as error:  # as in load_table
-        raise table_failure(key, error) from error
-
-
-def is_query(collection: Collection, query: str, title: str | None, text: str | None) -> bool:
-    """Whether the document that has the id of a query is that query.
+def is_the_query(collection: Collection, query: str, title: str | None, text: str | None) -> bool:
+    """Tell whether the document that has the id of a query is that query.
 
     BEIR's evaluator compares ids only, and drops documents wrongly where queries and documents are numbered
     independently, as in Cranfield. ArguAna's queries are documents without title; SciDocs' queries are titles.
@@ -197,7 +195,7 @@ def document_texts(rows: dict[str, list]) -> list[str]:
 
 
 def is_of_pages(corpus: Dataset) -> bool:
-    """Whether documents are images."""
+    """Tell whether documents are images."""
     return "text" not in corpus.column_names
 
 
@@ -207,7 +205,7 @@ def titles(rows: dict[str, list]) -> list[str | None]:
 
 
 def corpus_digest(corpus: Dataset) -> str:
-    """The same for the same ids, titles and texts in the same order. Pages have their content as their id."""
+    """A digest of the ids, titles and texts in their order. Pages have their content as their id."""
     digest = hashlib.blake2b(digest_size=16)
     pages = is_of_pages(corpus)
     for rows in (corpus.select_columns("_id") if pages else corpus).iter(IDS_AT_ONCE):

@@ -3,49 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
+from pylate_fastmaxsim.recipes.data.collection import Collection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection
 from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_by_query
-from pylate_fastmaxsim.recipes.files.write import prepare_file
+from pylate_fastmaxsim.recipes.files import prepare_file
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
-from pylate_fastmaxsim.recipes.retrieval_evaluation.per_query import prepare_per_query, write_per_query
-from pylate_fastmaxsim.recipes.retrieval_evaluation.significance import Scores, compare
-from pylate_fastmaxsim.recipes.search.clock import Clock
+from pylate_fastmaxsim.recipes.search.results import (
+    prepare_per_query,
+    require_ids_of_one_word,
+    write_per_query,
+    write_run,
+)
 from pylate_fastmaxsim.recipes.search.run import METRICS_BY_DEPTH, Progress, Search, best_device, check_format
 from pylate_fastmaxsim.recipes.search.run import Options as SearchOptions
-from pylate_fastmaxsim.recipes.search.run_file import require_ids_of_one_word, write_run
+from pylate_fastmaxsim.recipes.search.significance import Scores, compare
 from pylate_fastmaxsim.recipes.targets import Target, short_name
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to evaluate.
-
-    Parameters
-    ----------
-    run
-        Folder for a TREC run file of each model, or None.
-    per_query
-        The .jsonl or .tsv file for the metrics of each query, or None.
-    index
-        Folder in which each model has an index of its documents, or None to keep none.
-    format
-        Of token embeddings in an index, as for a search; sparse vectors have none.
-    batch_size
-        Texts encoded at once; None is that of the recipe, or 32.
-    trust_remote_code
-        Whether code that comes with a model may run; a recipe may allow it too.
-    test
-        The paired test: student or fisher.
-    inputs
-        Files and folders that are read, and so are not written to.
-    """
+    """The options of the command, by their names."""
 
     run: Path | None = None
     per_query: Path | None = None
@@ -54,7 +36,7 @@ class Options:
     batch_size: int | None = None
     trust_remote_code: bool = False
     test: str = "student"
-    inputs: Sequence[Path | None] = ()
+    inputs: Sequence[Path | None] = ()  # what is read, and so not written to
 
 
 def evaluate(
@@ -66,7 +48,7 @@ def evaluate(
     -------
     ``collection`` (its name), ``queries`` and ``documents`` (how many); ``models``: of each its ``label``, the summary
     of its search and its ``metrics``; ``test`` and ``pairs``: each two models by each metric
-    (:func:`~pylate_fastmaxsim.recipes.retrieval_evaluation.significance.compare`).
+    (:func:`~pylate_fastmaxsim.recipes.search.significance.compare`).
 
     Raises
     ------
@@ -101,25 +83,20 @@ def _evaluate(
     target: Target, collection: Collection, options: Options, progress: Progress
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """The summary of a model, and its metrics by query."""
-    section = EvaluationSection() if target.recipe is None else target.recipe.evaluation
-    device = best_device()
-    model = retriever_of(target.load(device, options.trust_remote_code), finite=True)
+    model = retriever_of(target.load(best_device(), options.trust_remote_code), finite=True)
     searching = SearchOptions(
         k=max(METRICS_BY_DEPTH.values()),
         run=None if options.run is None else _run_file(options.run, target),
         index=options.index,
         format=options.format if model.has_token_embeddings else None,
-        batch_size=options.batch_size or section.batch_size,
+        batch_size=options.batch_size or target.batch_size,
         pooling=target.pooling,
     )
-    task = Search(
-        target.path,
-        model,
-        collection,
-        searching,
-        lambda task, total, done=0: progress(f"{target.label}: {task}", total, done),
-        Clock(device),
-    )
+
+    def progress_of_model(task: str, total: int, done: int = 0) -> Callable[[int], None]:
+        return progress(f"{target.label}: {task}", total, done)
+
+    task = Search(target.path, model, collection, searching, progress_of_model)
     if options.index is not None:
         task.options = replace(searching, index=options.index / _index_name(target, task))
     found = task.ranking()
@@ -148,7 +125,7 @@ def _prepare_runs(options: Options, targets: Sequence[Target]) -> None:
 
 
 def _index_name(target: Target, task: Search) -> str:
-    """Of the folder of an index: another for other weights and settings, another collection or another format."""
+    """The name of the folder of an index: another for other weights and settings, another collection or another format."""
     made_of = task.description
     parts = f"{made_of.model_digest} {made_of.corpus_digest} {made_of.stored}"
     own = short_name(target.path) if target.recipe is None else target.recipe.name

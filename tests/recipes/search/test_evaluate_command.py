@@ -21,15 +21,14 @@ from typer.testing import CliRunner
 
 from pylate_fastmaxsim import StaticLateInteraction
 from pylate_fastmaxsim.cli import load_app
-from pylate_fastmaxsim.recipes.config.schema import TextEvaluationSection
-from pylate_fastmaxsim.recipes.evaluation import beir, ranking
+from pylate_fastmaxsim.recipes.data import collection as beir
+from pylate_fastmaxsim.recipes.evaluation import ranking
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate as evaluate_recipe
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.kind import load_retriever
+from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import Retriever, retriever_of
 from pylate_fastmaxsim.recipes.targets import find_targets
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 
 app = load_app()
 METRICS = ["ndcg@10", "mrr@10", "recall@100", "recall@1000"]
@@ -77,7 +76,7 @@ def test_several_models_on_one_collection(saved, data, tmp_path, monkeypatch):
     # Two are called colbert.
     labels = [saved["colbert"], "model", saved["other"]]
     assert [model["label"] for model in written["models"]] == labels
-    collection = beir.load_collection(TextEvaluationSection(beir=str(data)))
+    collection = beir.load_collection(str(data))
     rows = rows_of(tmp_path / "q.jsonl")
     assert [(row["query"], row["model"]) for row in rows] == [(f"q{n}", label) for label in labels for n in range(6)]
     own = {label: [row for row in rows if row["model"] == label] for label in labels}

@@ -1,4 +1,4 @@
-"""Whether the metrics of two models differ by more than chance: paired tests over queries."""
+"""Paired tests over queries: do the metrics of two models differ by more than chance?"""
 
 from __future__ import annotations
 
@@ -33,16 +33,6 @@ def compare(scores: Scores, test: str) -> list[dict[str, Any]]:
     For each pair and metric ``models``, ``metric``, ``difference`` (the mean of the second model less that of the first),
     ``p`` and ``corrected_p`` (by Holm's method, over the pairs of one metric), and for how many queries the second model
     is ``better``, ``equal`` and ``worse``.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.retrieval_evaluation.significance import compare
-    >>> queries = range(20)
-    >>> first = {"mrr@10": {f"q{number}": 0.1 for number in queries}}
-    >>> second = {"mrr@10": {f"q{number}": 0.2 + number / 100 for number in queries}}
-    >>> (row,) = compare({"first": first, "second": second}, "fisher")
-    >>> round(row["difference"], 3), row["p"], row["better"]
-    (0.195, 0.0001, 20)
     """
     first = next(iter(scores.values()))
     rows = []
@@ -89,14 +79,7 @@ def fisher(differences: NDArray[np.float64]) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p corrected by Holm's method, so that one of several true null hypotheses is rejected with at most this chance.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.retrieval_evaluation.significance import holm
-    >>> holm([0.02, 0.01, 0.5])
-    [0.04, 0.03, 0.5]
-    """
+    """p corrected by Holm's method, so that one of several true null hypotheses is rejected with at most this chance."""
     corrected, largest = list(p_values), 0.0
     for place, number in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - place) * p_values[number]))

@@ -1,0 +1,136 @@
+"""Files that commands read and write: what rows are read from, and what may be replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from pylate_fastmaxsim.files.lock import locked
+from pylate_fastmaxsim.files.replace import in_the_way, replace_file
+from pylate_fastmaxsim.recipes.errors import RecipeError
+
+# Files of rows by their endings, with the names that datasets has for their types.
+_TYPES = {".jsonl": "json", ".parquet": "parquet", ".json": "json", ".csv": "csv", ".tsv": "csv"}
+FILE_TYPES = _TYPES | {f"{ending}.gz": name for ending, name in _TYPES.items() if name != "parquet"}
+
+ENDINGS = ".parquet, .jsonl, .json, .csv or .tsv (these four also with .gz)"
+
+
+def file_type(file: str | Path) -> str | None:
+    """The ending of a file that holds rows, a key of FILE_TYPES; None for other files."""
+    return next((ending for ending in FILE_TYPES if str(file).endswith(ending)), None)
+
+
+def inputs_of(*sections: Any) -> list[Path]:
+    """The paths among the keys of a recipe's sections; names on the Hub are among them."""
+    found = []
+    for section in sections:
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            if dataclasses.is_dataclass(value):
+                found += inputs_of(value)
+            elif field.metadata.get("path") and value is not None:
+                found += map(Path, value if isinstance(value, list) else [value])
+    return found
+
+
+def files_of_collection(folder: str | None) -> list[Path]:
+    """The files that are read of a folder in BEIR's layout."""
+    if folder is None:
+        return []
+    return [path for part in ("corpus", "queries", "qrels") for path in Path(folder).expanduser().glob(f"{part}*")]
+
+
+def make_directory(key: str, directory: Path) -> list[Path]:
+    """Make a folder and its parents, and return those that were missing, the innermost first. Errors name ``key``."""
+    try:
+        missing = [path for path in (directory, *directory.parents) if not path.exists()]
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"{key} {directory} cannot be made: {error.strerror}.") from error
+    return missing
+
+
+def prepare_file(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> None:
+    """Make the folder of a file that is written at the end of a command, and refuse it as :func:`require_output`."""
+    require_output(key, file, inputs)
+    make_directory(key, file.parent)
+    if not os.access(file.parent, os.W_OK):
+        raise RecipeError(f"{key} {file} cannot be written: {file.parent} is read-only.")
+
+
+def require_outputs(key: str, folder: Path, names: Sequence[str], *sections: Any) -> None:
+    """Refuse files in a folder as :func:`require_output`, where the command reads these sections of a recipe."""
+    for name in names:
+        require_output(key, folder / name, inputs_of(*sections))
+
+
+def require_output(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> None:
+    """Refuse a file that is no regular one, is one of ``inputs`` or lies in a folder of them. Errors name ``key``."""
+    try:
+        what = in_the_way(file)
+    except OSError as error:  # a name that is too long
+        raise RecipeError(f"{key} {file} cannot be written: {error.strerror}.") from None
+    if what is not None:
+        raise RecipeError(f"{key} {file} cannot be written: it is {what}.")
+    for path in inputs:
+        if path is not None and path.exists() and _same(path, file.parent if path.is_dir() else file):
+            where = f"in {path}, which" if path.is_dir() else "what"
+            raise RecipeError(
+                f"{key} {file} cannot be written: it is {where} this command reads; choose another place."
+            )
+
+
+def _same(path: Path, other: Path) -> bool:
+    return other.exists() and path.samefile(other)
+
+
+@contextmanager
+def hold_lock(key: str, directory: Path, name: str, sentence: str) -> Iterator[None]:
+    """Hold the lock file ``name`` in ``directory``, which is made if need be; ``sentence`` is the error where it is held.
+
+    The file stays, except after an error in a folder that was made for it and holds nothing else.
+    """
+    made = make_directory(key, directory)
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(directory, sentence, name))
+        except ValueError as error:
+            raise RecipeError(str(error)) from error
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                if made and os.listdir(directory) == [name]:
+                    (directory / name).unlink()
+                    for path in made:
+                        path.rmdir()
+            raise
+
+
+def without_nan(value: Any) -> Any:
+    """A result with None for each number that is NaN or infinite, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def parse_json(text: str) -> Any:
+    """:func:`json.loads`, with ValueError as well for lists in lists that are too deep for it."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its lists or objects are too deep inside of each other") from None
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write a value without NaN and infinity; the file appears when it is complete."""
+    replace_file(file, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())

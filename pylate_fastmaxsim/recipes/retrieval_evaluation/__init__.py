@@ -1,1 +1,0 @@
-"""``fastmaxsim evaluate``: rankings, metrics and paired tests of trained models on one collection."""
