@@ -12,15 +12,9 @@ from benchmarks.harness.tables import table
 from benchmarks.harness.turns import speed
 from benchmarks.operators import attention, compressed_operators, pooling_operators, splade_head
 from benchmarks.operators.table import docs_table
-from benchmarks.pooling_study.table import tables as pooling_study_tables
-from benchmarks.quality.compressed_fidelity_table import markdown as compressed_fidelity_markdown
-from benchmarks.quality.cranfield_table import markdown as cranfield_markdown
-from benchmarks.quality.first_stage_cranfield_table import markdown as first_stage_markdown
-from benchmarks.quality.static_cranfield_table import markdown as static_cranfield_markdown
-from benchmarks.retrieval.corpus_search import markdown as corpus_markdown
-from benchmarks.retrieval.sparse_table import docs_table as sparse_search_tables
-from benchmarks.retrieval.sparse_table import two_gpus_table as sparse_two_gpus_table
-from benchmarks.retrieval.static_documents import markdown as static_documents_table
+from benchmarks.quality import compressed_fidelity, cranfield, first_stage_cranfield, static_cranfield
+from benchmarks.quality.pooling_study_report import tables as pooling_study_tables
+from benchmarks.retrieval import corpus_search, sparse_search, sparse_two_gpus, static_documents
 from benchmarks.training import ceilings, lengths, losses, multi_vector_step, page_step, splade_step, train_step
 from benchmarks.training.steps import mark_of_runs
 from benchmarks.training.train_step import PATHS, cell_name, row_title
@@ -301,9 +295,9 @@ def tables() -> dict[str, dict[str, str]]:
                 suite.markdown(results(name)) for name, suite in (("losses", losses), ("ceilings", ceilings))
             ),
             "long-documents-table": long_documents_table(),
-            "corpus-search-table": corpus_markdown(results("corpus_search")),
+            "corpus-search-table": corpus_search.markdown(results("corpus_search")),
             "quickstart-table": quickstart_table(),
-            "cranfield-table": cranfield_markdown(results("cranfield")["cells"]),
+            "cranfield-table": cranfield.markdown(results("cranfield")),
         },
         "docs/kernels.md": {
             "attention-table": attention.windows_table(attention.of_table(results("attention"), "rows")),
@@ -315,20 +309,20 @@ def tables() -> dict[str, dict[str, str]]:
         },
         "docs/compressed.md": {
             "compressed-operators-table": compressed_operators.docs_table(results("compressed_operators")),
-            "compressed-fidelity-table": compressed_fidelity_markdown(results("compressed_fidelity")["cells"]),
+            "compressed-fidelity-table": compressed_fidelity.markdown(results("compressed_fidelity")),
         },
         "docs/pooling.md": {"pooling-operators-table": pooling_operators.docs_table(results("pooling_operators"))},
         "docs/splade.md": {
             "splade-head-table": splade_head.markdown(results("splade_head")),
         },
         "docs/sparse.md": {
-            "sparse-search-table": sparse_search_tables(results("sparse_search")),
-            "sparse-two-gpus-table": sparse_two_gpus_table(results("sparse_two_gpus")),
+            "sparse-search-table": sparse_search.markdown(results("sparse_search")),
+            "sparse-two-gpus-table": sparse_two_gpus.markdown(results("sparse_two_gpus")),
         },
-        "docs/recipes.md": {"first-stage-table": first_stage_markdown(results("first_stage_cranfield")["cells"])},
+        "docs/recipes.md": {"first-stage-table": first_stage_cranfield.markdown(results("first_stage_cranfield"))},
         "docs/static.md": {
-            "static-cranfield-table": static_cranfield_markdown(results("static_cranfield")["cells"]),
-            "static-documents-table": static_documents_table(results("static_documents")),
+            "static-cranfield-table": static_cranfield.markdown(results("static_cranfield")),
+            "static-documents-table": static_documents.markdown(results("static_documents")),
         },
         "docs/pooling_study.md": {
             **pooling_study_tables(results("pooling_study")),

@@ -48,6 +48,15 @@ SUITES: dict[str, str] = {
     "page_step": "training",
     "losses": "training",
     "ceilings": "training",
+    "cranfield": "quality",
+    "first_stage_cranfield": "quality",
+    "static_cranfield": "quality",
+    "compressed_fidelity": "quality",
+    "pooling_study": "quality",
+    "corpus_search": "retrieval",
+    "sparse_search": "retrieval",
+    "sparse_two_gpus": "retrieval",
+    "static_documents": "retrieval",
 }
 # What a line of the terminal shows of a cell.
 SHOWN = ("status", "failure", "detail", "ms", "step_ms", "peak_gib", "warmup_seconds")
@@ -107,7 +116,7 @@ def measure(name: str, suite: ModuleType, options: argparse.Namespace, results: 
     recorded = environment() | (suite.recorded(name, options) if cells and hasattr(suite, "recorded") else {})
     found = suite.run(name, cells, options) if hasattr(suite, "run") else in_processes(name, suite, cells, options)
     for each, result in found:
-        results.add(each, {**cells[each], **result, "environment": recorded})
+        results.add(each, {**cells.get(each, {}), **result, "environment": recorded})
         print(each, {key: result[key] for key in SHOWN if key in result} or result, flush=True)
         if results.left <= 0:
             break

@@ -1,20 +1,39 @@
-"""One cell of the study: an encoder trained with one pooling, and what is measured of it."""
+"""A synthetic study of pooling: what the maximum, top-4 and softmax do to gradients, long documents and injected tokens.
+
+    python -m benchmarks pooling_study --workers 16         # measure what is missing, tables, figures
+    python -m benchmarks pooling_study --render
+    python -m benchmarks pooling_study --quick --results /tmp/pooling_study.json      # seconds; figures mean nothing
+
+It follows "Spike hijacking in late-interaction retrieval" (arXiv 2604.05253): 100 concepts, tokens of queries and
+documents near them, a three-layer encoder, in-batch negatives. What the text leaves open is measured in each reading:
+docs/pooling_study.md. Runs on CPUs; a cell is one pooling, document length, dimension and seed, on one thread.
+"""
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import multiprocessing
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import mean
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from benchmarks.pooling_study.concepts import Concepts, Pairs, generator
 from pylate_fastmaxsim import Max, Softmax, TopK, pooled_scores
 from pylate_fastmaxsim.diagnostics.gradient_concentration import gradient_concentration
-from pylate_fastmaxsim.pooling import Pooling
+from pylate_fastmaxsim.ops.pooled import Pooling
 
+CONCEPTS = 100
+QUERY_TOKENS = 16
+QUERY_CONCEPTS = 8  # tokens of a positive that share the concepts of its query's first 8 tokens
+NOISE = 0.1  # standard deviation of each component at d = 16; the noise has the same length at any d
+TARGETED_NOISE = 0.3  # of tokens that are aimed at a query
 BATCH = 64
 WIDTH = 64
 LEARNING_RATE = 1e-3
@@ -25,6 +44,56 @@ KINDS = ("targeted", "random tokens", "random embeddings")  # of injected tokens
 INJECTED = (25, 50, 100, 200, 400)
 
 POOLINGS: dict[str, Pooling] = {"max": Max(), "top-4": TopK(4), "softmax": Softmax(1.0)}
+INJECTION_DIMENSION = 128
+
+
+def generator(seed: int, use: int) -> Generator:
+    """Random numbers of a seed; each use has its own."""
+    return Generator().manual_seed(100 * seed + use)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Queries ``[N, 16, d]``, the concept of each of their tokens ``[N, 16]``, and their positives ``[N, M, d]``."""
+
+    queries: Tensor
+    wanted: Tensor
+    documents: Tensor
+
+    def first(self, count: int) -> Pairs:
+        return Pairs(self.queries[:count], self.wanted[:count], self.documents[:count])
+
+
+class Concepts:
+    """``[100, d]`` unit vectors, and tokens drawn near them: float32, of length 1."""
+
+    def __init__(self, dimension: int, seed: int) -> None:
+        self.vectors = normalize(torch.randn(CONCEPTS, dimension, generator=generator(seed, 0)), dim=-1)
+
+    def near(self, concepts: Tensor, noise: float, random: Generator) -> Tensor:
+        """A token near each of ``concepts``, ``[..., d]``."""
+        centres = self.vectors[concepts]
+        scale = noise * (16 / centres.shape[-1]) ** 0.5
+        return normalize(centres + scale * torch.randn(centres.shape, generator=random), dim=-1)
+
+    def pairs(self, count: int, tokens: int, random: Generator) -> Pairs:
+        """Queries with a positive each: tokens of 8 concepts of its query, then of any."""
+        wanted = torch.randint(CONCEPTS, (count, QUERY_TOKENS), generator=random)
+        found = torch.randint(CONCEPTS, (count, tokens), generator=random)
+        found[:, :QUERY_CONCEPTS] = wanted[:, :QUERY_CONCEPTS]
+        return Pairs(self.near(wanted, NOISE, random), wanted, self.near(found, NOISE, random))
+
+    def of_length(self, pairs: Pairs, tokens: int, random: Generator) -> Pairs:
+        """The same pairs with documents cut to ``tokens``, or with tokens of random concepts behind them."""
+        count, length = pairs.documents.shape[:2]
+        more = torch.randint(CONCEPTS, (count, max(0, tokens - length)), generator=random)
+        documents = torch.cat([pairs.documents[:, :tokens], self.near(more, NOISE, random)], 1)
+        return replace(pairs, documents=documents)
+
+    def aimed_at(self, wanted: Tensor, count: int, random: Generator) -> Tensor:
+        """Hard negatives ``[count, d]``: near concepts of a query, with more noise than its own tokens."""
+        picked = wanted[torch.randint(len(wanted), (count,), generator=random)]
+        return self.near(picked, TARGETED_NOISE, random)
 
 
 @dataclass(frozen=True)
@@ -127,7 +196,10 @@ def share(values: list) -> float:
     return round(mean(map(float, values)), 4)
 
 
-def measure(cell: Cell, size: Size) -> dict:
+QUICK = Size(pairs=64, epochs=2, injected=8)
+
+
+def measured(cell: Cell, size: Size) -> dict:
     """Train and measure a cell, on one thread, so that results depend on the seed alone."""
     torch.set_num_threads(1)
     began = time.monotonic()
@@ -162,3 +234,57 @@ def measure(cell: Cell, size: Size) -> dict:
             few = pairs.first(size.injected)
             result["injection"][name] = injection(concepts, encoder, few, pooling, generator(cell.seed, 4))
     return {**result, "seconds": round(time.monotonic() - began, 1)}
+
+
+def settings(size: Size) -> dict:
+    """What results depend on beside the cell."""
+    return {
+        **asdict(size),
+        "concepts": CONCEPTS,
+        "query_tokens": QUERY_TOKENS,
+        "query_concepts_in_positive": QUERY_CONCEPTS,
+        "noise": NOISE,
+        "targeted_noise": TARGETED_NOISE,
+        "batch": BATCH,
+        "width": WIDTH,
+        "learning_rate": LEARNING_RATE,
+    }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--workers", type=int, default=1, help="processes at a time, one thread each")
+    parser.add_argument("--quick", action="store_true", help="two epochs of one seed; needs another --results")
+
+
+def recorded(_: str, options: argparse.Namespace) -> dict:
+    return {"settings": settings(QUICK if options.quick else Size())}
+
+
+def cells(options: argparse.Namespace) -> dict[str, dict]:
+    """Long ones first, so that no worker is left with one at the end."""
+    shapes = [*((tokens, SWEEP_DIMENSION) for tokens in reversed(LENGTHS)), (PANEL_TOKENS, INJECTION_DIMENSION)]
+    seeds = [0] if options.quick else options.seeds
+    made = [Cell(pooling, *shape, seed) for shape, pooling, seed in itertools.product(shapes, POOLINGS, seeds)]
+    return {cell.name: {"cell": asdict(cell)} for cell in made}
+
+
+def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
+    """Measure cells, ``workers`` at a time."""
+    size = QUICK if options.quick else Size()
+    with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(measured, Cell(**cell["cell"]), size): name for name, cell in cells.items()}
+        for done in as_completed(running):
+            yield running[done], done.result()
+
+
+def markdown(content: dict) -> str:
+    from benchmarks.quality.pooling_study_report import tables
+
+    return "\n\n".join(tables(content).values())
+
+
+def plot(content: dict, target: Path) -> None:
+    from benchmarks.quality.pooling_study_plots import plot_all
+
+    plot_all(content, target)

@@ -7,9 +7,10 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.harness.plots import COLOURS, plt
-from benchmarks.pooling_study.cell import INJECTED, KINDS, LENGTHS, POOLINGS
-from benchmarks.pooling_study.checks import (
+from benchmarks.quality.pooling_study import INJECTED, INJECTION_DIMENSION, KINDS, LENGTHS, POOLINGS
+from benchmarks.quality.pooling_study_report import (
     GRADIENTS,
+    PLACES,
     PUBLISHED_GINI,
     QUERIES,
     SWEEP_TITLES,
@@ -18,7 +19,6 @@ from benchmarks.pooling_study.checks import (
     injected_recall,
     recalls,
 )
-from benchmarks.pooling_study.table import INJECTION_DIMENSION, PLACES
 
 POOLING_COLOURS = dict(zip(POOLINGS, COLOURS[1:], strict=True))
 
