@@ -276,6 +276,8 @@ def largest_loss_difference(cells: dict) -> float | None:
 def markdown(content: dict) -> str:
     """Rows for each metric: both paths and their largest difference; then the seeds and the teacher."""
     cells, rows = content["cells"], []
+    if len({json.dumps(cell["environment"]["settings"], sort_keys=True) for cell in cells.values()}) > 1:
+        raise SystemExit("The cells of this file have different settings; choose another file with --results.")
     for metric, title in METRICS.items():
         for path in PATHS:
             entries = [_mean_and_spread(values(cells, stage, path, metric)) for stage in STAGE_TITLES]

@@ -70,12 +70,6 @@ def test_ranks_train_together_and_one_says_how_long_it_took(tmp_path):
     assert result["losses"][0] > train_step.measure(cell_of("--batches", "4", "--steps", "1"))["losses"][0]
 
 
-def test_steps_by_padding_are_measured_and_drawn(tmp_path):
-    small = [*SMALL, "--batches", "2", "--document-length", "30", "--steps", "1", "--tokens", "15"]
-    *_, row = run_benchmark("lengths", "--results", str(tmp_path / "lengths.json"), *small).splitlines()
-    assert row.startswith("| ") and "x) |" in row and (tmp_path / "lengths.png").exists()
-
-
 def test_memory_is_measured_up_to_some_chunks(monkeypatch):
     scored = []
     sum_of_losses = pylate_losses._sum_of_losses

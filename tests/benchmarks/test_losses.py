@@ -1,12 +1,9 @@
-"""The losses benchmark: losses on stored embeddings, the search for the largest batch, and the command on a CPU."""
+"""Losses on stored embeddings, and the search for the largest batch."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from benchmarked import run_benchmark
 
 import pylate_fastmaxsim
 from benchmarks.training.ceilings import GRID, ceiling, next_batch
@@ -25,17 +22,6 @@ def test_stock_and_fast_have_the_same_loss_on_the_same_embeddings(loss):
         fast = value()
     # Stock's scores are rounded to bfloat16, and divided by a temperature of 0.02.
     assert fast == pytest.approx(stock, rel=0.05)
-
-
-@pytest.mark.bench
-def test_the_command_measures_both_paths(tmp_path):
-    pytest.importorskip("pylate")
-    target = tmp_path / "tiny.json"
-    small = ["--queries", "8", "--lengths", "12", "--paths", "stock", "fast", "--losses", "contrastive"]
-    assert "| Contrastive, 8 queries, 2 documents each" in run_benchmark("losses", *small, "--results", str(target))
-    cells = json.loads(target.read_text())["cells"].values()
-    assert [cell["path"] for cell in cells] == ["stock", "fast"]
-    assert all(cell["ms"] > 0 and cell["iterations"] for cell in cells)
 
 
 @pytest.mark.parametrize("limit", [31, 32, 300, 2**21])
