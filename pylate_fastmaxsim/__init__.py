@@ -6,40 +6,31 @@ from pylate_fastmaxsim.tokens import TokenBatch
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "TokenBatch", "CompressedBatch", "ResidualCodec", "compress", "read_plaid", "SparseBatch", "SparseIndex", "sparse_search", "StaticLateInteraction", "BM25", "maxsim", "maxsim_from_hidden", "xtr_scores", "splade_pool", "pooled_scores", "PooledScores",
-    "Max", "TopK", "Softmax", "LogSumExp", "encode", "warmup", "BatchShape", "enable", "disable", "enabled", "__version__",
-]  # fmt: skip
-
-
 # Loaded on first use: `enable` imports PyLate, and `import pylate_fastmaxsim` should not.
-_MODULES = {
-    "CompressedBatch": "pylate_fastmaxsim.compressed",
-    "ResidualCodec": "pylate_fastmaxsim.codec",
-    "compress": "pylate_fastmaxsim.compressed",
-    "read_plaid": "pylate_fastmaxsim.retrieval.plaid.read",
-    "SparseBatch": "pylate_fastmaxsim.sparse",
-    "SparseIndex": "pylate_fastmaxsim.retrieval.sparse_index",
-    "sparse_search": "pylate_fastmaxsim.retrieval.sparse_search",
-    "StaticLateInteraction": "pylate_fastmaxsim.retrieval.static.model",
-    "BM25": "pylate_fastmaxsim.retrieval.static.weights",
-    "maxsim": "pylate_fastmaxsim.ops.maxsim",
-    "maxsim_from_hidden": "pylate_fastmaxsim.ops.projection",
-    "xtr_scores": "pylate_fastmaxsim.ops.xtr",
-    "splade_pool": "pylate_fastmaxsim.ops.splade",
-    "pooled_scores": "pylate_fastmaxsim.ops.pooled",
-    "PooledScores": "pylate_fastmaxsim.ops.score_metric",
-    "Max": "pylate_fastmaxsim.pooling",
-    "TopK": "pylate_fastmaxsim.pooling",
-    "Softmax": "pylate_fastmaxsim.pooling",
-    "LogSumExp": "pylate_fastmaxsim.pooling",
-    "encode": "pylate_fastmaxsim.losses.encode",
-    "warmup": "pylate_fastmaxsim.precompile.processes",
-    "BatchShape": "pylate_fastmaxsim.precompile.shapes",
-    "enable": "pylate_fastmaxsim.integrations.enable",
-    "disable": "pylate_fastmaxsim.integrations.enable",
-    "enabled": "pylate_fastmaxsim.integrations.enable",
+_NAMES = {
+    "compressed": ("CompressedBatch", "compress"),
+    "codec": ("ResidualCodec",),
+    "retrieval.plaid": ("read_plaid",),
+    "sparse": ("SparseBatch",),
+    "retrieval.sparse_index": ("SparseIndex",),
+    "retrieval.sparse_search": ("sparse_search",),
+    "retrieval.static.model": ("StaticLateInteraction",),
+    "retrieval.static.weights": ("BM25",),
+    "ops.maxsim": ("maxsim",),
+    "ops.projection": ("maxsim_from_hidden",),
+    "ops.xtr": ("xtr_scores",),
+    "ops.splade": ("splade_pool",),
+    "ops.pooled": ("pooled_scores",),
+    "ops.score_metric": ("PooledScores",),
+    "pooling": ("Max", "TopK", "Softmax", "LogSumExp"),
+    "losses.encode": ("encode",),
+    "precompile.processes": ("warmup",),
+    "precompile.shapes": ("BatchShape",),
+    "integrations.enable": ("enable", "disable", "enabled"),
 }
+_MODULES = {name: f"pylate_fastmaxsim.{module}" for module, names in _NAMES.items() for name in names}
+
+__all__ = ["TokenBatch", "__version__", *_MODULES]
 
 
 def __getattr__(name: str):

@@ -1,19 +1,28 @@
-"""Checks of arguments that all operators share."""
+"""Checks of arguments, and of how a call runs, that all operators share."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._tracing import is_plain
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
-def require_tensor(where: str, name: str, value: object, allowed: str) -> None:
+def require_tensor(
+    where: str,
+    name: str,
+    value: object,
+    allowed: str,
+    dims: int | None = None,
+    dtypes: tuple[torch.dtype, ...] = (),
+    device: torch.device | None = None,
+) -> None:
     """Raise TypeError unless the argument ``name`` of ``where`` is a tensor; ``allowed`` is its dtype and shape.
 
-    A nested or sparse one is a ValueError.
+    ValueError if it is nested or sparse, or has another number of dimensions, dtype or device where these are given.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{where}: {name} must be a tensor {allowed}, got {type(value).__name__}.")
@@ -24,6 +33,10 @@ def require_tensor(where: str, name: str, value: object, allowed: str) -> None:
         )
     if value.layout != torch.strided:
         raise ValueError(f"{where}: {name} must be a dense tensor {allowed}, got one of the layout {value.layout}.")
+    if dims not in (None, value.dim()) or (dtypes and value.dtype not in dtypes):
+        raise ValueError(f"{where}: {name} must be {allowed}, got {value.dtype} of shape {tuple(value.shape)}.")
+    if device not in (None, value.device):
+        raise ValueError(f"{where}: {name} must be on {device}, as the rest, got {value.device}.")
 
 
 def require_integer(name: str, value: object, allowed: str = "") -> int:
@@ -46,8 +59,32 @@ def require_count(where: str, name: str, value: object) -> int:
     return count
 
 
+def require_batches(where: str, name: str, value: object, batch: type) -> None:
+    """Raise TypeError unless the argument ``name`` of ``where`` is an iterable, as of ``batch``, and not a single one."""
+    one = "one " if isinstance(value, (batch, Tensor)) else ""
+    if one or not isinstance(value, Iterable):
+        raise TypeError(
+            f"{where}: {name} must be batches of documents, as a list of {batch.__name__}, got {one}{type(value).__name__}."
+        )
+
+
+def require_positions(where: str, positions: object, count: int) -> Tensor:
+    """Positions of documents, of which there are ``count``, as int64 ``[n]`` on the CPU; TypeError or ValueError else."""
+    try:
+        found = torch.as_tensor(positions if hasattr(positions, "__array__") else [*positions], device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{where}: positions must be integers, a list or a tensor [n], got {positions!r}.") from None
+    if found.dim() != 1 or (len(found) and (found.is_floating_point() or found.dtype == torch.bool)):
+        raise TypeError(f"{where}: positions must be integers [n], got {found.dtype} of shape {tuple(found.shape)}.")
+    found = found.long()
+    wrong = (found < 0) | (found >= count)
+    if bool(wrong.any()):
+        raise ValueError(f"{where}: positions must be from 0 to {count - 1}, got {found[wrong][0]}.")
+    return found
+
+
 def has_numbers(*tensors: Tensor) -> bool:
-    """Whether the numbers in tensors of one device can be checked without waiting for a GPU."""
+    """True if the numbers in tensors of one device can be checked without waiting for a GPU."""
     return tensors[0].is_cpu and is_plain(*tensors)
 
 
@@ -64,3 +101,30 @@ def as_mask(where: str, name: str, mask: Tensor, device: torch.device) -> Tensor
             )
         mask = counts
     return mask.to(device=device)
+
+
+def inside_transform() -> bool:
+    """True inside of torch.vmap or a transform of torch.func."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# A constant of a graph. `torch.compiler.assume_constant_result` does the same, but imports the compiler.
+inside_transform._dynamo_marked_constant = True
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """True if a call is eager, on tensors (or None) that hold numbers: outside of graphs, dispatch modes and transforms."""
+    return (
+        not torch.compiler.is_compiling()
+        and _PLAIN.issuperset(map(type, tensors))
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._is_tracing()
+        and not inside_transform()
+    )
+
+
+def is_plain_backward(grad: Tensor) -> bool:
+    """True of a plain gradient in a backward that nobody differentiates, of one batch of results."""
+    # With gradients enabled second ones are asked for, which the registered operators refuse. They take a compiled
+    # backward whole, and a batch of gradients once for each.
+    return is_plain(grad) and not torch.is_grad_enabled() and not torch._C._functorch.is_legacy_batchedtensor(grad)

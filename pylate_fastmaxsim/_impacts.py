@@ -9,6 +9,7 @@ import os
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 from pylate_fastmaxsim._checks import require_count
@@ -25,7 +26,7 @@ class _Object(list):
     """The pairs of a JSON object, with keys that repeat."""
 
 
-def impact_files(where: str, paths: Paths) -> list[Path]:
+def _files(where: str, paths: Paths) -> list[Path]:
     """The files of ``paths``; those of a folder are in the order of their names."""
     files = []
     for path in map(Path, [paths] if isinstance(paths, (str, os.PathLike)) else paths):
@@ -41,40 +42,41 @@ def impact_files(where: str, paths: Paths) -> list[Path]:
     return files
 
 
-def impact_terms(
-    where: str, vocabulary: Mapping[str, int] | int, size: int | None
-) -> tuple[Mapping[str, int] | None, int]:
-    """The numbers of tokens, None where they are numbers already, and how many terms there are."""
-    if not isinstance(vocabulary, Mapping):
-        return None, require_count(where, "vocabulary", vocabulary)
-    known = max(vocabulary.values(), default=-1) + 1
-    size = known if size is None else require_count(where, "size", size)
-    if size < known:
-        raise ValueError(f"{where}: size must be at least {known}, as many terms as vocabulary has, got {size}.")
-    return vocabulary, size
-
-
 def read_columns(
-    where: str, files: list[Path], numbers: Mapping[str, int] | None, size: int, batch_size: int, start: int = 0
+    where: str,
+    paths: Paths,
+    vocabulary: Mapping[str, int] | int,
+    size: int | None,
+    batch_size: int,
+    start: int = 0,
+) -> tuple[int, Iterator[Columns]]:
+    """Number of terms, and batches of ``batch_size`` vectors, without the first ``start``."""
+    numbers = vocabulary if isinstance(vocabulary, Mapping) else None
+    if numbers is None:
+        size = require_count(where, "vocabulary", vocabulary)
+    else:
+        known = max(numbers.values(), default=-1) + 1
+        size = known if size is None else require_count(where, "size", size)
+        if size < known:
+            raise ValueError(f"{where}: size must be at least {known}, as many terms as vocabulary has, got {size}.")
+    return size, _columns(where, _files(where, paths), numbers, size, batch_size, start)
+
+
+def _columns(
+    where: str, files: list[Path], numbers: Mapping[str, int] | None, size: int, batch_size: int, start: int
 ) -> Iterator[Columns]:
-    """Batches of ``batch_size`` vectors, without the first ``start``."""
-    columns = [], array("q"), array("q"), array("d")
-    seen = 0
-    for file in files:
-        for place, line in _lines(where, file):
-            seen += 1
-            if seen <= start:
-                continue
+    lines = islice((line for file in files for line in _lines(where, file)), start, None)
+    while True:
+        columns = [], array("q"), array("q"), array("d")
+        for place, line in islice(lines, batch_size):
             try:
                 name, terms, weights = _parse(line, numbers, size)
             except ValueError as error:
                 raise ValueError(f"{where}: {place}: {error}") from None
             for column, new in zip(columns, ([name], [len(terms)], terms, weights), strict=True):
                 column.extend(new)
-            if len(columns[0]) == batch_size:
-                yield columns
-                columns = [], array("q"), array("q"), array("d")
-    if columns[0]:
+        if not columns[0]:
+            return
         yield columns
 
 

@@ -65,7 +65,7 @@ def _resident(key: str) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means out of memory, by its type or its text."""
+    """True if an error means out of memory, by its type or its text."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
         text in str(error) for text in _OUT_OF_MEMORY
     )

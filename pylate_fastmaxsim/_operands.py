@@ -1,4 +1,4 @@
-"""What a score is computed from, as raw tensors and sizes: one argument from the operators down to the kernels."""
+"""Operands of scores, as raw tensors and sizes: one argument from the operators down to the kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the operators store which document token won for a query token, and the memory that takes."""
+"""Storage of the document tokens that won for each query token, and the memory that takes."""
 
 import torch
 
@@ -28,7 +28,7 @@ def no_winner(dtype: torch.dtype) -> int:
 
 
 def queries_at_once(q_length: int, num_documents: int, state_bytes: int) -> int:
-    """How many queries to score at a time, at least 1, so that their share of memory stays bounded.
+    """Number of queries to score at a time, at least 1, so that their share of memory stays bounded.
 
     That is the state for the backward, scores, their softmax and its gradient. ``state_bytes`` is that of each query
     token and document: of MaxSim the size of a winner.

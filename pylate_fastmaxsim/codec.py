@@ -85,20 +85,15 @@ class ResidualCodec:
     copies: dict[torch.device, ResidualCodec] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, shape, dtype in (
-            ("centroids", "[C, d]", torch.float16),
-            ("weights", "[2**bits]", torch.float16),
-            ("cutoffs", "[2**bits - 1]", torch.float32),
+        for name, allowed, dims, dtype in (
+            ("centroids", "float16 [C, d]", 2, torch.float16),
+            ("weights", "float16 [2**bits]", 1, torch.float16),
+            ("cutoffs", "float32 [2**bits - 1]", 1, torch.float32),
         ):
             tensor = getattr(self, name)
-            require_tensor("ResidualCodec", name, tensor, f"{str(dtype).removeprefix('torch.')} {shape}")
-            if tensor.dim() != (2 if name == "centroids" else 1) or tensor.dtype != dtype:
-                raise ValueError(
-                    f"ResidualCodec: {name} must be {str(dtype).removeprefix('torch.')} {shape}, "
-                    f"got {tensor.dtype} of shape {tuple(tensor.shape)}."
-                )
-            if tensor.device != self.device:
-                raise ValueError(f"ResidualCodec: {name} must be on {self.device}, as centroids, got {tensor.device}.")
+            require_tensor(
+                "ResidualCodec", name, tensor, allowed, dims, (dtype,), getattr(self.centroids, "device", None)
+            )
             if tensor.is_cpu and not bool(tensor.isfinite().all()):
                 raise ValueError(f"ResidualCodec: {name} must be finite, got NaN or infinity.")
         if len(self.weights) not in [2**bits for bits in BITS] or len(self.cutoffs) != len(self.weights) - 1:
@@ -138,12 +133,12 @@ class ResidualCodec:
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
-        """What :func:`decoded` looks codes and bytes up in."""
+        """Tables in which :func:`decoded` looks codes and bytes up."""
         return self.centroids, self.byte_values
 
     @functools.cached_property
     def checksum(self) -> str:
-        """The same for codecs that hold the same numbers, on any devices: XXH3, 16 digits."""
+        """XXH3 of the numbers, 16 digits, equal on any device."""
         found = xxhash.xxh3_64()
         for tensor in self._tensors:
             found.update(f"{[*tensor.shape]}".encode())
@@ -211,11 +206,7 @@ class ResidualCodec:
         where = "ResidualCodec.train"
         if bits not in BITS:
             raise ValueError(f"{where}: bits must be 1, 2 or 4, got {bits!r}.")
-        require_tensor(where, "sample", sample, "[n, d]")
-        if sample.dim() != 2 or not sample.is_floating_point():
-            raise ValueError(
-                f"{where}: sample must be floating point [n, d], got {sample.dtype} of shape {tuple(sample.shape)}."
-            )
+        _require_vectors(where, "sample", sample, "[n, d]")
         if not bool(sample.isfinite().all()):
             raise ValueError(f"{where}: sample must be finite, got NaN or infinity.")
         count, dim = sample.shape
@@ -241,7 +232,7 @@ class ResidualCodec:
         order = torch.randperm(count, generator=generator).to(sample.device)
         held_out = min(held_out, count - centroids)
         vectors = _directions(sample.detach())[0]
-        with _seeds_kept():
+        with _preserved_seeds():
             means = FastKMeans(
                 dim, centroids, niter=iterations, seed=seed, max_points_per_centroid=256, device=sample.device
             )
@@ -276,12 +267,7 @@ class ResidualCodec:
         TypeError
             ``vectors`` is not a tensor.
         """
-        require_tensor("ResidualCodec.encode", "vectors", vectors, "[T, d]")
-        if vectors.dim() != 2 or not vectors.is_floating_point():
-            raise ValueError(
-                "ResidualCodec.encode: vectors must be floating point [T, d], "
-                f"got {vectors.dtype} of shape {tuple(vectors.shape)}."
-            )
+        _require_vectors("ResidualCodec.encode", "vectors", vectors, "[T, d]")
         self.require_fitting("ResidualCodec.encode", vectors)
         codes = torch.empty(len(vectors), dtype=torch.int32, device=self.device)
         packed = torch.empty(len(vectors), self.dim * self.bits // 8, dtype=torch.uint8, device=self.device)
@@ -306,13 +292,6 @@ class ResidualCodec:
             scale = None if scales is None else scales[rows]
             vectors[rows] = decoded(codes[rows], packed[rows], scale, *self.tables)
         return vectors
-
-    def inverse_norms(self, codes: Tensor, packed: Tensor) -> Tensor:
-        """The scales ``[T]``, float32, that give vectors of length 1."""
-        norms = torch.empty(len(codes), dtype=torch.float32, device=self.device)
-        for rows in chunks(len(codes), self.dim):
-            norms[rows] = _inverse(decoded_sums(codes[rows], packed[rows], *self.tables))
-        return norms
 
     def require_fitting(self, where: str, vectors: Tensor) -> None:
         """Raise ValueError unless vectors have the codec's d and device."""
@@ -363,6 +342,14 @@ class ResidualCodec:
                 "ResidualCodec.save wrote it, or make a codec and encode with it again."
             )
         return codec
+
+
+def _require_vectors(where: str, name: str, vectors: Tensor, shape: str) -> None:
+    require_tensor(where, name, vectors, shape)
+    if vectors.dim() != 2 or not vectors.is_floating_point():
+        raise ValueError(
+            f"{where}: {name} must be floating point {shape}, got {vectors.dtype} of shape {tuple(vectors.shape)}."
+        )
 
 
 def decoded(codes: Tensor, packed: Tensor, scales: Tensor | None, centroids: Tensor, byte_values: Tensor) -> Tensor:
@@ -434,7 +421,7 @@ def _inverse(sums: Tensor) -> Tensor:
 
 
 @contextmanager
-def _seeds_kept() -> Iterator[None]:
+def _preserved_seeds() -> Iterator[None]:
     """Leave the generators of PyTorch and NumPy, which fastkmeans seeds, as they were."""
     state = np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(range(torch.cuda.device_count())):

@@ -24,13 +24,11 @@ _FP8_SCALE = 2.0**-8
 _FP8_LEAST = 2.0**-8
 
 
-class _Numbers:
-    """Token vectors whose numbers lie in ``values [T, d]``."""
-
-    values: Tensor
+class _Tokens:
+    """Token vectors in a compressed format, whose numbers lie in ``values [T, d]``."""
 
     def __len__(self) -> int:
-        return self.values.shape[0]
+        return self.tensors[0].shape[0]
 
     @property
     def dim(self) -> int:
@@ -38,11 +36,22 @@ class _Numbers:
 
     @property
     def device(self) -> torch.device:
-        return self.values.device
+        return self.tensors[0].device
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(value for value in vars(self).values() if isinstance(value, Tensor))
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> _Tokens:
+        return replace(self, **self._fields_on(device, non_blocking))
+
+    def _fields_on(self, device: torch.device, non_blocking: bool) -> dict[str, object]:
+        fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in fields.items()}
 
 
 @dataclass(frozen=True, eq=False)
-class Int8(_Numbers):
+class Int8(_Tokens):
     """Token vectors as whole numbers and scales: a number is value * scale.
 
     ``values`` int8 ``[T, d]``, from -127 to 127; ``scales`` float32, not negative, ``[T]`` where ``per_token``, else
@@ -54,40 +63,26 @@ class Int8(_Numbers):
     per_token: bool
 
     def __post_init__(self) -> None:
-        _require("Int8", "values", self.values, 2, torch.int8, "int8 [T, d]")
-        _require("Int8", "scales", self.scales, 1, torch.float32, "float32 [T] or [N]", self.values.device)
+        require_tensor("Int8", "values", self.values, "int8 [T, d]", 2, (torch.int8,))
+        require_tensor("Int8", "scales", self.scales, "float32 [T] or [N]", 1, (torch.float32,), self.device)
         if self.per_token and len(self.scales) != len(self.values):
             raise ValueError(
                 f"Int8: scales must be [T] with T = {len(self.values)} where per_token, got [{len(self.scales)}]."
             )
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.values, self.scales
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Int8:
-        values, scales = (tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors)
-        return Int8(values, scales, self.per_token)
-
 
 @dataclass(frozen=True, eq=False)
-class Fp8(_Numbers):
+class Fp8(_Tokens):
     """Token vectors as float8_e4m3fn ``[T, d]``: a number is value * ``scale``, a power of two."""
 
     values: Tensor
     scale: float
 
     def __post_init__(self) -> None:
-        _require("Fp8", "values", self.values, 2, torch.float8_e4m3fn, "float8_e4m3fn [T, d]")
-        if not _is_power_of_two(self.scale):
-            raise ValueError(f"Fp8: scale must be a power of two from 2**-126 to 2**127, got {self.scale!r}.")
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.values,)
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Fp8:
-        return Fp8(self.values.to(device, non_blocking=non_blocking), self.scale)
+        require_tensor("Fp8", "values", self.values, "float8_e4m3fn [T, d]", 2, (torch.float8_e4m3fn,))
+        scale = self.scale
+        if not (isinstance(scale, float) and 2.0**-126 <= scale <= 2.0**127 and math.frexp(scale)[0] == 0.5):
+            raise ValueError(f"Fp8: scale must be a power of two from 2**-126 to 2**127, got {scale!r}.")
 
     def __reduce__(self):
         # As bytes, because PyTorch 2.11 pickles float8 but cannot read it.
@@ -99,7 +94,7 @@ def _fp8_of_bytes(values: Tensor, scale: float) -> Fp8:
 
 
 @dataclass(frozen=True, eq=False)
-class Residual:
+class Residual(_Tokens):
     """Token vectors as residual codes: (centroid + bucket weights) * scale, in float32.
 
     ``codes`` int32 or int64 ``[T]``, ``packed`` uint8 ``[T, d * bits / 8]``, ``scales`` float32 ``[T]``. Scales are None
@@ -113,11 +108,10 @@ class Residual:
     codec: ResidualCodec
 
     def __post_init__(self) -> None:
-        dtype = torch.int64 if isinstance(self.codes, Tensor) and self.codes.dtype == torch.int64 else torch.int32
-        _require("Residual", "codes", self.codes, 1, dtype, "int32 or int64 [T]")
-        _require("Residual", "packed", self.packed, 2, torch.uint8, "uint8 [T, d * bits / 8]", self.device)
+        require_tensor("Residual", "codes", self.codes, "int32 or int64 [T]", 1, (torch.int32, torch.int64))
+        require_tensor("Residual", "packed", self.packed, "uint8 [T, d * bits / 8]", 2, (torch.uint8,), self.device)
         if self.scales is not None:
-            _require("Residual", "scales", self.scales, 1, torch.float32, "float32 [T]", self.device)
+            require_tensor("Residual", "scales", self.scales, "float32 [T]", 1, (torch.float32,), self.device)
         lengths = {len(tensor) for tensor in self.tensors}
         if len(lengths) > 1:
             raise ValueError(
@@ -139,24 +133,12 @@ class Residual:
                     "belong to another codec."
                 )
 
-    def __len__(self) -> int:
-        return self.codes.shape[0]
-
     @property
     def dim(self) -> int:
         return self.codec.dim
 
-    @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.codes, self.packed) if self.scales is None else (self.codes, self.packed, self.scales)
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Residual:
-        codes, packed, *scales = (tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors)
-        return Residual(codes, packed, scales[0] if scales else None, self.codec.to(device))
+    def _fields_on(self, device: torch.device, non_blocking: bool) -> dict[str, object]:
+        return {**super()._fields_on(device, non_blocking), "codec": self.codec.to(device)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,15 +233,12 @@ class CompressedBatch:
 
     def to(self, device: str | torch.device, non_blocking: bool = False) -> CompressedBatch:
         """The batch on a device; ``non_blocking`` as in ``torch.Tensor.to``."""
-        starts, lengths, keep = (
-            None if tensor is None else tensor.to(device, non_blocking=non_blocking)
-            for tensor in (self.starts, self.lengths, self.keep)
-        )
-        tokens = self.tokens.to(device, non_blocking)
-        return replace(self, tokens=tokens, starts=starts, lengths=lengths, keep=keep)
+        fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in fields.items()}
+        return replace(self, tokens=self.tokens.to(device, non_blocking), **moved)
 
     def decompress(self, dtype: torch.dtype = torch.float32) -> TokenBatch:
-        """The same sequences over the vectors that are scored, a copy of dtype ``dtype``.
+        """Decompress to the vectors that are scored, a copy of dtype ``dtype``.
 
         Rows of ``values`` are those of ``tokens``. A row of no document holds zeros where scales are those of documents.
 
@@ -284,7 +263,7 @@ class CompressedBatch:
 
 
 def row_scales(batch: CompressedBatch) -> Tensor | float:
-    """What values of int8 or fp8 are multiplied with: a scale for each of the T rows, float32 ``[T]``, or one number.
+    """Factors of the values of int8 or fp8: a scale for each of the T rows, float32 ``[T]``, or one number.
 
     0 for a row of no document where scales are those of documents. Does not wait for the device.
     """
@@ -384,14 +363,6 @@ def rounded_queries(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
     ``"int8"``: whole numbers; the largest of a token is 127. ``"fp8"``: float8_e4m3fn; the scale is a power of two, and
     the largest number lies in (224, 448]. A token of zeros has scale 0; one with NaN or infinity has scale NaN and
     zeros. The same on every device, and does not wait for it.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from pylate_fastmaxsim.compressed import rounded_queries
-    >>> rounded_queries(torch.tensor([[254.0, 5.0], [0.0, 0.0]]), "int8")
-    (tensor([[127,   2],
-            [  0,   0]], dtype=torch.int8), tensor([2., 0.]))
     """
     dtype = torch.int8 if format == "int8" else torch.float8_e4m3fn
     rounded = torch.empty(values.shape, dtype=dtype, device=values.device)
@@ -412,26 +383,6 @@ def rounded_queries(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
             rounded[rows] = (numbers * scale.reciprocal().where(scale > 0, 0)[:, None]).to(dtype)
         scales[rows] = scale.where(finite, torch.nan)
     return rounded, scales
-
-
-def _require(
-    where: str,
-    name: str,
-    tensor: Tensor,
-    dims: int,
-    dtype: torch.dtype,
-    allowed: str,
-    device: torch.device | None = None,
-) -> None:
-    require_tensor(where, name, tensor, allowed)
-    if tensor.dim() != dims or tensor.dtype != dtype:
-        raise ValueError(f"{where}: {name} must be {allowed}, got {tensor.dtype} of shape {tuple(tensor.shape)}.")
-    if device is not None and tensor.device != device:
-        raise ValueError(f"{where}: {name} must be on {device}, as the rest, got {tensor.device}.")
-
-
-def _is_power_of_two(scale: object) -> bool:
-    return isinstance(scale, float) and 2.0**-126 <= scale <= 2.0**127 and math.frexp(scale)[0] == 0.5
 
 
 def _documents_of_rows(batch: TokenBatch | CompressedBatch, rows: int) -> tuple[Tensor, Tensor]:
@@ -510,7 +461,5 @@ def _to_fp8(values: Tensor, live: Tensor, largest: Tensor, scale: float | None) 
 
 
 def _encoded(values: Tensor, live: Tensor, codec: ResidualCodec) -> Residual:
-    parts = [codec.encode(_live(values, live, rows)) for rows in chunks(*values.shape)]
-    if not parts:
-        parts = [codec.encode(values)]
+    parts = [codec.encode(_live(values, live, rows)) for rows in chunks(*values.shape) or [slice(0)]]
     return Residual(*map(torch.cat, zip(*parts, strict=True)), codec)

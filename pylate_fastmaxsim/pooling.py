@@ -33,7 +33,7 @@ class TopK:
         object.__setattr__(self, "k", require_count("TopK", "k", self.k))
 
     def of(self, similarities: Tensor, live: Tensor) -> Tensor:
-        """As of :class:`Max`. Of equal similarities any gets the gradient."""
+        """Pool as :meth:`Max.of`. Of equal similarities any gets the gradient."""
         best = similarities.masked_fill(~live, -torch.inf).topk(min(self.k, similarities.shape[-1])).values
         return best.masked_fill(best == -torch.inf, 0).sum(dim=-1) / live.sum(dim=-1).clamp(1, self.k)
 
@@ -48,7 +48,7 @@ class Softmax:
         object.__setattr__(self, "temperature", _temperature("Softmax", self.temperature))
 
     def of(self, similarities: Tensor, live: Tensor) -> Tensor:
-        """As of :class:`Max`."""
+        """Pool as :meth:`Max.of`."""
         weights = _tempered(similarities, live, self.temperature).softmax(dim=-1)
         return _or_zero((weights * similarities).sum(dim=-1), live)
 
@@ -63,7 +63,7 @@ class LogSumExp:
         object.__setattr__(self, "temperature", _temperature("LogSumExp", self.temperature))
 
     def of(self, similarities: Tensor, live: Tensor) -> Tensor:
-        """As of :class:`Max`."""
+        """Pool as :meth:`Max.of`."""
         logs = _tempered(similarities, live, self.temperature).logsumexp(dim=-1)
         return _or_zero(self.temperature * logs, live)
 

@@ -168,15 +168,6 @@ def pooled_scores(
     return pooling.of(similarities, live).masked_fill(~query_mask[:, None, :], 0).sum(dim=-1)
 
 
-def top_k_winners(queries: TokenBatch, documents: TokenBatch, k: int, candidates: Tensor | None = None) -> Tensor:
-    """Positions of the ``k`` largest similarities, ``[P, k, Tq]``, in the form of :func:`maxsim_winners`."""
-    similarities, query_mask, _, live = _similarities(queries, documents, candidates)
-    _, position, taken = _k_largest(similarities, live, k)
-    position = position.masked_fill(~taken, -1)
-    position = torch.nn.functional.pad(position, (0, k - position.shape[-1]), value=-1)
-    return torch.stack([_by_row(rank, query_mask, queries) for rank in position.unbind(dim=-1)], dim=1)
-
-
 def _k_largest(similarities: Tensor, live: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The k largest similarities to live tokens, largest first, their positions, and which of them there are."""
     live = live.expand_as(similarities)
@@ -243,38 +234,6 @@ def attention(
     return torch.cat(states)
 
 
-def maxsim_winners(
-    queries: TokenBatch,
-    documents: TokenBatch,
-    candidates: Tensor | None = None,
-    zero_floor: Tensor | None = None,
-) -> Tensor:
-    """Token of each document with the maximum, for every row of ``queries.values``: its position, int64 ``[P, Tq]``.
-
-    P is Nd or K. -1 where there is none, as for masked rows and rows of no query.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from pylate_fastmaxsim import TokenBatch, reference
-    >>> queries = TokenBatch.from_list([torch.tensor([[1.0, 0.0], [0.0, 1.0]])])
-    >>> documents = TokenBatch.from_list([torch.tensor([[0.5, 0.0], [2.0, -1.0]]), torch.empty(0, 2)])
-    >>> reference.maxsim_winners(queries, documents)
-    tensor([[ 1,  0],
-            [-1, -1]])
-    """
-    _, winner, query_mask = _token_maxima(queries, documents, candidates, zero_floor)
-    return _by_row(winner, query_mask, queries)
-
-
-def _by_row(winner: Tensor, query_mask: Tensor, queries: TokenBatch) -> Tensor:
-    """Winners ``[Nq, P, Lq]`` as ``[P, Tq]``, a column for every row of ``queries.values``."""
-    rows = (queries.starts[:, None] + torch.arange(queries.max_length, device=queries.device))[query_mask]
-    winners = torch.full((winner.shape[1], queries.values.shape[0]), -1, device=queries.device)
-    winners[:, rows] = winner.transpose(0, 1)[:, query_mask]
-    return winners
-
-
 def _xtr_token_maxima(
     queries: TokenBatch,
     documents: TokenBatch,
@@ -339,19 +298,6 @@ def xtr_scores(
     return maxima.sum(dim=-1) / counted.sum(dim=-1).to(maxima.dtype).clamp(min=1e-3)
 
 
-def xtr_winners(
-    queries: TokenBatch,
-    documents: TokenBatch,
-    k: int,
-    candidates: Tensor | None = None,
-    zero_floor: Tensor | None = None,
-    normalizer: str = "positive",
-) -> Tensor:
-    """Token of each document that :func:`xtr_scores` takes its value from, in the form of :func:`maxsim_winners`."""
-    _, winner, query_mask = _xtr_token_maxima(queries, documents, k, candidates, zero_floor, normalizer)
-    return _by_row(winner, query_mask, queries)
-
-
 def _logit_maxima(hidden: TokenBatch, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Best logit of each text for each vocabulary row in float64, ``[N, V]``, and which token gives it, -1 for none."""
     padded, live = hidden.to_padded()
@@ -389,14 +335,6 @@ def splade_pool(
     return values
 
 
-def splade_winners(
-    hidden: TokenBatch, weight: Tensor, bias: Tensor | None = None, activation_function: str | None = "relu"
-) -> Tensor:
-    """Position in its text of the token that gets each gradient of :func:`splade_pool`, int64 ``[N, V]``; -1 for none."""
-    maxima, winners = _logit_maxima(hidden, weight, bias)
-    return winners if activation_function is None else winners.masked_fill(maxima <= 0, -1)
-
-
 def sparse_scores(queries: SparseBatch, documents: SparseBatch) -> Tensor:
     """Inner products ``[Nq, Nd]`` of sparse vectors in float64, summed in ascending order of terms.
 
@@ -421,7 +359,7 @@ def sparse_scores(queries: SparseBatch, documents: SparseBatch) -> Tensor:
 
 
 def _columns(batch: SparseBatch) -> dict[int, tuple[Tensor, Tensor]]:
-    """Of each term that occurs the vectors that hold it, ascending, and its weights there in float64."""
+    """Vectors that hold each term that occurs, ascending, and its weights there in float64."""
     order = batch.terms.long().argsort(stable=True)
     terms, counts = batch.terms.long()[order].unique_consecutive(return_counts=True)
     rows = torch.repeat_interleave(torch.arange(len(batch), device=batch.device), batch.offsets.diff())

@@ -4,11 +4,5 @@ import sys
 
 from pylate_fastmaxsim.integrations.run_script import run_script
 
-
-def main() -> None:
-    """Run the script of the command line; see :func:`pylate_fastmaxsim.integrations.run_script.run_script`."""
-    run_script(sys.argv[1:], prog="python -m pylate_fastmaxsim.run")
-
-
 if __name__ == "__main__":
-    main()
+    run_script(sys.argv[1:], prog="python -m pylate_fastmaxsim.run")

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_count, require_tensor
-from pylate_fastmaxsim._impacts import Paths, impact_files, impact_terms, read_columns
+from pylate_fastmaxsim._impacts import Paths, read_columns
 
 # Numbers of terms are int32, or uint16 where they fit.
 LARGEST_VOCABULARY = 1 << 31
 LARGEST_OF_UINT16 = 1 << 16
 # PyTorch has few operators on uint16. What only moves terms moves the same bits as signed numbers.
 _BITS = {torch.uint16: torch.int16, torch.int32: torch.int32}
-
-_BAD_POINTERS = "indptr must rise from 0 to the number of entries, as in a CSR or CSC matrix that is not damaged"
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,16 +69,8 @@ class SparseBatch:
             ("terms", "int32 or uint16 [P]", (torch.int32, torch.uint16)),
             ("weights", "float32 or float16 [P]", (torch.float32, torch.float16)),
         ):
-            value = getattr(self, name)
-            require_tensor("SparseBatch", name, value, allowed)
-            if value.dtype not in dtypes or value.dim() != 1:
-                raise ValueError(
-                    f"SparseBatch: {name} must be {allowed}, got {value.dtype} of shape {tuple(value.shape)}."
-                )
-            if value.device != self.offsets.device:
-                raise ValueError(
-                    f"SparseBatch: {name} must be on {self.offsets.device}, as offsets, got {value.device}."
-                )
+            device = getattr(self.offsets, "device", None)
+            require_tensor("SparseBatch", name, getattr(self, name), allowed, 1, dtypes, device)
         if self.offsets.shape[0] < 1 or self.terms.shape != self.weights.shape:
             raise ValueError(
                 "SparseBatch: offsets must be [N + 1], terms and weights both [P], got shapes "
@@ -140,7 +130,7 @@ class SparseBatch:
         return self.offsets.nbytes + self.terms.nbytes + self.weights.nbytes
 
     def to(self, device: torch.device | str | int) -> SparseBatch:
-        """The same vectors on another device."""
+        """Copy the vectors to another device; themselves if they are there."""
         tensors = (tensor.to(device) for tensor in (self.offsets, self.terms, self.weights))
         return self._trusted(*tensors, self.vocabulary)
 
@@ -236,18 +226,13 @@ class SparseBatch:
         if len(matrix.shape) != 2:
             raise ValueError(f"{where}: matrix must be [N, vocabulary], got shape {matrix.shape}.")
         if matrix.format in ("csr", "csc"):
-            # SciPy's own way to COO writes where indptr says, wherever that is.
-            indptr = torch.as_tensor(np.asarray(matrix.indptr, np.int64))
-            size = int(indptr[-1]) if len(indptr) else 0
-            if not 0 <= size <= len(matrix.indices) == len(matrix.data):
-                raise ValueError(f"{where}: {_BAD_POINTERS}.")
-            count = matrix.shape[0 if matrix.format == "csr" else 1]
-            places = _rows_of_pointers(where, indptr, count, size).numpy(), matrix.indices[:size]
-            rows, columns = places if matrix.format == "csr" else places[::-1]
-            entries = scipy.sparse.coo_array((matrix.data[:size], (rows, columns)), shape=matrix.shape)
-        else:
-            # CSR would add up repeated entries in the dtype of the matrix.
-            entries = matrix.tocoo()
+            # The way to COO writes where indptr says, wherever that is.
+            try:
+                matrix.check_format()
+            except ValueError as error:
+                raise ValueError(f"{where}: the matrix is damaged: {error}.") from None
+        # Not by CSR, which would add up repeated entries in the dtype of the matrix.
+        entries = matrix.tocoo()
         if entries.dtype.kind not in "fiub":
             raise ValueError(f"{where}: weights must be real numbers, got {entries.dtype}.")
         weights = entries.data if entries.dtype == np.float32 else entries.data.astype(np.float64)
@@ -283,22 +268,14 @@ class SparseBatch:
                 "a list of vectors is torch.stack(vectors)."
             )
         tensor = tensor.detach()
-        if tensor.layout == torch.strided:
-            tensor = tensor.to_sparse()
-        if tensor.dim() not in (1, 2) or tensor.dense_dim():
-            raise ValueError(f"{where}: tensor must be [N, vocabulary], got shape {tuple(tensor.shape)}.")
-        if tensor.layout == torch.sparse_coo:
-            # Not coalesced, which would add up repeated entries in the dtype of the tensor.
-            places, weights = tensor._indices(), tensor._values()
-            rows, terms = places if tensor.dim() == 2 else (torch.zeros_like(places[0]), places[0])
-        elif tensor.layout == torch.sparse_csr:
-            terms, weights = tensor.col_indices(), tensor.values()
-            rows = _rows_of_pointers(where, tensor.crow_indices(), tensor.shape[0], len(terms))
-        elif tensor.layout == torch.sparse_csc:
-            rows, weights = tensor.row_indices(), tensor.values()
-            terms = _rows_of_pointers(where, tensor.ccol_indices(), tensor.shape[1], len(rows))
-        else:
+        if tensor.layout not in (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
             raise ValueError(f"{where}: tensor must be COO, CSR, CSC or dense, got {tensor.layout}.")
+        if tensor.dim() not in (1, 2) or (tensor.layout != torch.strided and tensor.dense_dim()):
+            raise ValueError(f"{where}: tensor must be [N, vocabulary], got shape {tuple(tensor.shape)}.")
+        # Not coalesced, which would add up repeated entries in the dtype of the tensor.
+        entries = tensor.to_sparse_coo()
+        places, weights = entries._indices(), entries._values()
+        rows, terms = places if tensor.dim() == 2 else (torch.zeros_like(places[0]), places[0])
         if weights.is_complex():
             raise ValueError(f"{where}: weights must be real numbers, got {weights.dtype}.")
         if not weights.is_floating_point():
@@ -373,12 +350,9 @@ class SparseBatch:
         [0.25, 1.5]
         """
         where = "SparseBatch.from_jsonl"
-        numbers, size = impact_terms(where, vocabulary, size)
-        files = impact_files(where, paths)
-        batches = [cls._from_columns(where, (), (), (), size)]
-        for _, *columns in read_columns(where, files, numbers, size, batch_size=16384):
-            batches.append(cls._from_columns(where, *columns, size))
-        return cls.concatenate(batches)
+        size, batches = read_columns(where, paths, vocabulary, size, batch_size=16384)
+        none = [cls._from_columns(where, (), (), (), size)]
+        return cls.concatenate(none + [cls._from_columns(where, *columns, size) for _, *columns in batches])
 
     @classmethod
     def from_npz(cls, path: str | os.PathLike) -> SparseBatch:
@@ -486,14 +460,6 @@ def _vocabulary(where: str, vocabulary: object) -> int:
 def _rows(offsets: Tensor) -> Tensor:
     """Number of the vector that each entry belongs to, ``[P]``, int64."""
     return torch.repeat_interleave(torch.arange(offsets.shape[0] - 1, device=offsets.device), offsets.diff())
-
-
-def _rows_of_pointers(where: str, pointers: Tensor, count: int, entries: int) -> Tensor:
-    """As :func:`_rows`, of what others say are the offsets of ``count`` vectors with so many entries."""
-    rising = pointers.shape[0] == count + 1 and not bool((pointers.diff() < 0).any())
-    if not rising or int(pointers[0]) != 0 or int(pointers[-1]) != entries:
-        raise ValueError(f"{where}: {_BAD_POINTERS}.")
-    return _rows(pointers)
 
 
 def _unpickled(offsets: Tensor, bits: Tensor, dtype: torch.dtype, weights: Tensor, vocabulary: int) -> SparseBatch:

@@ -62,9 +62,7 @@ class TokenBatch:
     gapless: bool = False
 
     def __post_init__(self) -> None:
-        require_tensor("TokenBatch", "values", self.values, "[T, d]")
-        if self.values.dim() != 2:
-            raise ValueError(f"TokenBatch: values must be [T, d], got shape {tuple(self.values.shape)}.")
+        require_tensor("TokenBatch", "values", self.values, "[T, d]", 2)
         if not self.values.is_floating_point():
             raise ValueError(f"TokenBatch: values must be floating point, got {self.values.dtype}.")
         object.__setattr__(self, "max_length", require_integer("TokenBatch: max_length", self.max_length))
@@ -167,25 +165,20 @@ class TokenBatch:
         >>> TokenBatch.from_packed(torch.ones(5, 4), torch.tensor([0, 2, 5])).lengths.tolist()
         [2, 3]
         """
-        require_tensor("TokenBatch.from_packed", "values", values, "[T, d]")
-        require_tensor("TokenBatch.from_packed", "cu_seqlens", cu_seqlens, "int32 or int64 [N + 1]")
-        if values.dim() != 2:
-            raise ValueError(f"TokenBatch.from_packed: values must be [T, d], got shape {tuple(values.shape)}.")
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                "TokenBatch.from_packed: cu_seqlens must be int32 or int64 [N + 1] and start with 0, "
-                f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}."
-            )
+        where, whole = "TokenBatch.from_packed", (torch.int32, torch.int64)
+        require_tensor(where, "values", values, "[T, d]", 2)
+        require_tensor(where, "cu_seqlens", cu_seqlens, "int32 or int64 [N + 1] and start with 0", 1, whole)
+        if cu_seqlens.shape[0] < 1:
+            raise ValueError(f"{where}: cu_seqlens must be [N + 1] and start with 0, got shape (0,).")
         if keep is not None:
-            require_tensor("TokenBatch.from_packed", "keep", keep, "[T]")
+            require_tensor(where, "keep", keep, "[T]")
             if keep.shape != values.shape[:1]:
                 raise ValueError(
-                    f"TokenBatch.from_packed: keep must be [T] with T = {values.shape[0]}, "
-                    f"got shape {tuple(keep.shape)}."
+                    f"{where}: keep must be [T] with T = {values.shape[0]}, got shape {tuple(keep.shape)}."
                 )
-            keep = as_mask("TokenBatch.from_packed", "keep", keep, values.device)
+            keep = as_mask(where, "keep", keep, values.device)
         if max_length is not None:
-            max_length = require_integer("TokenBatch.from_packed: max_length", max_length)
+            max_length = require_integer(f"{where}: max_length", max_length)
         if max_length is None and torch.compiler.is_compiling():
             # Tiles and integer dtypes depend on it, and a graph has no number for it. A graph that may break leaves this
             # call outside.
@@ -225,16 +218,16 @@ class TokenBatch:
             raise ValueError("TokenBatch.from_list: an empty list has no token dimension; pass at least one [L, d].")
         for sequence in sequences:
             require_tensor("TokenBatch.from_list", "each of sequences", sequence, "[L, d]")
-        kinds = [(sequence.shape, sequence.dtype, sequence.device) for sequence in sequences]
-        first_shape, first_dtype, first_device = kinds[0]
-        for shape, dtype, device in kinds:
+        layouts = [(sequence.shape, sequence.dtype, sequence.device) for sequence in sequences]
+        first_shape, first_dtype, first_device = layouts[0]
+        for shape, dtype, device in layouts:
             if len(shape) != 2 or shape[1] != first_shape[1] or dtype != first_dtype or device != first_device:
                 raise ValueError(
                     "TokenBatch.from_list: each of sequences must be [L, d], of the d, dtype and device of the first, "
                     f"got {first_dtype} {tuple(first_shape)} on {first_device} "
                     f"and {dtype} {tuple(shape)} on {device}."
                 )
-        sizes = [shape[0] for shape, _, _ in kinds]
+        sizes = [shape[0] for shape, _, _ in layouts]
         lengths = torch.tensor(sizes, dtype=torch.int64, device=first_device)
         # Autocast to bfloat16 refuses to concatenate float16. The meta device has no autocast.
         with nullcontext() if first_device.type == "meta" else torch.autocast(first_device.type, enabled=False):
@@ -242,7 +235,7 @@ class TokenBatch:
         return cls(values, lengths.cumsum(0) - lengths, lengths, max(sizes), gapless=True)
 
     def with_values(self, values: Tensor) -> TokenBatch:
-        """The same sequences over other vectors ``[T, d']``.
+        """Put other vectors ``[T, d']`` in the place of ``values``.
 
         Raises
         ------
@@ -271,13 +264,6 @@ class TokenBatch:
         """
         return replace(self, starts=self.starts[index], lengths=self.lengths[index], gapless=False)
 
-    def shares_rows(self) -> bool:
-        """Whether a row of ``values`` belongs to two sequences, as after :meth:`select` with a repeated index.
-
-        Waits for the device unless the batch is ``gapless``.
-        """
-        return not self.gapless and share_rows(self.starts, self.lengths)
-
     def to_padded(self) -> tuple[Tensor, Tensor]:
         """A copy padded with zeros, ``[N, max_length, d]``, and its mask ``[N, max_length]`` (bool).
 
@@ -305,29 +291,19 @@ def check_sequences(where: str, name: str, batch: TokenBatch, rows: int) -> None
     For every class with the fields ``starts``, ``lengths``, ``max_length``, ``keep``, ``gapless`` and ``device``.
     """
     starts, lengths, keep, device = batch.starts, batch.lengths, batch.keep, batch.device
-    require_tensor(where, "starts", starts, "int64 [N]")
-    require_tensor(where, "lengths", lengths, "int64 [N]")
+    require_tensor(where, "starts", starts, "int64 [N]", 1, (torch.int64,), device)
+    require_tensor(where, "lengths", lengths, "int64 [N]", 1, (torch.int64,), device)
     if isinstance(batch.max_length, int) and batch.max_length < 0:
         raise ValueError(f"{where}: max_length must be at least 0, got {batch.max_length}.")
-    if starts.dim() != 1 or starts.shape != lengths.shape:
+    if starts.shape != lengths.shape:
         raise ValueError(
             f"{where}: starts and lengths must both be [N], "
             f"got shapes {tuple(starts.shape)} and {tuple(lengths.shape)}."
         )
-    if starts.dtype != torch.int64 or lengths.dtype != torch.int64:
-        raise ValueError(f"{where}: starts and lengths must be int64, got {starts.dtype} and {lengths.dtype}.")
-    if starts.device != device or lengths.device != device:
-        raise ValueError(
-            f"{where}: starts and lengths must be on {device}, as {name}, got {starts.device} and {lengths.device}."
-        )
     if keep is not None:
-        require_tensor(where, "keep", keep, "bool [T]")
-        if keep.dtype != torch.bool or keep.shape != (rows,):
-            raise ValueError(
-                f"{where}: keep must be bool [T] with T = {rows}, got {keep.dtype} of shape {tuple(keep.shape)}."
-            )
-        if keep.device != device:
-            raise ValueError(f"{where}: keep must be on {device}, as {name}, got {keep.device}.")
+        require_tensor(where, "keep", keep, f"bool [T] with T = {rows}", 1, (torch.bool,), device)
+        if keep.shape[0] != rows:
+            raise ValueError(f"{where}: keep must be bool [T] with T = {rows}, got shape {tuple(keep.shape)}.")
     if has_numbers(starts, lengths):
         if len(starts):
             _check_bounds(where, name, batch, rows)
@@ -357,7 +333,7 @@ def _fills_all_rows(starts: Tensor, lengths: Tensor, rows: int) -> bool:
 
 
 def share_rows(starts: Tensor, lengths: Tensor) -> bool:
-    """Whether a row belongs to two sequences. Waits for the device."""
+    """True if a row belongs to two sequences. Waits for the device."""
     starts, ends = _spans(starts, lengths)
     return bool((starts[1:] < ends[:-1]).any())
 

@@ -64,7 +64,6 @@ def test_a_vector_keeps_its_length():
     shorter = codec.encode(vectors / 7)
     assert torch.equal(codes, shorter[0]) and (packed != shorter[1]).float().mean() < 0.01
     torch.testing.assert_close(scales[:3], 7 * shorter[2][:3], rtol=1e-2, atol=0)
-    torch.testing.assert_close(codec.inverse_norms(codes, packed)[4:] * 7, scales[4:])
 
 
 @pytest.mark.parametrize("length", [1e-30, 1e30])
@@ -192,7 +191,7 @@ def changed(**tensors):
         ),
         (
             lambda: changed(weights=torch.zeros(4, device="meta").half()),
-            "weights must be on cpu, as centroids, got meta",
+            "weights must be on cpu, as the rest, got meta",
         ),
         (lambda: random_codec(8, 2).encode(torch.zeros(3, 16)), "the codec is for d = 8, but the vectors have d = 16"),
         (lambda: random_codec(8, 2).encode(torch.zeros(3, 8).int()), r"floating point \[T, d\], got torch.int32"),

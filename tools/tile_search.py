@@ -31,7 +31,7 @@ CANDIDATES: dict[str, dict[str, tuple[Any, ...]]] = {
         "block_t": (16, 32, 64, 128),
         "block_r": (16, 32, 64, 128),
         "block_d": (32, 64, 128, 256),
-        "block_scan": (512, 1024, 2048, 4096),
+        "rows_of_scan": (512, 1024, 2048, 4096),
         "scan_warps": (1, 2, 4, 8),
         "num_warps": (1, 2, 4, 8),
         "num_stages": (2, 3, 4),

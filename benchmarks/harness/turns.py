@@ -22,8 +22,7 @@ import torch
 from benchmarks.harness.timing import elapsed, mark
 from benchmarks.harness.workers import child_variables
 from pylate_fastmaxsim.comparison.gate import Gate
-from pylate_fastmaxsim.comparison.runs import FINISHED, OUT_OF_MEMORY
-from pylate_fastmaxsim.comparison.turns import Child, ChildFailed, take_turns
+from pylate_fastmaxsim.comparison.turns import FINISHED, OUT_OF_MEMORY, Child, ChildFailed, take_turns
 from pylate_fastmaxsim.comparison.verdict import verdict
 
 # The cell of a process that takes turns, as JSON.

@@ -27,8 +27,7 @@ from benchmarks.harness.tables import table
 from benchmarks.quality.cranfield import encoder_folder
 from pylate_fastmaxsim import BM25, SparseBatch, SparseIndex, StaticLateInteraction, TokenBatch
 from pylate_fastmaxsim.retrieval.search import search
-from pylate_fastmaxsim.retrieval.static.documents import from_neighbours
-from pylate_fastmaxsim.retrieval.static.neighbours import Neighbours, neighbours_above
+from pylate_fastmaxsim.retrieval.static.documents import Neighbours, from_neighbours, neighbours_above
 
 FLOOR = 0.2
 THRESHOLDS = (FLOOR, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -17,9 +17,9 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.harness.paths import ROOT
-from pylate_fastmaxsim.cli.progress import progress_of_runs
-from pylate_fastmaxsim.comparison.report import show_comparison, write_comparison_page, write_comparison_png
-from pylate_fastmaxsim.recipes.comparison.compare import RESULT_FILE, compare
+from pylate_fastmaxsim.cli.terminal import progress_of_runs
+from pylate_fastmaxsim.comparison.report import RESULT_FILE, show_comparison, write_pictures
+from pylate_fastmaxsim.recipes.comparison.compare import compare
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.load import load_recipe
 
@@ -82,8 +82,7 @@ def main() -> None:
     with progress_of_runs() as on_progress:
         comparison = compare(recipe, on_progress, [int(size) for size in arguments.sweep.split(",") if size])
     result = arguments.output / RESULT_FILE
-    write_comparison_png(comparison, result.with_suffix(".png"))
-    write_comparison_page(comparison, result.with_suffix(".html"))
+    write_pictures(comparison, result)
     show_comparison(comparison, Console().print, print)
 
 

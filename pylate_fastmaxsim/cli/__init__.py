@@ -1,99 +1,98 @@
-"""The command ``fastmaxsim``. ``run``, ``doctor`` and ``compare`` of a script need no extra, all others [recipes]."""
+"""The command ``fastmaxsim``: a module a command, with ``add_arguments(parser)`` and ``run(options)``.
+
+``run``, ``doctor`` and ``compare`` of a script need no extra, all others [recipes].
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import io
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
-# Options of `compare` that take a value, with a script and with a recipe.
-_TAKE_A_VALUE = ("--steps", "--output", "--padding-free", "--grad-filter", "--pooling", "--set", "--sweep")
+import pylate_fastmaxsim
+
+COMMANDS = {
+    "recipes": "List the recipes that come with the package, which every command takes by name; copy one to edit it.",
+    "train": "Train the model of a recipe, with checkpoints, and save it.",
+    "compare": "Train a recipe with the stock library and with this package, and compare them; or run some steps of a script: "
+    "fastmaxsim compare train.py ARGS.",
+    "mine": "Find hard negatives for a recipe's pairs, score them with its teacher, and write training data.",
+    "robustness": "Measure a trained model on longer documents and on documents with injected tokens, by several poolings.",
+    "evaluate": "Evaluate trained models on a collection by exact search, and compare them.",
+    "search": "Search a collection exactly with a late-interaction or sparse model: a run file, metrics and times.",
+    "check": "Compare an index, token embeddings or a static model with its checksums; code 1 if something is damaged.",
+    "warmup": "Compile the kernels of a recipe ahead of time, so that training does not wait for them (CUDA GPU).",
+    "run": "Run a training script with this package enabled: fastmaxsim run SCRIPT.py ARGS.",
+    "doctor": "Show versions, devices, what enable() patches, and what falls back and why.",
+}
+# What a command may find missing: of the extra [recipes], and the library of models.
+_NEEDED = ("rich", "yaml", "datasets", "accelerate", "sentence_transformers")
 
 
 def main() -> None:
     """Run the command that the command line names."""
-    arguments = sys.argv[1:]
-    # Without typer, which may be missing and would swallow a `--` that is meant for the script.
-    if arguments[:1] == ["run"]:
-        run(arguments[1:])
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name == "run":
+        from pylate_fastmaxsim.integrations.run_script import run_script
+
+        run_script(arguments)
         return
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The terminal's encoding may lack letters of names and paths; stderr already escapes them.
         sys.stdout.reconfigure(errors="replace")
-    if arguments[:1] == ["compare"] and is_script(arguments[1:]):
+    if name == "compare" and names_script(arguments):
         from pylate_fastmaxsim.comparison.script import compare_script
 
-        compare_script(arguments[1:])
-        return
-    if arguments == ["doctor"]:
-        doctor()
-        return
+        compare_script(arguments)
+    elif name in COMMANDS:
+        _run_command(name, arguments)
+    else:
+        parser = argparse.ArgumentParser(
+            "fastmaxsim", description=_overview(), formatter_class=argparse.RawTextHelpFormatter
+        )
+        parser.add_argument("--version", action="version", version=f"pylate-fastmaxsim {pylate_fastmaxsim.__version__}")
+        parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="fastmaxsim COMMAND --help says more")
+        parser.parse_args([name])
+
+
+def names_script(arguments: Sequence[str]) -> bool:
+    """True if the arguments of ``compare`` are those of a script or a module, not of a recipe."""
+    return any(word == "-m" or (word.endswith(".py") and "=" not in word) for word in arguments)
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = (f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
+    title = "Train late-interaction and SPLADE models without padding, similarity tensors and vocabulary logits."
+    return "\n".join([title, "", *lines])
+
+
+def _run_command(name: str, arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(f"fastmaxsim {name}", description=COMMANDS[name], allow_abbrev=False)
     try:
-        app = load_app()
+        if name == "doctor":
+            parser.parse_args(arguments)
+            from pylate_fastmaxsim.integrations.doctor import report
+
+            print(report())
+            return
+        command = importlib.import_module(f"{__name__}.{name}")
+        from pylate_fastmaxsim.cli.terminal import report_errors
+
+        command.add_arguments(parser)
+        options = parser.parse_intermixed_args(arguments)
+        with report_errors():
+            command.run(options)
     except ModuleNotFoundError as error:
-        _stop_without(error)
+        missing = str(error.name).partition(".")[0]
+        if missing not in _NEEDED:
+            raise
+        sys.exit(
+            f"fastmaxsim: {missing} is missing, which every command but run, doctor and compare of a script needs: "
+            'pip install "pylate-fastmaxsim[pylate,recipes]", or without PyLate "pylate-fastmaxsim[multi-vector,recipes]".'
+        )
     except KeyboardInterrupt:  # while modules are imported, which takes seconds
         print("\nInterrupted.", file=sys.stderr)
         sys.exit(130)
-    # For --help only.
-    for command in (run, doctor):
-        app.command()(command)
-    try:
-        app()
-    except ModuleNotFoundError as error:
-        # With [recipes] alone there is no library of models.
-        if str(error.name).partition(".")[0] != "sentence_transformers":
-            raise
-        _stop_without(error)
-
-
-def load_app():
-    """The typer app with all commands but ``run`` and ``doctor``."""
-    # Each adds its commands.
-    from pylate_fastmaxsim.cli import check, commands, evaluate, recipes  # noqa: F401
-
-    return commands.app
-
-
-def _stop_without(error: ModuleNotFoundError) -> NoReturn:
-    sys.exit(
-        f"fastmaxsim: {str(error.name).partition('.')[0]} is missing, which every command but run, doctor and compare of a script "
-        'needs: pip install "pylate-fastmaxsim[pylate,recipes]", or without PyLate "pylate-fastmaxsim[multi-vector,recipes]".'
-    )
-
-
-def is_script(arguments: Sequence[str]) -> bool:
-    """Whether the words behind ``compare`` name a script or a module, and no recipe.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.cli import is_script
-    >>> is_script(["--steps", "50", "train.py", "--lr", "1e-5"]), is_script(["-m", "my.training"])
-    (True, True)
-    >>> is_script(["recipes/quickstart.yaml"]), is_script(["--sweep", "batch_size=8", "quickstart"])
-    (False, False)
-    """
-    words = iter(arguments)
-    for word in words:
-        if word == "-m":
-            return True
-        if word in _TAKE_A_VALUE:
-            next(words, None)
-        elif not word.startswith("-"):
-            return word.endswith(".py")
-    return False
-
-
-def run(arguments: list[str]) -> None:
-    """Run a training script with this package enabled: fastmaxsim run SCRIPT.py ARGS."""
-    from pylate_fastmaxsim.integrations.run_script import run_script
-
-    run_script(arguments)
-
-
-def doctor() -> None:
-    """Show versions, devices, what enable() patches, and what falls back and why."""
-    from pylate_fastmaxsim.integrations.doctor import report
-
-    print(report())

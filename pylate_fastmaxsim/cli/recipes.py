@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+import argparse
 
-import typer
-
-from pylate_fastmaxsim.cli.commands import app, one_sentence_instead_of_a_traceback
+from pylate_fastmaxsim.cli.terminal import path
 from pylate_fastmaxsim.recipes.config.shipped import copy_recipe, describe, shipped_recipes
-
-recipes = typer.Typer(add_completion=False)
-app.add_typer(recipes, name="recipes")
+from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
-@recipes.callback(invoke_without_command=True)
-def list_(context: typer.Context) -> None:
-    """List the recipes that come with the package. Every command takes them by name."""
-    if context.invoked_subcommand is not None:
-        return
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``copy NAME [FOLDER]``."""
+    parser.add_argument("copy", nargs="?", choices=["copy"], metavar="copy", help="copy a recipe in place of the list")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="its name")
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", type=path, default=path(""), help="where to (here)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """List or copy."""
     files = shipped_recipes()
+    if options.copy:
+        if options.name is None:
+            raise RecipeError(f"recipes copy needs the name of a recipe; the package has {', '.join(files)}.")
+        print(copy_recipe(options.name, options.folder))
+        return
     width = max(map(len, files))
     for name, file in files.items():
-        typer.echo(f"{name:{width}}  {describe(file)}")
-
-
-@recipes.command()
-def copy(
-    name: Annotated[str, typer.Argument(help="Its name.", show_default=False)],
-    folder: Annotated[Path, typer.Argument(help="Where to.")] = Path(),
-) -> None:
-    """Copy a recipe, to edit it. It then goes before the original, in the folder where it lies."""
-    with one_sentence_instead_of_a_traceback():
-        typer.echo(str(copy_recipe(name, folder.expanduser())))
+        print(f"{name:{width}}  {describe(file)}")

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pylate_fastmaxsim.comparison.runs import FINISHED, OUT_OF_MEMORY, PHASES
+from pylate_fastmaxsim.comparison.turns import FINISHED, OUT_OF_MEMORY
+from pylate_fastmaxsim.comparison.verdict import PHASES
 from pylate_fastmaxsim.reporting.figures import hide_frame
 from pylate_fastmaxsim.reporting.numbers import GIBIBYTE
 
@@ -26,20 +27,15 @@ def draw_overview(runs: dict[str, Any], figure: Figure) -> None:
     padding = {mode: 100 * run["padding"] for mode, run in runs.items() if "padding" in run}
     bars = 3 if padding else 2
     grid = figure.add_gridspec(1, 1 + bars, width_ratios=[3.2, *[1] * bars])
-    _draw_losses(figure.add_subplot(grid[0]), runs)
-    _draw_time_and_memory(figure.add_subplot(grid[1]), figure.add_subplot(grid[2]), runs, "\n")
-    if padding:
-        _draw_bars(figure.add_subplot(grid[3]), "padding in documents\nencoded (%)", runs, padding)
-
-
-def draw_losses(runs: dict[str, Any], figure: Figure) -> None:
-    """Both loss curves."""
-    _draw_losses(figure.add_subplot(), runs)
-
-
-def draw_time_and_memory(runs: dict[str, Any], figure: Figure) -> None:
-    """Median step and peak memory as bars."""
-    _draw_time_and_memory(*figure.subplots(1, 2), runs, ", ")
+    losses, time, memory, *rest = (figure.add_subplot(place) for place in grid)
+    _draw_losses(losses, runs)
+    seconds = {mode: run["step_seconds"] for mode, run in runs.items() if "step_seconds" in run}
+    _draw_bars(time, "median step (s)", runs, seconds)
+    held = {mode: run["memory"] for mode, run in runs.items() if "memory" in run}
+    peak, before = ({mode: each[key] / GIBIBYTE for mode, each in held.items()} for key in ("peak", "before"))
+    _draw_bars(memory, "peak memory (GiB)\npale: before training", runs, peak, before)
+    for axes in rest:
+        _draw_bars(axes, "padding in documents\nencoded (%)", runs, padding)
 
 
 def draw_phases(runs: dict[str, Any], figure: Figure) -> None:
@@ -120,15 +116,6 @@ def _draw_losses(axes: Axes, runs: dict[str, Any]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
     hide_frame(axes)
-
-
-def _draw_time_and_memory(time: Axes, memory: Axes, runs: dict[str, Any], between: str) -> None:
-    """``between`` stands between the parts of a title: a line break where the figure is narrow."""
-    seconds = {mode: run["step_seconds"] for mode, run in runs.items() if "step_seconds" in run}
-    _draw_bars(time, "median step (s)", runs, seconds)
-    held = {mode: run["memory"] for mode, run in runs.items() if "memory" in run}
-    peak, before = ({mode: each[key] / GIBIBYTE for mode, each in held.items()} for key in ("peak", "before"))
-    _draw_bars(memory, f"peak memory (GiB){between}pale: before training", runs, peak, before)
 
 
 def _draw_bars(

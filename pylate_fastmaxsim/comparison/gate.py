@@ -1,26 +1,40 @@
 """The gate of a training process that takes turns with others: it waits for its turn, steps, and reports.
 
-Messages are one line of JSON each. The other end is :func:`pylate_fastmaxsim.comparison.turns.take_turns`.
+The other end is :func:`pylate_fastmaxsim.comparison.turns.take_turns`.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import logging
 import os
 import time
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from pylate_fastmaxsim._memory import PeakMemory
 
-# Names two inherited pipes: the one that orders are read from, and the one that reports are written to.
+if TYPE_CHECKING:
+    from typing import Self
+
+# Names the file descriptor of an inherited pipe.
 VARIABLE = "FASTMAXSIM_GATE"
 
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+class KeptWarnings(logging.Handler):
+    """Keeps the warnings of a logger, which a comparison shows: ``messages``."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 class Gate:
@@ -29,11 +43,6 @@ class Gate:
     A turn is a number of steps. Behind the last of them :meth:`after_step` reports the block and waits for the next
     turn, so that loading data and the forward of the next step belong to a turn too.
 
-    Attributes
-    ----------
-    memory
-        Counts the peak memory; that of the first :meth:`before_step` unless it is set before.
-
     Examples
     --------
     >>> from pylate_fastmaxsim.comparison.gate import Gate
@@ -41,30 +50,27 @@ class Gate:
     True
     """
 
-    def __init__(self, orders: TextIO, reports: TextIO) -> None:
-        self.memory: PeakMemory | None = None
-        self._orders = orders
-        self._reports = reports
+    def __init__(self, pipe: Connection) -> None:
+        self._memory: PeakMemory | None = None
+        self._pipe = pipe
         self._left: float = 0
         self._steps: list[dict[str, Any]] = []
 
     @classmethod
-    def from_environment(cls) -> Gate | None:
-        """The gate that the parent process made, or None where it made none."""
+    def from_environment(cls, *more: Any) -> Self | None:
+        """The gate that the parent process made, or None where it made none; ``more`` is what a subclass takes."""
         # Taken out, because processes that this one starts have no turns.
         named = os.environ.pop(VARIABLE, None)
         if named is None:
             return None
-        orders, reports = map(int, named.split(","))
-        for pipe in (orders, reports):
-            os.set_inheritable(pipe, False)
-        return cls(os.fdopen(orders, encoding="utf-8"), os.fdopen(reports, "w", encoding="utf-8"))
+        os.set_inheritable(int(named), False)
+        return cls(Connection(int(named)), *more)
 
     def before_step(self) -> None:
         """Wait for a turn, if this process has none: before its first step."""
         if not self._left:
-            if self.memory is None:
-                self.memory = PeakMemory(_device())
+            if self._memory is None:
+                self._memory = PeakMemory(_device())
             self._send(ready=True)
             self._wait()
 
@@ -92,15 +98,15 @@ class Gate:
         self._send(**block, finished=result)
 
     def wait_for_end(self) -> NoReturn:
-        """Wait until the parent ends this process, or has ended: other ranks may still hear from it."""
-        self._orders.read()
-        _end()
+        """Wait until the parent ends this process, or has ended: other ranks may wait for it meanwhile."""
+        self._pipe.poll(None)
+        os._exit(1)
 
     def _wait(self) -> None:
-        line = self._orders.readline()
-        if not line:
-            _end()
-        self._left = json.loads(line).get("steps", math.inf)
+        try:
+            self._left = self._pipe.recv()
+        except (EOFError, OSError):  # the parent has ended
+            os._exit(1)
         _synchronize()
         self._cpu_begun = cpu_seconds()
         self._begun = time.perf_counter()
@@ -108,33 +114,26 @@ class Gate:
     def _block(self) -> dict[str, Any]:
         _synchronize()
         seconds, cpu = time.perf_counter() - self._begun, cpu_seconds() - self._cpu_begun
-        steps = [{name: _number(value) for name, value in step.items()} for step in self._steps]
+        steps = [
+            {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in step.items()}
+            for step in self._steps
+        ]
         self._steps = []
         device = _device()
         return {
             "seconds": seconds,
             "cpu_seconds": cpu,
             "steps": steps,
-            "memory": self.memory.figures(),
+            "memory": self._memory.figures(),
             "device": device.type,
             "device_memory": _memory_of(device),
         }
 
     def _send(self, **message: Any) -> None:
         try:
-            self._reports.write(json.dumps(message) + "\n")
-            self._reports.flush()
-        except BrokenPipeError:
-            _end()
-
-
-def _end() -> NoReturn:
-    """End this process, whose parent has ended: without a traceback, which nobody asked for."""
-    os._exit(1)
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value
+            self._pipe.send(message)
+        except OSError:  # the parent has ended
+            os._exit(1)
 
 
 def _device() -> torch.device:

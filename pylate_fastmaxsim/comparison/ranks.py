@@ -11,8 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pylate_fastmaxsim.comparison.runs import OUT_OF_MEMORY
-from pylate_fastmaxsim.comparison.turns import OutOfMemoryElsewhere
+from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY, OutOfMemoryElsewhere
 
 SEVERAL_MACHINES = (
     "compare measures on one machine, and this launcher starts processes on several; start it with those of one."
@@ -65,8 +64,8 @@ class Ranks:
             time.sleep(_POLL_SECONDS)
         return json.loads(self._store.get(key))
 
-    def look_out(self) -> None:
-        """While a process has its turn: see whether that of another rank, for which it would wait, is out of memory.
+    def require_memory_elsewhere(self) -> None:
+        """See whether the process of another rank, for which that of this one would wait, is out of memory.
 
         Raises
         ------

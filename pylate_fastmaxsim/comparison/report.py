@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -10,12 +11,16 @@ from typing import Any
 
 from pylate_fastmaxsim.comparison import figures
 from pylate_fastmaxsim.comparison.figures import LABELS
-from pylate_fastmaxsim.comparison.runs import FINISHED, NO_BATCH, OUT_OF_MEMORY, PHASES
+from pylate_fastmaxsim.comparison.turns import FINISHED, OUT_OF_MEMORY
+from pylate_fastmaxsim.comparison.verdict import NO_BATCH, PHASES
+from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.reporting.figures import write_png
 from pylate_fastmaxsim.reporting.numbers import METRICS, format_bytes, format_number
 from pylate_fastmaxsim.reporting.page import Section, write_page
 from pylate_fastmaxsim.reporting.table import Rows, Table
 
+RESULT_FILE = "compare.json"
+SUFFIXES = (".json", ".png", ".html")
 HEADER = ("", *LABELS, "fast / stock")
 
 # Memory held by PyTorch's allocator over memory in use, from which on the report suggests another setting.
@@ -91,7 +96,7 @@ def headline(comparison: dict[str, Any]) -> str:
 
 
 def speed(summary: dict[str, Any]) -> str:
-    """How many times as fast a run is as stock; of a busy machine only the ratio, rounded."""
+    """The speed of a run relative to stock; of a busy machine only the ratio, rounded."""
     if summary["speedup"] is None:
         return "-"
     return f"{summary['speedup']:.2g} (busy)" if _busy(summary) else f"{summary['speedup']:.2f}x as fast"
@@ -220,16 +225,16 @@ def show_comparison(
         show_warning(warning)
 
 
-def write_comparison_png(comparison: dict[str, Any], file: Path) -> None:
-    """Draw the overview: loss curves, and step time, peak memory and padding as bars."""
-    write_png(file, partial(figures.draw_overview, comparison["runs"]), headline(comparison), 11, 4.6)
+def write_comparison(comparison: dict[str, Any], file: Path) -> None:
+    """Write ``compare.json``."""
+    replace_file(file, (json.dumps(comparison, indent=2, allow_nan=False) + "\n").encode())
 
 
-def write_comparison_page(comparison: dict[str, Any], file: Path) -> None:
-    """Write the page of the content of ``compare.json``."""
+def write_pictures(comparison: dict[str, Any], file: Path) -> None:
+    """Write ``compare.html`` and ``compare.png`` beside ``compare.json``; needs matplotlib, Jinja2 and PyYAML."""
     name = comparison["recipe"]["name"]
     write_page(
-        file,
+        file.with_suffix(".html"),
         title=f"{name}: stock and fast",
         name=name,
         headline=headline(comparison),
@@ -238,15 +243,15 @@ def write_comparison_page(comparison: dict[str, Any], file: Path) -> None:
         environment=_environment(comparison),
         settings=("Recipe" if "model" in comparison["recipe"] else "Command", comparison["recipe"]),
     )
+    draw = partial(figures.draw_overview, comparison["runs"])
+    write_png(file.with_suffix(".png"), draw, headline(comparison), 11, 4.6)
 
 
 def _sections(comparison: dict[str, Any]) -> list[Section]:
     runs, groups = comparison["runs"], row_groups(comparison)
     measured = [HEADER, *groups["step"], *groups["memory"], *groups["loss"]]
-    time_and_memory = partial(figures.draw_time_and_memory, runs)
-    sections = [Section("Step time and memory", caption(comparison), measured, time_and_memory, (8.5, 3.2))]
-    if any(run["losses"] for run in runs.values()):
-        sections.append(Section("Loss", draw=partial(figures.draw_losses, runs), size=(8.5, 3.6)))
+    overview = partial(figures.draw_overview, runs)
+    sections = [Section("Loss, step time and memory", caption(comparison), measured, overview, (11, 4.4))]
     if rows := groups["phases"]:
         note = (
             "Median of a few more steps of the trained model, timed phase by phase. Tokenise is what the step waits for "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import tempfile
@@ -14,14 +13,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pylate_fastmaxsim.comparison.ranks import Ranks
-from pylate_fastmaxsim.comparison.report import show_comparison, write_comparison_page, write_comparison_png
-from pylate_fastmaxsim.comparison.script_child import FAILURE, FAST, STOCK, script_comparison_parser
+from pylate_fastmaxsim.comparison.report import (
+    RESULT_FILE,
+    SUFFIXES,
+    show_comparison,
+    write_comparison,
+    write_pictures,
+)
+from pylate_fastmaxsim.comparison.script_child import FAILURE, script_comparison_parser
 from pylate_fastmaxsim.comparison.turns import Child, ChildFailed, python, take_turns
-from pylate_fastmaxsim.comparison.verdict import compared_runs
-from pylate_fastmaxsim.files.replace import replace_file, require_replaceable
+from pylate_fastmaxsim.comparison.verdict import FAST, MODES, summarize_turns
+from pylate_fastmaxsim.files.replace import require_replaceable
 from pylate_fastmaxsim.integrations.run_script import parse
+from pylate_fastmaxsim.reporting.numbers import without_nan
 
-RESULT_FILE = "compare.json"
 INTERRUPTED = 130
 # How many characters at the end of a log are repeated where a script fails without a traceback.
 _LOG_END = 2000
@@ -58,17 +63,17 @@ def compare_script(arguments: Sequence[str], prog: str = "fastmaxsim compare") -
         ranks = Ranks()
         output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=output).close()  # can be written into
-        for suffix in (".json", ".png", ".html"):
+        for suffix in SUFFIXES:
             require_replaceable((output / RESULT_FILE).with_suffix(suffix))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     with tempfile.TemporaryDirectory(prefix="fastmaxsim-compare-") as scratch:
-        children = {mode: child_of(mode, Path(scratch), output, arguments, ranks) for mode in (STOCK, FAST)}
+        children = {mode: child_of(mode, Path(scratch), output, arguments, ranks) for mode in MODES}
         try:
-            with _waiting(ranks) as on_wait:
+            with _show_progress(ranks) as on_wait:
                 turns = take_turns(children, of=steps, on_wait=on_wait, gather=ranks.gather)
         except ChildFailed as failed:
-            _fail_as(failed, Path(scratch))
+            _exit_as_the_script(failed, Path(scratch))
         except KeyboardInterrupt:
             print("\nInterrupted.", file=sys.stderr)
             sys.exit(INTERRUPTED)
@@ -76,13 +81,13 @@ def compare_script(arguments: Sequence[str], prog: str = "fastmaxsim compare") -
         given = {name: str(value) for name, value in options.items()}
         command = {"name": Path(words[0]).name, "command": shlex.join(words), "processes": ranks.size, "steps": steps}
         try:
-            _report({"recipe": command | {"options": given}, **compared_runs(turns)}, output / RESULT_FILE)
+            _report({"recipe": command | {"options": given}, **summarize_turns(turns)}, output / RESULT_FILE)
         except OSError as error:
             sys.exit(f"fastmaxsim: the result cannot be written to {output}: {error.strerror}.")
 
 
 def child_of(mode: str, scratch: Path, output: Path, arguments: Sequence[str], ranks: Ranks) -> Child:
-    """How to start one of the two runs; its log goes to ``output``, all else that it writes to ``scratch``."""
+    """The process of one of the two runs; its log goes to ``output``, all else that it writes to ``scratch``."""
     folder = scratch / mode
     folder.mkdir()
     program = python("from pylate_fastmaxsim.comparison.script_child import main; main()")
@@ -93,13 +98,13 @@ def child_of(mode: str, scratch: Path, output: Path, arguments: Sequence[str], r
 
 
 @contextmanager
-def _waiting(ranks: Ranks) -> Iterator[Callable[[str], None]]:
-    """What to do while a process has its turn: say which, on a terminal, and look out for other ranks."""
+def _show_progress(ranks: Ranks) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal which process has its turn; a function that also sees whether another rank is out of memory."""
     begun = time.perf_counter()
     shown = ranks.rank == 0 and sys.stderr.isatty()
 
     def wait(name: str) -> None:
-        ranks.look_out()
+        ranks.require_memory_elsewhere()
         if shown:
             print(f"{_CLEAR}{time.perf_counter() - begun:.0f} s: {name}", end="", file=sys.stderr, flush=True)
 
@@ -110,8 +115,8 @@ def _waiting(ranks: Ranks) -> Iterator[Callable[[str], None]]:
             print(_CLEAR, end="", file=sys.stderr, flush=True)
 
 
-def _fail_as(failed: ChildFailed, scratch: Path) -> NoReturn:
-    """End as the script ended: stock with its own traceback and exit code and nothing else."""
+def _exit_as_the_script(failed: ChildFailed, scratch: Path) -> NoReturn:
+    """Exit with the traceback and the exit code of the script; of the stock run with nothing else."""
     if failed.name == FAST:
         print("fastmaxsim: the run with this package fails; stock had not failed so far:", file=sys.stderr)
     file = scratch / failed.name / FAILURE
@@ -123,8 +128,8 @@ def _fail_as(failed: ChildFailed, scratch: Path) -> NoReturn:
 
 
 def _report(comparison: dict[str, Any], file: Path) -> None:
-    """Write and print what was measured; JSON has no NaN and no infinity."""
-    comparison = json.loads(json.dumps(comparison), parse_constant=lambda name: None)
+    """Print and write what was measured."""
+    comparison = without_nan(comparison)
     try:
         from rich.console import Console
 
@@ -132,12 +137,11 @@ def _report(comparison: dict[str, Any], file: Path) -> None:
     except ModuleNotFoundError:
         show = print
     show_comparison(comparison, show, partial(print, file=sys.stderr))
-    replace_file(file, (json.dumps(comparison, indent=2) + "\n").encode())
-    written = [file]
+    write_comparison(comparison, file)
     try:
-        for write, suffix in ((write_comparison_png, ".png"), (write_comparison_page, ".html")):
-            write(comparison, file.with_suffix(suffix))
-            written.append(file.with_suffix(suffix))
+        write_pictures(comparison, file)
     except ModuleNotFoundError as error:
         print(f"There is no PNG and no HTML: {str(error.name).partition('.')[0]} is missing.", file=sys.stderr)
-    print(*written, sep="\n")
+        print(file)
+    else:
+        print(*(file.with_suffix(suffix) for suffix in SUFFIXES), sep="\n")

@@ -1,7 +1,7 @@
 """One of the two runs of a training script that is compared, in a process of its own.
 
 A step is one of the optimizer. transformers' Trainer is given a callback; in any other loop the optimizer that steps
-first is watched. The process is ended behind the last measured step, so that the script saves nothing.
+first is gate. The process is ended behind the last measured step, so that the script saves nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import random
 import sys
 import traceback
 from collections.abc import Mapping
-from functools import wraps
+from functools import partial, wraps
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -24,13 +25,15 @@ import torch
 from torch.optim import optimizer as optimizers
 
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.comparison.gate import Gate
-from pylate_fastmaxsim.comparison.runs import FINISHED, OUT_OF_MEMORY, KeptWarnings
+from pylate_fastmaxsim.comparison.gate import Gate, KeptWarnings
+from pylate_fastmaxsim.comparison.trainer import count_tokens, measure_steps
+from pylate_fastmaxsim.comparison.turns import FINISHED, OUT_OF_MEMORY
+from pylate_fastmaxsim.comparison.verdict import FAST, STOCK
 from pylate_fastmaxsim.integrations.run_script import (
     AfterImport,
     parse,
     run_accelerated,
-    run_as_python_does,
+    run_as_main,
     script_parser,
     show_log,
     traceback_of,
@@ -38,50 +41,32 @@ from pylate_fastmaxsim.integrations.run_script import (
 )
 from pylate_fastmaxsim.reporting.environment import environment
 
-STOCK, FAST = "stock", "fast"
 STEPS = 30
 # The file in the folder of a run that holds what the script said when it failed.
 FAILURE = "failure"
 FEWEST_STEPS = 6
 
 
-class Meter:
-    """Takes part in the turns of both runs, step by step.
+class ScriptGate(Gate):
+    """The gate of a script, whose process ends after ``steps`` steps and reports the ``warnings`` of the package."""
 
-    Parameters
-    ----------
-    gate
-        Blocks while the other process has its turn.
-    script
-        Its name.
-    steps
-        After how many the process ends.
-    folder
-        For everything that a Trainer would write.
-    warnings
-        What the package logs, which is reported in the end.
-    """
-
-    def __init__(self, gate: Gate, script: str, steps: int, folder: Path, warnings: list[str]) -> None:
-        self.gate = gate
+    def __init__(self, pipe: Connection, script: str, steps: int, warnings: list[str]) -> None:
+        super().__init__(pipe)
         self.script = script
         self.steps = steps
-        self.folder = folder
         self.warnings = warnings
         self.taken = 0
-        self.device = torch.device("cpu")
 
-    def begin(self) -> None:
-        """Before the first step. May block."""
-        if torch.cuda.is_initialized():
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self.gate.before_step()
-
-    def end(self, **measured: Any) -> None:
-        """After a step and before the next one. May block, and does not return after the last step."""
+    def after_step(self, **measured: Any) -> None:
+        """Count a step; may block, and does not return after the last one."""
         self.taken += 1
-        self.gate.after_step(**measured)
+        super().after_step(**measured)
         if self.taken == self.steps:
+            self.finish()
+
+    def steps_done(self) -> None:
+        """End with the training, unless it had no step."""
+        if self.taken:
             self.finish()
 
     def finish(self, status: str = FINISHED) -> NoReturn:
@@ -90,8 +75,10 @@ class Meter:
         if status == FINISHED and self.taken < self.steps:
             self.warnings.append(f"training ended after {self.taken} of {self.steps} steps.")
         _flush()
-        self.gate.finished(status=status, warnings=self.warnings, environment=environment(self.device))
-        self.gate.wait_for_end()
+        on_gpu = torch.cuda.is_initialized()
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.finished(status=status, warnings=self.warnings, environment=environment(device))
+        self.wait_for_end()
 
 
 def _flush() -> None:
@@ -106,8 +93,8 @@ class LoopWatch:
     The loss of a step is the last scalar whose ``backward`` was called, outside of any other backward.
     """
 
-    def __init__(self, meter: Meter) -> None:
-        self.meter = meter
+    def __init__(self, gate: ScriptGate) -> None:
+        self.gate = gate
         self.first: int | None = None
         self.trainer = False
         self.loss: torch.Tensor | None = None
@@ -119,11 +106,11 @@ class LoopWatch:
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.first is None and not self.trainer:
             self.first = id(optimizer)
-            self.meter.begin()
+            self.gate.before_step()
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if id(optimizer) == self.first and not self.trainer:
-            self.meter.end(**({} if self.loss is None else {"loss": self.loss}))
+            self.gate.after_step(**({} if self.loss is None else {"loss": self.loss}))
 
     def _keep_losses(self) -> None:
         backward, scale = torch.Tensor.backward, torch.amp.GradScaler.scale
@@ -150,23 +137,22 @@ class LoopWatch:
         torch.Tensor.backward, torch.amp.GradScaler.scale = kept, scaled
 
 
-def _watch_trainers(meter: Meter, loop: LoopWatch, padded: bool) -> None:
-    """Have transformers' Trainer measured when it is imported, and keep it from saving, evaluating and reporting.
+def _watch_trainers(gate: ScriptGate, loop: LoopWatch, folder: Path, padded: bool) -> None:
+    """Have transformers' Trainer measured when it is imported, and write into ``folder`` and report to nobody.
 
     ``padded``: texts are encoded as they are collated, so that the collator's masks tell how much is padding.
     """
 
     def change(module: ModuleType) -> None:
         if module.__name__ == "transformers.trainer":
-            _change_trainer(module, meter, loop, padded)
+            _change_trainer(module.Trainer, gate, loop, folder, padded)
         else:
-            _change_arguments(module, meter.folder)
+            _change_arguments(module.TrainingArguments, folder)
 
     sys.meta_path.insert(0, AfterImport(("transformers.trainer", "transformers.training_args"), change))
 
 
-def _change_trainer(module: ModuleType, meter: Meter, loop: LoopWatch, padded: bool) -> None:
-    trainer = module.Trainer
+def _change_trainer(trainer: type, gate: ScriptGate, loop: LoopWatch, folder: Path, padded: bool) -> None:
     init, train = trainer.__init__, trainer.train
     signature = inspect.signature(init)
 
@@ -174,18 +160,29 @@ def _change_trainer(module: ModuleType, meter: Meter, loop: LoopWatch, padded: b
     def quiet_init(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = signature.bind_partial(self, *args, **kwargs).arguments.get("args")
         if arguments is not None:
-            _write_into(arguments, meter.folder)
+            _write_into(arguments, folder)
         init(self, *args, **kwargs)
 
     @wraps(train)
     def measured_train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         loop.trainer = True
-        _last_for(self, meter.steps)
-        step = self.training_step = _Counted(self.training_step, padded)
-        self.add_callback(_callback(module, meter, step))
+        _last_for(self, gate.steps)
+        measure_steps(self, gate, partial(count_tokens, padded=padded))
         return train(self, None, *args, **kwargs)
 
     trainer.__init__, trainer.train = quiet_init, measured_train
+
+
+def _change_arguments(arguments: type, folder: Path) -> None:
+    """A script may write into the folder of its TrainingArguments before it makes a Trainer."""
+    post_init = arguments.__post_init__
+
+    @wraps(post_init)
+    def redirected(self: Any) -> None:
+        _write_into(self, folder)
+        post_init(self)
+
+    arguments.__post_init__ = redirected
 
 
 def _write_into(arguments: Any, folder: Path) -> None:
@@ -210,68 +207,6 @@ def _last_for(trainer: Any, steps: int) -> None:
     batch = arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
     if math.floor(arguments.num_train_epochs * rows / batch) < steps:
         arguments.max_steps = steps
-
-
-class _Counted:
-    """A Trainer's ``training_step`` that keeps the loss and the number of documents and tokens of a step."""
-
-    def __init__(self, training_step: Any, padded: bool) -> None:
-        self.training_step = training_step
-        self.padded = padded
-        self.measured: dict[str, Any] = {}
-
-    def __call__(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        columns = inputs if isinstance(inputs, Mapping) else {}  # a collator of the user's own may return a list
-        masks = [mask for name, mask in columns.items() if name.endswith("attention_mask")]
-        if len(masks) > 1:
-            queries, *documents = masks
-            self._add("documents", sum(mask.shape[:-1].numel() for mask in documents))
-            self._add("live", sum(mask.sum() for mask in documents))
-            if self.padded:
-                self._add("encoded", sum(mask.numel() for mask in masks))
-                self._add("query_tokens", queries.numel())
-        loss = self.training_step(model, inputs, *args, **kwargs)
-        self._add("loss", loss.detach())
-        return loss
-
-    def _add(self, name: str, value: Any) -> None:
-        self.measured[name] = self.measured.get(name, 0) + value
-
-    def take(self) -> dict[str, Any]:
-        """What was measured since the last call."""
-        measured, self.measured = self.measured, {}
-        return measured
-
-
-def _callback(module: ModuleType, meter: Meter, step: _Counted) -> Any:
-    class Measure(module.TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs) -> None:
-            meter.begin()
-
-        def on_step_end(self, args, state, control, **kwargs) -> None:
-            control.should_save = control.should_evaluate = False
-            meter.end(**step.take())
-
-        def on_epoch_end(self, args, state, control, **kwargs) -> None:
-            control.should_save = control.should_evaluate = False
-
-        def on_train_end(self, args, state, control, **kwargs) -> None:
-            if meter.taken:
-                meter.finish()
-
-    return Measure()
-
-
-def _change_arguments(module: ModuleType, folder: Path) -> None:
-    """A script may write into the folder of its TrainingArguments before it makes a Trainer."""
-    post_init = module.TrainingArguments.__post_init__
-
-    @wraps(post_init)
-    def redirected(self: Any) -> None:
-        _write_into(self, folder)
-        post_init(self)
-
-    module.TrainingArguments.__post_init__ = redirected
 
 
 def _seed() -> None:
@@ -318,27 +253,27 @@ def main() -> None:
         logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
     os.environ["PYLATE_FASTMAXSIM"] = "1" if mode == FAST else "0"
     os.environ["WANDB_MODE"] = "disabled"
-    meter = Meter(Gate.from_environment(), words[0], steps, folder, warnings.messages)
-    _watch_trainers(meter, LoopWatch(meter), padded=mode == STOCK)
+    gate = ScriptGate.from_environment(words[0], steps, warnings.messages)
+    _watch_trainers(gate, LoopWatch(gate), folder, padded=mode == STOCK)
     show_log()
     _seed()
     try:
         if mode == FAST:
             run_accelerated(words, as_module, options)
         else:
-            run_as_python_does(words, as_module)
+            run_as_main(words, as_module)
     except SystemExit as stop:
         if stop.code:
             code, said = (stop.code, "") if isinstance(stop.code, int) else (1, f"{stop.code}\n")
             _fail(folder, said, code)
     except BaseException as error:
         if is_out_of_memory(error):
-            meter.finish(OUT_OF_MEMORY)
+            gate.finish(OUT_OF_MEMORY)
         found = traceback_of(error)
         if found is None and isinstance(error, (ImportError, OSError)):  # by runpy, which found nothing to run
             _fail(folder, f"fastmaxsim compare: {error}\n", 2)
         _fail(folder, "".join(traceback.format_exception(type(error), error.with_traceback(found), found)), 1)
-    if not meter.taken:
+    if not gate.taken:
         no_step = "ended without a training step: no optimizer stepped in its process"
         _fail(folder, f"fastmaxsim compare: {words[0]} {no_step}.\n", 1)
-    meter.finish()
+    gate.finish()

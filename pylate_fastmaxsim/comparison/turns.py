@@ -5,24 +5,25 @@ The other end, in each of the processes, is :class:`pylate_fastmaxsim.comparison
 
 from __future__ import annotations
 
-import json
 import math
+import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pylate_fastmaxsim.comparison.gate import VARIABLE
-from pylate_fastmaxsim.comparison.runs import FINISHED, OUT_OF_MEMORY, WARM_UP_STEPS
 
+FINISHED = "finished"
+OUT_OF_MEMORY = "out of memory"
+WARM_UP_STEPS = 5
 # A block is at least this long, as long as there are as many blocks.
 BLOCK_STEPS = 3
 BLOCK_SECONDS = 2.0
@@ -40,7 +41,7 @@ Gather = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True)
 class Child:
-    """How to start a process that has a :class:`~pylate_fastmaxsim.comparison.gate.Gate`.
+    """The start of a process that has a :class:`~pylate_fastmaxsim.comparison.gate.Gate`.
 
     Attributes
     ----------
@@ -51,7 +52,7 @@ class Child:
     environment
         Its environment variables; None for those of this process.
     again
-        Its command line when it is started again for more blocks, if it should write other files then.
+        Its command line when it is started again for more blocks, if that is another one.
     """
 
     command: Sequence[str]
@@ -62,7 +63,7 @@ class Child:
 
 @dataclass
 class Run:
-    """What one of the processes reported.
+    """A process as it was reported.
 
     Attributes
     ----------
@@ -90,6 +91,11 @@ class Run:
     device: str | None = None
     wall_seconds: float = 0.0
     result: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def counted_blocks(self) -> list[dict[str, Any]]:
+        """Blocks that stood beside one of another run."""
+        return [block for block in self.blocks if block["pair"] is not None]
 
 
 @dataclass(frozen=True)
@@ -136,30 +142,28 @@ def take_turns(
     children
         By name, in the order in which they start.
     of
-        How many steps each takes in all; None if they say so themselves, or nobody knows.
+        The steps of each in all; None if they say so themselves, or nobody knows.
     rounds
-        How often each is started where the device does not take all at once.
+        The starts of each where the device does not take all at once.
     on_wait
         Called every tenth of a second, with the name of the process that has its turn. What it raises ends all.
     gather
-        The values of all ranks for that of this one, where several ranks have their processes; called in the same order
-        on each.
+        The values of all ranks for that of this one, called in the same order on each.
 
     Raises
     ------
     ChildFailed
         One of them, on any rank, ended without a result.
     """
-    with _ended_by_signals():
-        with _Session(children, of, on_wait, gather) as session:
-            try:
+    with _exit_on_signals():
+        try:
+            with closing(_Session(children, of, on_wait, gather)) as session:
                 session.alternate_blocks()
                 return Turns(session.runs, restarted=False)
-            except _NotTogether:
-                pass
-        with _Session(children, of, on_wait, gather) as session:
-            session.alternate_processes(rounds)
-            return Turns(session.runs, restarted=True)
+        except _NotTogether:
+            with closing(_Session(children, of, on_wait, gather)) as session:
+                session.alternate_processes(rounds)
+                return Turns(session.runs, restarted=True)
 
 
 def python(code: str) -> list[str]:
@@ -190,59 +194,56 @@ class _Session:
         self._gather = gather
         self._processes: dict[str, _Process] = {}
         self._step_seconds: dict[str, float] = {}
-        self._done: set[str] = set()
-
-    def __enter__(self) -> _Session:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for process in self._processes.values():
-            process.end()
+        self._stepping: set[str] = set()  # those that have steps left
 
     def alternate_blocks(self) -> None:
+        """Let all processes step in blocks, each round in the opposite order."""
         for name in self.runs:
             self._start(name)
             self._warm_up(name)
-        order = list(self._processes)
-        pair = 0
+        order, pair = list(self._processes), 0
         while order:
-            self._check_memory()
-            steps = self._block_steps(BLOCKS)
+            self._require_memory_for_all()
+            steps = self._steps_of_a_block(BLOCKS)
             for name in order:
-                self._turn(name, steps, pair)
-            order = [name for name in reversed(order) if name in self._processes and name not in self._done]
+                self._give_turn(name, steps, pair)
+            order = [name for name in reversed(order) if name in self._processes and name in self._stepping]
             pair += 1
         for name in self.runs:
-            self._rest(name)
+            self._run_to_the_end(name)
 
     def alternate_processes(self, rounds: int) -> None:
-        names = list(self.runs)
-        steps = None
+        """Let each process run to its end alone, and in more rounds through its warm-up and a block."""
+        names, steps = list(self.runs), None
         for pair in range(rounds):
             for name in names:
-                first, known = pair == 0, self.runs[name]
-                # Kept as they were at the end of its own training.
-                self.runs[name] = known if first else Run()
-                self._start(name, again=not first)
+                # Kept as it was at the end of its own training.
+                known, self.runs[name] = self.runs[name], Run()
+                self._start(name, again=pair > 0)
                 self._warm_up(name)
                 if name in self._processes:
-                    steps = steps or self._block_steps(1)
-                    self._turn(name, steps, pair)
-                if first:
-                    self._rest(name)
-                else:
-                    known.blocks += [block for block in self.runs[name].blocks if block["pair"] is not None]
+                    steps = steps or self._steps_of_a_block(1)
+                    self._give_turn(name, steps, pair)
+                if pair > 0:
+                    known.blocks += self.runs[name].counted_blocks
                     self.runs[name] = known
-                self._end(name)
+                    self._end(name)
+                else:
+                    self._run_to_the_end(name)
             names = [name for name in reversed(names) if self.runs[name].status == FINISHED]
             if len(names) < 2:
                 return
 
+    def close(self) -> None:
+        """Kill all processes."""
+        for name in list(self._processes):
+            self._end(name)
+
     def _start(self, name: str, again: bool = False) -> None:
-        self._done.discard(name)
+        self._stepping.add(name)
         self._processes[name] = _Process(name, self._children[name], again, self._on_wait)
         try:
-            self._hear(name)
+            self._read_report(name)
         except ChildFailed as failed:
             if len(self._processes) > 1 and _EXCLUSIVE in failed.log.read_text(encoding="utf-8", errors="replace"):
                 raise _NotTogether from None
@@ -250,33 +251,31 @@ class _Session:
 
     def _warm_up(self, name: str) -> None:
         # One step tells how many there are.
-        self._turn(name, 1)
-        total = self._total()
-        more = (WARM_UP_STEPS if total is None else min(WARM_UP_STEPS, total // 3)) - 1
-        if more > 0:
-            self._turn(name, more)
+        self._give_turn(name, 1)
+        if more := self._warm_up_steps() - 1:
+            self._give_turn(name, more)
 
-    def _rest(self, name: str) -> None:
-        """All that is left, without a limit: steps, and what follows them."""
+    def _run_to_the_end(self, name: str) -> None:
+        """Give a process turns without a limit: for the steps that are left, and for what follows them."""
         while name in self._processes:
-            self._turn(name, None)
+            self._give_turn(name, None)
 
-    def _turn(self, name: str, steps: int | None, pair: int | None = None) -> None:
+    def _give_turn(self, name: str, steps: int | None, pair: int | None = None) -> None:
         """Let a process take some steps, unless it has ended."""
         if name in self._processes:
-            self._processes[name].order({"rest": True} if steps is None else {"steps": steps})
-            self._hear(name, pair)
+            self._processes[name].give_turn(math.inf if steps is None else steps)
+            self._read_report(name, pair)
 
-    def _hear(self, name: str, pair: int | None = None) -> None:
+    def _read_report(self, name: str, pair: int | None = None) -> None:
         """Keep what a process reports at the end of its turn."""
         run = self.runs[name]
         begun = time.perf_counter()
         try:
-            message = self._processes[name].message()
+            report = self._processes[name].report()
         except OutOfMemoryElsewhere:
-            message = _OUT_OF_MEMORY
+            report = _OUT_OF_MEMORY
         run.wall_seconds += time.perf_counter() - begun
-        if block := message.get("block"):
+        if block := report.get("block"):
             steps = block.pop("steps")
             run.steps += steps
             run.memory, run.device = block.pop("memory"), block.pop("device")
@@ -284,9 +283,9 @@ class _Session:
             if steps:
                 run.blocks.append({**block, "steps": len(steps), "pair": pair})
                 self._step_seconds[name] = block["seconds"] / len(steps)
-            if message["done"]:
-                self._done.add(name)
-        result = message.get("finished")
+            if report["done"]:
+                self._stepping.discard(name)
+        result = report.get("finished")
         status = FINISHED if result is None else result.get("status", FINISHED)
         # All ranks go the same way.
         if OUT_OF_MEMORY in self._gather(status):
@@ -306,19 +305,21 @@ class _Session:
         said = [step["of"] for run in self.runs.values() for step in run.steps[:1] if "of" in step]
         return min([*said, *([] if self._of is None else [self._of])], default=None)
 
-    def _block_steps(self, blocks: int) -> int:
-        """How many steps the next block has, if at least so many blocks are to come of all steps."""
+    def _warm_up_steps(self) -> int:
+        total = self._total()
+        return WARM_UP_STEPS if total is None else max(1, min(WARM_UP_STEPS, total // 3))
+
+    def _steps_of_a_block(self, blocks: int) -> int:
+        """The number of steps of the next block, if at least so many blocks are to come of all steps."""
         steps = math.ceil(BLOCK_SECONDS / min(self._step_seconds.values()))
         total = self._total()
         if total is not None:
-            warm_up = min(WARM_UP_STEPS, total // 3)
-            steps = min(steps, (total - warm_up) // blocks)
+            steps = min(steps, (total - self._warm_up_steps()) // blocks)
         return max(self._gather(max(steps, BLOCK_STEPS)))
 
-    def _check_memory(self) -> None:
-        peaks = [
-            run.memory.get("held", run.memory["peak"]) for name, run in self.runs.items() if name in self._processes
-        ]
+    def _require_memory_for_all(self) -> None:
+        runs = [self.runs[name] for name in self._processes]
+        peaks = [run.memory.get("held", run.memory["peak"]) for run in runs]
         full = len(peaks) > 1 and sum(peaks) > FULL * self._device_memory
         if any(self._gather(full)):
             raise _NotTogether
@@ -328,61 +329,54 @@ _OUT_OF_MEMORY = {"finished": {"status": OUT_OF_MEMORY}}
 
 
 class _Process:
-    """A started process, and the pipes to and from it."""
+    """A started process, and the pipe to it."""
 
     def __init__(self, name: str, child: Child, again: bool, on_wait: Callable[[str], None]) -> None:
         self._name = name
         self._log = child.log
         self._on_wait = on_wait
-        self._received = b""
-        theirs_orders, self._orders = os.pipe()
-        self._reports, theirs_reports = os.pipe()
+        self._pipe, theirs = multiprocessing.Pipe()
         environment = os.environ if child.environment is None else child.environment
-        with open(child.log, "a" if again else "w", encoding="utf-8") as log:
+        with open(child.log, "a" if again else "w", encoding="utf-8") as log, theirs:
             self._process = subprocess.Popen(
                 child.again if again and child.again else child.command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**environment, VARIABLE: f"{theirs_orders},{theirs_reports}"},
-                pass_fds=(theirs_orders, theirs_reports),
+                env={**environment, VARIABLE: str(theirs.fileno())},
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        os.close(theirs_orders)
-        os.close(theirs_reports)
 
-    def order(self, order: dict[str, Any]) -> None:
+    def give_turn(self, steps: float) -> None:
+        """Let it take so many steps."""
         # A process that has ended has said so, which is read next.
-        with suppress(BrokenPipeError):
-            os.write(self._orders, (json.dumps(order) + "\n").encode())
+        with suppress(OSError):
+            self._pipe.send(steps)
 
-    def message(self) -> dict[str, Any]:
-        """What it says next."""
-        while b"\n" not in self._received:
+    def report(self) -> dict[str, Any]:
+        """Wait for the next report."""
+        while True:
             # Before the pipe is looked at, or what it says last would be lost.
             ended = self._process.poll() is not None
-            if select.select([self._reports], [], [], 0 if ended else POLL_SECONDS)[0] and (
-                more := os.read(self._reports, 2**16)
-            ):
-                self._received += more
-            elif ended:
+            with suppress(EOFError, OSError):
+                if self._pipe.poll(0 if ended else POLL_SECONDS):
+                    return self._pipe.recv()
+            if ended:
                 if self._process.returncode == -signal.SIGKILL:  # how the kernel ends a process when memory runs out
                     return _OUT_OF_MEMORY
                 raise ChildFailed(self._name, self._process.returncode, self._log)
             self._on_wait(self._name)
-        line, _, self._received = self._received.partition(b"\n")
-        return json.loads(line)
 
     def end(self) -> None:
-        # With the workers of data loaders, which would outlive it for seconds.
+        """Kill it, with the workers of data loaders, which would outlive it for seconds."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        os.close(self._orders)
-        os.close(self._reports)
+        self._pipe.close()
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def _exit_on_signals() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into SystemExit, so that the processes are ended too."""
 
     def end(signum: int, frame: object) -> NoReturn:

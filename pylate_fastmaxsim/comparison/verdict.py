@@ -1,17 +1,39 @@
-"""How many times as fast one run is as another, and whether the machine was busy with something else."""
+"""Runs in numbers, how many times as fast one is as another, and whether the machine was busy with something else."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
-from pylate_fastmaxsim.comparison.runs import contrast, summarize
-from pylate_fastmaxsim.comparison.turns import Run, Turns
+from pylate_fastmaxsim.comparison.turns import FINISHED, WARM_UP_STEPS, Run, Turns
+
+STOCK, FAST = MODES = ("stock", "fast")
+# How a point of a sweep ends, beside those of every run.
+NO_BATCH = "no batch of this size"
+NOT_RUN = "not run"
+PHASES = ("tokenise", "encode", "score", "backward", "optimise")
 
 # How far apart the quartiles of the ratios may be, relative to their median.
 SPREAD = 0.15
 # How far the ratio of CPU seconds may be from that of wall seconds, on a CPU.
 CPU_DIFFERENCE = 0.2
+
+
+def summarize_turns(turns: Turns) -> dict[str, Any]:
+    """The content of ``compare.json`` but for ``recipe``: ``runs``, stock and fast, and their ``summary``.
+
+    In the ``summary``, ``turns`` is the :func:`verdict`, ``speedup`` its ratio (None without one), ``restarted`` as in
+    :class:`~pylate_fastmaxsim.comparison.turns.Turns`, and ``wall_seconds`` how long each run had its turn.
+    """
+    runs = {mode: summarize_run(turns.runs[mode]) for mode in MODES}
+    judged = verdict(*(turns.runs[mode] for mode in MODES))
+    summary = contrast(**runs)
+    if summary["speedup"] is not None:
+        # Not of a warm-up, which is no pair of blocks.
+        summary["speedup"] = judged and judged["ratio"]
+    wall = {mode: turns.runs[mode].wall_seconds for mode in MODES}
+    return {"runs": runs, "summary": {**summary, "turns": judged, "restarted": turns.restarted, "wall_seconds": wall}}
 
 
 def verdict(stock: Run, fast: Run) -> dict[str, Any] | None:
@@ -34,7 +56,9 @@ def verdict(stock: Run, fast: Run) -> dict[str, Any] | None:
     >>> verdict(run(4.0, 4.2, 8.0), run(2.0, 2.1, 4.1))["ratio"]  # the load doubled, for both
     2.0
     """
-    pairs = _pairs(stock, fast)
+    others = {block["pair"]: block for block in fast.counted_blocks}
+    pairs = [(block, others[block["pair"]]) for block in stock.counted_blocks if block["pair"] in others]
+    pairs = [pair for pair in pairs if pair[0]["steps"] == pair[1]["steps"]]
     if not pairs:
         return None
     ratios = [first["seconds"] / second["seconds"] for first, second in pairs]
@@ -57,40 +81,69 @@ def verdict(stock: Run, fast: Run) -> dict[str, Any] | None:
     }
 
 
-def _pairs(stock: Run, fast: Run) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The blocks of both that stood beside each other and took the same steps."""
-    others = {block["pair"]: block for block in fast.blocks if block["pair"] is not None}
-    pairs = [(block, others[block["pair"]]) for block in stock.blocks if block["pair"] in others]
-    return [pair for pair in pairs if pair[0]["steps"] == pair[1]["steps"]]
+def timed_steps(run: Run) -> list[dict[str, Any]]:
+    """The steps of a run with their ``seconds``: those of a block are as long as the block on average."""
+    seconds = [block["seconds"] / block["steps"] for block in run.blocks for _ in range(block["steps"])]
+    # Steps are those of the first start, and so are the first blocks.
+    return [{**step, "seconds": mean} for step, mean in zip(run.steps, seconds, strict=False)]
 
 
-def summary_of(run: Run) -> dict[str, Any]:
-    """A run in numbers, for the report: :func:`~pylate_fastmaxsim.comparison.runs.summarize` of what it reported."""
+def summarize_run(run: Run) -> dict[str, Any]:
+    """A run in numbers: :func:`summarize_steps` of its steps, what its process reported, and its blocks."""
     memory = {"memory": run.memory} if run.memory else {}
-    steps = run.steps
-    if not all("seconds" in step for step in steps):
-        # Not timed one by one: each is as long as its block on average.
-        means = [block["seconds"] / block["steps"] for block in run.blocks for _ in range(block["steps"])]
-        steps = [{"seconds": mean, **step} for mean, step in zip(means, steps, strict=True)]
-    summary = summarize({"status": run.status, **memory, **run.result}, steps)
-    counted = [block for block in run.blocks if block["pair"] is not None]
-    if counted:
+    summary = {"status": run.status, **memory, **run.result, **summarize_steps(timed_steps(run)), "blocks": run.blocks}
+    if counted := run.counted_blocks:
         steps = sum(block["steps"] for block in counted)
         summary["cpu_step_seconds"] = sum(block["cpu_seconds"] for block in counted) / steps
-    return summary | {"blocks": run.blocks}
+    return summary
 
 
-def compared_runs(turns: Turns) -> dict[str, Any]:
-    """What the report of a comparison takes, but for ``recipe``: ``runs``, stock and fast, and their ``summary``.
+def summarize_steps(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Steps in numbers. Times and rates leave out the warm-up: the first 5 steps, at most a third of all.
 
-    In the ``summary``, ``turns`` is the :func:`verdict`, ``speedup`` its ratio (None without one), ``restarted`` as in
-    :class:`~pylate_fastmaxsim.comparison.turns.Turns`, and ``wall_seconds`` how long each run had its turn.
+    A step is a dictionary of ``seconds`` and, where they are known, ``loss``, the numbers ``documents``, ``live`` (tokens
+    of documents), ``query_tokens``, and ``encoded`` (tokens that the encoder was given).
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.comparison.verdict import summarize_steps
+    >>> found = summarize_steps([{"loss": 1.0, "seconds": 9.0}] + 2 * [{"loss": 0.5, "seconds": 2.0}])
+    >>> found["steps"], found["step_seconds"]
+    (3, 2.0)
     """
-    runs = {name: summary_of(run) for name, run in turns.runs.items()}
-    judged = verdict(turns.runs["stock"], turns.runs["fast"])
-    summary = contrast(runs["stock"], runs["fast"])
-    if summary["speedup"] is not None:
-        # Not of a warm-up, which is no pair of blocks.
-        summary["speedup"] = judged and judged["ratio"]
-    wall = {name: run.wall_seconds for name, run in turns.runs.items()}
-    return {"runs": runs, "summary": {**summary, "turns": judged, "restarted": turns.restarted, "wall_seconds": wall}}
+    summary = {"steps": len(steps), "losses": [step["loss"] for step in steps if "loss" in step]}
+    measured = steps[min(WARM_UP_STEPS, len(steps) // 3) :]
+    if not measured:
+        return summary
+    summary["step_seconds"] = statistics.median(step["seconds"] for step in measured)
+    if "live" in steps[0]:
+        seconds = sum(step["seconds"] for step in measured)
+        summary["documents_per_second"] = sum(step["documents"] for step in measured) / seconds
+        summary["live_tokens_per_second"] = sum(step["live"] for step in measured) / seconds
+    if "encoded" in steps[0]:
+        live, encoded, queries = (sum(step[name] for step in steps) for name in ("live", "encoded", "query_tokens"))
+        padding = encoded - queries - live
+        summary["padding"] = padding / (encoded - queries)
+        totals = {"queries": queries, "documents": live, "padding": padding}
+        summary["tokens_per_step"] = {name: total / len(steps) for name, total in totals.items()}
+    return summary
+
+
+def contrast(stock: dict[str, Any], fast: dict[str, Any]) -> dict[str, Any]:
+    """The fast run relative to the stock run; None for what is unknown because a run did not finish.
+
+    ``loss_difference_nan_from`` is the first step at which the losses differ by no finite number, as they do where one
+    of them is NaN or infinite; then ``largest_loss_difference`` is NaN, whatever lies before and behind.
+    """
+    both = stock["status"] == fast["status"] == FINISHED
+    differences = [abs(a - b) for a, b in zip(stock["losses"], fast["losses"], strict=False)]
+    qualities = [run.get("ndcg@10") for run in (stock, fast)] if both else [None, None]
+    nan_from = next((step for step, gap in enumerate(differences, start=1) if not math.isfinite(gap)), None)
+    return {
+        "speedup": stock["step_seconds"] / fast["step_seconds"] if both else None,
+        "peak_memory": fast["memory"]["peak"] / stock["memory"]["peak"] if both else None,
+        "largest_loss_difference": max(differences, default=None) if nan_from is None else math.nan,
+        "loss_difference_nan_from": nan_from,
+        # None for a run that diverged.
+        "ndcg@10_difference": None if None in qualities else qualities[1] - qualities[0],
+    }

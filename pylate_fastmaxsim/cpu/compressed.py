@@ -9,14 +9,14 @@ from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim._operands import CompressedOperands
 from pylate_fastmaxsim.codec import decoded
 from pylate_fastmaxsim.compressed import rounded_queries
-from pylate_fastmaxsim.cpu.maxsim import WINNER_ELEMENTS, Vectors, scored, weighted_sums, won
+from pylate_fastmaxsim.cpu.maxsim import WINNER_ELEMENTS, Vectors, scored, weighted_sums, winning_tokens
 
 # Numbers of documents that the backward decompresses at once: 64 MiB of float32.
 DECOMPRESSED_ELEMENTS = 1 << 24
 
 
 def _vectors(operands: CompressedOperands) -> tuple[Vectors, Tensor | None]:
-    """How documents are read, and their scales ``[Nd]``. int8 as whole numbers, whose products are exact."""
+    """Reader of the documents, and their scales ``[Nd]``. int8 as whole numbers, whose products are exact."""
     stored, scales = operands.stored, operands.scales
     dtype = sum_dtype(operands.q_values.dtype)
     if operands.format == "int8":
@@ -40,10 +40,7 @@ def _vectors(operands: CompressedOperands) -> tuple[Vectors, Tensor | None]:
 
 
 def forward(operands: CompressedOperands, want_winners: bool, precision: str) -> tuple[Tensor, Tensor | None]:
-    """Scores ``[Nq, P]`` and winners ``[P, Tq]`` (``None`` if not wanted); see :mod:`pylate_fastmaxsim.ops.compressed`.
-
-    ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
-    """
+    """Scores ``[Nq, P]`` and winners ``[P, Tq]`` (``None`` if not wanted); see :mod:`pylate_fastmaxsim.ops.compressed`."""
     q_values, q_scales = operands.q_values, None
     dtype = sum_dtype(q_values.dtype)
     if operands.format != "residual":
@@ -60,7 +57,7 @@ def backward(grad_scores: Tensor, winners: Tensor, operands: CompressedOperands)
     grad_q = q_values.new_zeros(q_values.shape, dtype=dtype)
     vectors, d_scales = _vectors(operands)
     at_once = min(WINNER_ELEMENTS, max(1, DECOMPRESSED_ELEMENTS // max(1, q_values.shape[1])))
-    for block, token, _, weight, bag_sizes in won(grad_scores, winners, operands, dtype, at_once, d_scales):
+    for block, token, _, weight, bag_sizes in winning_tokens(grad_scores, winners, operands, dtype, at_once, d_scales):
         if vectors.scales is not None:
             weight = weight * vectors.scales[token]
         token, place = token.unique(return_inverse=True)

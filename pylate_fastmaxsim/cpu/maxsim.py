@@ -50,7 +50,7 @@ def require_candidates(operator: str, candidates: Tensor | None, num_documents: 
 
 
 class Vectors(NamedTuple):
-    """How the vectors of document tokens are read."""
+    """Reader of the vectors of document tokens."""
 
     read: Callable[[Tensor], Tensor]  # of rows [n]: [n, d], in the dtype of sums
     scales: Tensor | None = None  # [T] what similarities to each row are multiplied with
@@ -179,10 +179,7 @@ def forward(
     want_winners: bool,
     precision: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores ``[Nq, P]`` and winners ``[P, Tq]`` (``None`` if not wanted); see :mod:`pylate_fastmaxsim.ops.maxsim`.
-
-    ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
-    """
+    """Scores ``[Nq, P]`` and winners ``[P, Tq]`` (``None`` if not wanted); see :mod:`pylate_fastmaxsim.ops.maxsim`."""
     q_values, d_values = operands.q_values, operands.d_values
     dtype = sum_dtype(q_values.dtype)
     vectors = Vectors(lambda rows: d_values.index_select(0, rows).to(dtype))
@@ -267,7 +264,7 @@ def weighted_sums(table: Tensor, rows: Tensor, weights: Tensor, sizes: Tensor) -
     return F.embedding_bag(rows, table, sizes.cumsum(0) - sizes, mode="sum", per_sample_weights=weights)
 
 
-def won(
+def winning_tokens(
     grad_scores: Tensor,
     winners: Tensor,
     operands: ScoringOperands | CompressedOperands,
@@ -324,7 +321,7 @@ def backward(
     grad_d = d_values.new_zeros(d_values.shape if need_d else 0, dtype=dtype)
     q_table = q_values.to(dtype)
     d_table = d_values.to(dtype) if need_q else None  # else only the shape of the documents counts
-    for block, token, row, weight, bag_sizes in won(grad_scores, winners, operands, dtype):
+    for block, token, row, weight, bag_sizes in winning_tokens(grad_scores, winners, operands, dtype):
         if need_q:
             grad_q[block] += weighted_sums(d_table, token, weight, bag_sizes)
         if need_d:

@@ -97,7 +97,7 @@ def forward(
     """Scores ``[Nq, P]`` and what the backward needs; see :mod:`pylate_fastmaxsim.ops.pooled`.
 
     That is winners ``[P, k, Tq]``, or ``[1 or 2, P, Tq]`` of the smooth poolings: the log of the sum of exponentials,
-    and for softmax the pooled similarity. ``precision`` is not used: float32 products follow PyTorch's settings.
+    and for softmax the pooled similarity.
     """
     q_values = operands.q_values
     require_candidates("pooled_scores", operands.candidates, len(operands.d_starts))

@@ -21,10 +21,7 @@ ROWS = 1 << 10
 def forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool, precision: str
 ) -> tuple[Tensor, Tensor]:
-    """Embeddings ``[T, d]`` in the dtype of ``hidden``, and 1 over their norms, ``[T]`` (``[0]`` unless normalised).
-
-    ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
-    """
+    """Embeddings ``[T, d]`` in the dtype of ``hidden``, and 1 over their norms, ``[T]`` (``[0]`` unless normalised)."""
     dtype = sum_dtype(hidden.dtype)
     embeddings = hidden.new_empty(len(hidden), len(weight))
     inverse_norms = hidden.new_empty(len(hidden) if normalize else 0, dtype=dtype)

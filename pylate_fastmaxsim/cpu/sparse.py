@@ -37,28 +37,14 @@ class PreparedQueries:
     def candidates(
         self, documents: SparseBatch, live: Tensor | None, worst: Tensor, floor: Tensor | None = None
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """What a block of documents may add to the best of each query, in parts.
+        """Yield candidates of a block of ``documents`` on the CPU for the best of each query, in parts.
 
-        Parameters
-        ----------
-        documents
-            Nd documents on the CPU.
-        live
-            Documents that count, ``[Nd]``, bool; ``None``: all.
-        worst
-            The k-th best score of each query so far, ``[Nq]``, float32; -1 where there are fewer. It is read before each
-            part, so that the caller may update it in between.
-        floor
-            Scores up to it are of no use either, ``[Nq]``, float32.
+        ``live`` are the documents that count, bool ``[Nd]``, or None for all. ``worst`` is the k-th best score of each query so
+        far, ``[Nq]`` float32, -1 where there are fewer; it is read before each part, so that the caller may update it in between.
+        Scores up to ``floor``, ``[Nq]`` float32, are of no use either.
 
-        Yields
-        ------
-        rows
-            Some of the queries.
-        scores
-            Above ``worst`` and ``floor``, in the order of documents, ``[rows, W]``, float32, filled up with -1.
-        places
-            Which documents they are of, ``[rows, W]``, int64.
+        A part is some of the queries as a slice ``rows``, their scores above both in the order of documents, ``[rows, W]``
+        float32 filled up with -1, and the documents that they are of, ``[rows, W]`` int64.
         """
         offsets = documents.offsets.numpy()
         begin = 0

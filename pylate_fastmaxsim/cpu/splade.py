@@ -19,10 +19,7 @@ ROWS = 1 << 12
 
 
 def forward(operands: SpladeOperands, want_winners: bool, precision: str) -> tuple[Tensor, Tensor | None]:
-    """Values ``[N, V]`` and winners ``[N, V]`` (``None`` if not wanted); see :mod:`pylate_fastmaxsim.ops.splade`.
-
-    ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
-    """
+    """Values ``[N, V]`` and winners ``[N, V]`` (``None`` if not wanted); see :mod:`pylate_fastmaxsim.ops.splade`."""
     hidden, weight, bias = operands.hidden, operands.weight, operands.bias
     shape = len(operands.starts), len(weight)
     values = hidden.new_empty(shape, dtype=sum_dtype(hidden.dtype))

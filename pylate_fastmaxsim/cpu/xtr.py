@@ -86,10 +86,7 @@ def forward(
     want_winners: bool,
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums, counts ``[Nq, P]`` and winners ``[P, Tq]`` (``[0, 0]`` unless wanted); see :mod:`pylate_fastmaxsim.ops.xtr`.
-
-    ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
-    """
+    """Sums, counts ``[Nq, P]`` and winners ``[P, Tq]`` (``[0, 0]`` unless wanted); see :mod:`pylate_fastmaxsim.ops.xtr`."""
     q_values, d_values, candidates = operands.q_values, operands.d_values, operands.candidates
     require_candidates("xtr_scores", candidates, len(operands.d_starts))
     dtype, columns = sum_dtype(q_values.dtype), operands.num_slots

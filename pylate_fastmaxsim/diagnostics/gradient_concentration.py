@@ -1,4 +1,4 @@
-"""How unevenly scores or a loss spread their gradient over the tokens of a document, and how many tokens ever win."""
+"""Concentration of the gradient of scores or of a loss on few tokens of a document, and how many tokens ever win."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAME = "gradient_concentration"
 
 @dataclass(frozen=True)
 class GradientConcentration:
-    """What :func:`gradient_concentration` measures.
+    """Measures of :func:`gradient_concentration`.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def gradient_concentration(
     queries_mask: Tensor | None = None,
     documents_mask: Tensor | None = None,
 ) -> GradientConcentration:
-    """How the gradient by document tokens is spread, of scores or of a loss, and which tokens win.
+    """Measure how the gradient of scores or of a loss is spread over document tokens, and which tokens win.
 
     The gradient is that by the vectors given, in their inner products: behind the normalisation of an encoder. A token
     wins for a query token if it is the maximum or among the ``k`` of ``TopK(k)``. With ``Softmax`` and ``LogSumExp``,
@@ -183,7 +183,7 @@ def _gradient_of_tokens(
 
 
 def _won(queries: TokenBatch, documents: TokenBatch, candidates: Tensor | None, pooling: Pooling) -> Tensor:
-    """Which rows of the documents' values won for a query token, bool ``[Td]``. Rows of queries are padded."""
+    """Rows of the documents' values that won for a query token, bool ``[Td]``. Rows of queries are padded."""
     operands = prepared(_NAME, queries, documents, candidates, None, None, None)
     if isinstance(pooling, TopK):
         _, winners = torch.ops.pylate_fastmaxsim.pooled_forward(*operands, *numbers_of(pooling), True)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.diagnostics.robustness import check_documents, check_sweep, retrieval_metrics
-from pylate_fastmaxsim.diagnostics.running_states import joined, kind_of, pooled, state_of
-from pylate_fastmaxsim.pooling import Pooling, TopK
+from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK
 from pylate_fastmaxsim.tokens import TokenBatch
 
 COUNTS = (0, 25, 50, 100, 200, 400)
@@ -44,21 +43,6 @@ def injected_tokens(queries: TokenBatch, count: int, noise: float = NOISE, seed:
     expected squared length 1; its cosine with q is about ``1 / sqrt(1 + noise**2)``. The query's tokens take turns in a
     random order. Random tokens are uniform on the unit sphere. The numbers are drawn on a CPU, so that they are the same
     on every device.
-
-    Raises
-    ------
-    ValueError
-        A query has no live token.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from pylate_fastmaxsim import TokenBatch
-    >>> from pylate_fastmaxsim.diagnostics.injection import injected_tokens
-    >>> queries = TokenBatch.from_list([torch.eye(4)[:2]])
-    >>> targeted, random = injected_tokens(queries, count=3, noise=0.0)
-    >>> targeted.sum(dim=(0, 1)).sort().values, random.norm(dim=2)
-    (tensor([0., 0., 1., 2.]), tensor([[1., 1., 1.]]))
     """
     values, mask = queries.to_padded()
     counts = mask.sum(dim=1)
@@ -172,7 +156,7 @@ def _block(
     values, mask = queries.to_padded()
     values = values.to(sum_dtype(values.dtype))
     not_gold = _not_gold(grades)
-    kinds = {TopK(1), *map(kind_of, poolings)}
+    weightings = {TopK(1), *map(weighting_of, poolings)}
     # What is injected is the same for all documents: its states are [Q, S, 1, n].
     near = {TARGETED: values @ tokens.targeted.mT, RANDOM: values @ tokens.random.mT}
     plain = values.new_zeros(len(poolings), *grades.shape)
@@ -180,21 +164,21 @@ def _block(
     shares = defaultdict(lambda: values.new_zeros(()))
     for chosen, similarities in _similarities(values, documents):
         counted = mask[:, :, None] & not_gold[:, None, chosen]
-        states = {kind: state_of(kind, similarities) for kind in kinds}
+        states = {weighting: state_of(weighting, similarities) for weighting in weightings}
         for place, pooling in enumerate(poolings):
-            similarity = pooled(pooling, states[kind_of(pooling)])
+            similarity = pooled(pooling, states[weighting_of(pooling)])
             plain[place][:, chosen] = _sum(similarity, mask[:, :, None], dim=1)
         for attack, injected in near.items():
             for count in counts:
-                more = {kind: state_of(kind, injected[:, :, None, :count]) for kind in kinds}
-                both = {kind: joined(kind, states[kind], more[kind]) for kind in kinds}
-                for kind, (_, share) in both.items():
-                    shares[attack, count, kind] += _sum(share, counted)
+                more = {weighting: state_of(weighting, injected[:, :, None, :count]) for weighting in weightings}
+                both = {weighting: joined(weighting, states[weighting], more[weighting]) for weighting in weightings}
+                for weighting, (_, share) in both.items():
+                    shares[attack, count, weighting] += _sum(share, counted)
                 for place, pooling in enumerate(poolings):
-                    similarity = pooled(pooling, both[kind_of(pooling)][0])
+                    similarity = pooled(pooling, both[weighting_of(pooling)][0])
                     scores[attack, count, place][:, chosen] = _sum(similarity, mask[:, :, None], dim=1)
     for (attack, count, place), all_attacked in scores.items():
-        weight = shares[attack, count, kind_of(poolings[place])]
+        weight = shares[attack, count, weighting_of(poolings[place])]
         weights = {"hijack_rate": shares[attack, count, TopK(1)], "injected_weight": weight}
         rankings = {attack: torch.where(not_gold, all_attacked, plain[place])}
         if attack == TARGETED:
@@ -225,3 +209,58 @@ def _sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def _not_gold(grades: Tensor) -> Tensor:
     """Documents in the ranking of a query that are not gold for it, so neither those of NaN."""
     return grades <= 0
+
+
+# Running states: of similarities ``[..., L]``, with -inf for no token, what determines their pooled values in a tensor
+# ``[..., n]``, so that more tokens can join without the first ones and poolings share a pass.
+
+
+def weighting_of(pooling: Pooling) -> TopK | Softmax:
+    """The pooling of which this one shares the states."""
+    if isinstance(pooling, Max):
+        return TopK(1)
+    return Softmax(pooling.temperature) if isinstance(pooling, LogSumExp) else pooling
+
+
+def state_of(weighting: TopK | Softmax, similarities: Tensor) -> Tensor:
+    """The state of these tokens: the k largest similarities in order, or the log of the sum of exponentials and the mean."""
+    length = similarities.shape[-1]
+    if isinstance(weighting, TopK):
+        if weighting.k == 1 and length:
+            return similarities.amax(dim=-1, keepdim=True)
+        best = similarities.topk(min(weighting.k, length)).values
+        return torch.nn.functional.pad(best, (0, weighting.k - best.shape[-1]), value=-torch.inf)
+    lowest = torch.finfo(similarities.dtype).min  # for -inf, which is no number to subtract or to multiply by 0
+    largest = similarities.amax(dim=-1, keepdim=True).clamp(min=lowest) if length else similarities.sum(-1, True)
+    weights = ((similarities - largest) / weighting.temperature).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    mean = weights.mul_(similarities.clamp(min=lowest)).sum(dim=-1, keepdim=True) / total.clamp(min=1)
+    return torch.cat((total.log() + largest / weighting.temperature, mean), dim=-1)
+
+
+def joined(weighting: TopK | Softmax, state: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of the tokens of both, to be pooled, and the share ``[...]`` of the pooling's weight on those of ``more``.
+
+    The states broadcast against each other. The weight of a top-k pooling is 1 for each of the k winners. That of softmax
+    and log-sum-exp is ``softmax(S / temperature)``. Of equal similarities those of ``more`` come last.
+    """
+    if isinstance(weighting, TopK):
+        # The k largest of two lists in order are these, though not in order.
+        more = more.flip(-1)
+        best = torch.maximum(state, more)
+        live = (best > -torch.inf).sum(dim=-1).clamp(min=1)
+        return best, (more > state).sum(dim=-1) / live
+    log_sum = torch.logaddexp(state[..., 0], more[..., 0])
+    share = (more[..., 0] - log_sum).exp().masked_fill(log_sum == -torch.inf, 0)
+    return torch.stack((log_sum, torch.lerp(state[..., 1], more[..., 1], share)), dim=-1), share
+
+
+def pooled(pooling: Pooling, state: Tensor) -> Tensor:
+    """The pooled similarity ``[...]``, 0 without a token."""
+    if isinstance(pooling, (Max, TopK)):
+        live = state > -torch.inf
+        return state.masked_fill(~live, 0).sum(dim=-1) / live.sum(dim=-1).clamp(min=1)
+    log_sum, mean = state.unbind(dim=-1)
+    if isinstance(pooling, LogSumExp):
+        return pooling.temperature * log_sum.masked_fill(log_sum == -torch.inf, 0)
+    return mean

@@ -49,13 +49,6 @@ def retrieval_metrics(scores: Tensor, grades: Tensor) -> dict[str, Tensor]:
     """``ndcg@10`` and ``recall@1`` of each query, ``[Nq]``, from scores ``[Nq, Nd]`` and grades ``[Nq, Nd]``.
 
     A document with a score of -inf is not found.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from pylate_fastmaxsim.diagnostics.robustness import grades_of, retrieval_metrics
-    >>> retrieval_metrics(torch.tensor([[2.0, 3.0, 1.0]]), grades_of([[0]], 3))
-    {'ndcg@10': tensor([0.6309]), 'recall@1': tensor([0.])}
     """
     scores = scores.masked_fill(grades.isnan(), -torch.inf)
     gains = grades.nan_to_num().clamp(min=0)
@@ -185,12 +178,7 @@ def draw_fillers(
 ) -> list[list[int]]:
     """Draw the fillers of each document, in order, so that it is at least ``times`` as long with them; in any unit.
 
-    ``own`` is as in :func:`lengthened`.
-
-    Raises
-    ------
-    ValueError
-        There is no filler that is not empty, or no other one than the document itself.
+    ``own`` is as in :func:`lengthened`. ValueError if there is none that is not empty, or none but the document itself.
     """
     generator = torch.Generator().manual_seed(seed)
     usable = {place for place, length in enumerate(filler_lengths) if length}

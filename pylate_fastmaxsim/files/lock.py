@@ -1,4 +1,4 @@
-"""A lock that one process at a time holds."""
+"""Locks that one process at a time holds, and folders that it writes meanwhile."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+
+from pylate_fastmaxsim.files.replace import SCRATCH, remove_scratch
 
 logger = logging.getLogger(__name__)
 
@@ -24,26 +26,11 @@ class HeldError(ValueError):
 
 @contextmanager
 def locked(folder: Path, sentence: str, name: str = LOCK_FILE) -> Iterator[None]:
-    """Hold the lock of a folder that is there.
+    """Hold the lock of a folder that is there. HeldError, with the ``sentence``, if another process or thread holds it.
 
     The lock file stays: a process could wait for the one that is removed, while another makes a new one. The lock is that
-    of the operating system, which releases it when a process ends.
-
-    Parameters
-    ----------
-    folder
-        Holds the lock file.
-    sentence
-        Of the error, if another process or thread holds the lock.
-    name
-        Of the lock file.
-
-    Raises
-    ------
-    HeldError
-        It is held.
-    ValueError
-        The lock cannot be taken, as without the permission to write, or without file descriptors.
+    of the operating system, which releases it when a process ends. ValueError if it cannot be taken, as without the
+    permission to write, or without file descriptors.
     """
     file = folder / name
     lock = FileLock(file)
@@ -64,3 +51,18 @@ def locked(folder: Path, sentence: str, name: str = LOCK_FILE) -> Iterator[None]
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def writing(where: str, folder: Path) -> Iterator[None]:
+    """Make a folder if need be, and keep other processes from writing it meanwhile; ValueError if one does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held = f"{where}: {folder} is being written by another process; wait until it ends, or choose another folder."
+    with locked(folder, held):
+        remove_scratch(folder)
+        yield
+
+
+def holds_something(folder: Path) -> bool:
+    """True if a folder holds more than a lock and what a killed process has left."""
+    return any(path.name != LOCK_FILE and not path.name.startswith(SCRATCH) for path in folder.iterdir())

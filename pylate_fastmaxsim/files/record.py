@@ -16,14 +16,7 @@ Read = TypeVar("Read")
 
 
 def checksum(content: Any) -> str:
-    """XXH3 of bytes, or of anything that has their buffer: 64 bits, as 16 digits. It is as fast as memory is read.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.files.record import checksum
-    >>> checksum(b"MaxSim")
-    '3f68c1f4ce1f9f38'
-    """
+    """XXH3 of bytes, or of anything that has their buffer: 64 bits, as 16 digits. It is as fast as memory is read."""
     return xxhash.xxh3_64_hexdigest(content)
 
 
@@ -33,13 +26,7 @@ def write_record(file: Path, values: dict[str, Any]) -> None:
 
 
 def read_record(file: Path) -> dict[str, Any] | None:
-    """What :func:`write_record` wrote; None if there is no such file.
-
-    Raises
-    ------
-    ValueError
-        The file is damaged, or of something else.
-    """
+    """Read what :func:`write_record` wrote; None if there is no such file. ValueError if it is damaged, or of something else."""
     try:
         values = json.loads(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -52,7 +39,7 @@ def read_record(file: Path) -> dict[str, Any] | None:
 
 
 def read_again_if_replaced(file: Path, read: Callable[[], Read]) -> Read:
-    """What ``read`` returns, which reads a description and the files that it names.
+    """Call ``read``, which reads a description and the files that it names, and return what it returns.
 
     A writer may have removed these since the description was read. So where ``read`` raises ValueError, it is called again
     as long as there is another description than after the last error.

@@ -27,22 +27,7 @@ def replace_file(file: Path, content: bytes | Callable[[str], Any]) -> None:
 
     ``content`` is what it is to hold, or a function that writes it under the name that it is given, which ends as that of
     the file does. If writing fails, nothing has changed.
-
-    Raises
-    ------
-    ValueError
-        There is something else than a regular file under the name, as a device or a link.
-    OSError
-        Writing fails, as on a full disk.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> from pylate_fastmaxsim.files.replace import replace_file
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     replace_file(Path(folder, "notes.txt"), b"new")
-    ...     Path(folder, "notes.txt").read_text()
-    'new'
+    ValueError if there is something else than a regular file under the name, as a device or a link.
     """
     require_replaceable(file)
     scratch = _scratch(file)
@@ -71,13 +56,6 @@ def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
 
     On Linux the two are exchanged in one step. On file systems that cannot do so, and elsewhere, there is no folder under
     the name for a moment; a process that is killed then leaves the old one beside it.
-
-    Raises
-    ------
-    ValueError
-        There is something else than a folder under the name.
-    OSError
-        Writing fails, as on a full disk.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise ValueError(f"{folder} must be a folder, or not be there, to be replaced.")
@@ -120,12 +98,12 @@ def naming(file: Path) -> Iterator[None]:
 
 def require_replaceable(file: Path) -> None:
     """Raise ValueError if there is something else than a regular file under the name."""
-    if (what := in_the_way(file)) is not None:
+    if (what := reason_against_replacing(file)) is not None:
         raise ValueError(f"{file} must be a file that can be replaced, or not be there, but it is {what}.")
 
 
-def in_the_way(file: Path) -> str | None:
-    """What is under the name, if it is something else than a regular file."""
+def reason_against_replacing(file: Path) -> str | None:
+    """Name what is in the place of a file, if it is something else than a regular file."""
     if file.is_symlink() or (file.exists() and not file.is_file()):
         return "a link" if file.is_symlink() else "a folder" if file.is_dir() else "no regular file"
     return None

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pylate_fastmaxsim.integrations.hosts import Replacement, find_replacements
-from pylate_fastmaxsim.integrations.log import log_once, log_once_more
+from pylate_fastmaxsim.integrations.log import log_once, reset_log_once
 from pylate_fastmaxsim.integrations.options import (
     OPTIONS,
     PYLATE,
     Options,
     PaddingFree,
     current_options,
-    names_options,
+    refuse_unknown_options,
     set_options,
     switched_off,
 )
@@ -38,7 +38,7 @@ class _Block:
     before: Options | None
 
 
-@names_options
+@refuse_unknown_options
 def enable(
     *,
     padding_free: PaddingFree = True,
@@ -147,7 +147,7 @@ def _on_or_off(value: bool | str | Pooling) -> object:
 
 
 def _gains(found: list[Replacement]) -> Iterator[str]:
-    """What is accelerated in which of the hosts, and which functions there are left as they are."""
+    """Sentences that name what is accelerated in which hosts, and functions that are left as they are."""
     hosts_by_gain: dict[str, list[str]] = {}
     for host in dict.fromkeys(each.host for each in found):
         own = [each for each in found if each.host is host]
@@ -179,7 +179,7 @@ def disable() -> None:
     _switch_to(None)
 
 
-@names_options
+@refuse_unknown_options
 @contextmanager
 def enabled(
     *,
@@ -244,7 +244,7 @@ def _switch_to(new: Options | None) -> None:
             from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 
             encoding_encode.release()
-            log_once_more()
+            reset_log_once()
         if new is None:
             _patches.undo()
         elif new.compile:

@@ -21,30 +21,15 @@ from pylate_fastmaxsim.integrations.patching.patches import Patch
 
 @dataclass(frozen=True, eq=False)
 class Host:
-    """A library that is accelerated.
+    """A library that is accelerated."""
 
-    Parameters
-    ----------
-    name
-        Of its distribution, as it is printed; ``extra`` installs it.
-    module
-        What to import.
-    first, below
-        The versions whose names and rules the patches know: from the one up to but not including the other.
-    providers
-        Modules of this package whose ``patches()`` say what to replace in it.
-    gains
-        What is accelerated, as the line of log of ``enable()`` has it, by the provider that must replace all of its
-        functions for it.
-    """
-
-    name: str
-    extra: str
+    name: str  # of its distribution, as it is printed
+    extra: str  # installs it
     module: str
-    first: str
-    below: str
-    providers: tuple[str, ...]
-    gains: Mapping[str, str]
+    first: str  # the versions whose names and rules the patches know: from this one
+    below: str  # up to but not including this one
+    providers: tuple[str, ...]  # modules of this package whose patches() say what to replace in it
+    gains: Mapping[str, str]  # what is accelerated, by the provider that must replace all of its functions for it
 
     @property
     def package(self) -> str:
@@ -55,7 +40,7 @@ class Host:
         return getattr(sys.modules[self.package], "__version__", None) or metadata.version(self.name)
 
     def is_installed(self) -> bool:
-        """Whether it can be found; of one that is a part of a package, also whether that has been imported."""
+        """True if it can be found; of one that is a part of a package, also whether that has been imported."""
         can_be_there = self.module == self.package or sys.modules.get(self.package) is not None
         return can_be_there and util.find_spec(self.module) is not None
 
@@ -147,40 +132,22 @@ HOST_PACKAGES = frozenset(host.package for host in HOSTS)
 
 
 def contains_host(package: str) -> bool:
-    """Whether an imported package is a library to accelerate, or has one in it: Sentence Transformers may not."""
+    """True if an imported package is a library to accelerate, or has one in it: Sentence Transformers may not."""
     return any(host.package == package and host.is_installed() for host in HOSTS)
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """Something to replace in a host.
-
-    Parameters
-    ----------
-    host
-        The host.
-    provider
-        The module of this package that replaces it; None: the host cannot be patched at all.
-    patch
-        None: the provider has none for this release.
-    left
-        A sentence that says why it is left as it is; None: it is replaced.
-    """
+    """Something to replace in a host."""
 
     host: Host
-    provider: str | None
-    patch: Patch | None
-    left: str | None
+    provider: str | None  # the module of this package that replaces it; None: the host cannot be patched at all
+    patch: Patch | None  # None: the provider has none for this release
+    left: str | None  # a sentence that says why it is left as it is; None: it is replaced
 
 
 def find_replacements() -> list[Replacement]:
-    """All that there is to replace in the hosts that are installed, whether or not it is left as it is. Imports them.
-
-    Raises
-    ------
-    ImportError
-        None of the hosts can be patched.
-    """
+    """All that there is to replace in the hosts that are installed. Imports them; ImportError if none can be patched."""
     reasons = {host: host.reason_against_patching() for host in HOSTS}
     if all(reasons.values()):
         raise ImportError(" ".join(dict.fromkeys(reasons.values())))

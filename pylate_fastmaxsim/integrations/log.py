@@ -34,7 +34,7 @@ def _say_unless(said: set[str], line: str, level: int) -> None:
         _logger.log(level, "%s", line)
 
 
-def log_once_more() -> None:
+def reset_log_once() -> None:
     """Have :func:`log_once` log each line once more."""
     _said.clear()
     _said_about.clear()

@@ -33,18 +33,7 @@ _options: Options | None = None
 
 
 def pooling_from_text(text: str) -> Pooling:
-    """The pooling that a command line names.
-
-    Raises
-    ------
-    ArgumentTypeError
-        The text names none, or its number is not allowed.
-
-    Examples
-    --------
-    >>> pooling_from_text("top_k=4"), pooling_from_text("softmax=0.5"), pooling_from_text("max")
-    (TopK(k=4), Softmax(temperature=0.5), Max())
-    """
+    """The pooling that a command line names: ``max``, ``top_k=4`` or ``softmax=0.5``. Raises ArgumentTypeError."""
     name, _, number = text.partition("=")
     pooling = POOLINGS.get(name)
     try:
@@ -62,7 +51,7 @@ def _option(default: Any, meaning: str, hosts: tuple[str, ...], values: tuple, *
 
 @dataclass(frozen=True)
 class Options:
-    """What :func:`~pylate_fastmaxsim.enable` switched on; see there, also for the errors that are raised here."""
+    """The options of :func:`~pylate_fastmaxsim.enable`; see there, also for the errors that are raised here."""
 
     padding_free: PaddingFree = _option(
         True,
@@ -113,7 +102,7 @@ class Options:
 OPTIONS = fields(Options)
 
 
-def names_options(function: Callable[P, R]) -> Callable[P, R]:
+def refuse_unknown_options(function: Callable[P, R]) -> Callable[P, R]:
     """Have a function whose keywords are the options suggest the nearest name for one that is none."""
 
     @wraps(function)
@@ -141,13 +130,7 @@ def set_options(new: Options | None) -> None:
 
 
 def switched_off() -> str | None:
-    """The setting of the environment variable ``PYLATE_FASTMAXSIM`` if it forbids to switch on.
-
-    Raises
-    ------
-    ValueError
-        It says neither on nor off.
-    """
+    """The setting of ``PYLATE_FASTMAXSIM`` if it forbids to switch on. Raises ValueError if it says neither on nor off."""
     value = os.environ.get("PYLATE_FASTMAXSIM", "")
     word = value.strip().lower()
     if word not in _ON + _OFF:

@@ -24,19 +24,9 @@ _logger = logging.getLogger("pylate_fastmaxsim")
 def run_script(arguments: Sequence[str], prog: str = "fastmaxsim run") -> None:
     """Run a Python script or module as ``python`` does, and call ``enable`` when it has imported a host library.
 
-    What the script sets in the environment before that import (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``, ...) counts.
-
-    Parameters
-    ----------
-    arguments
-        The options of ``enable``, then ``SCRIPT.py`` or ``-m MODULE``. What follows belongs to the script.
-    prog
-        The command's name.
-
-    Raises
-    ------
-    SystemExit
-        With the script's exit code; 1 after an exception, whose traceback is printed; 2 if there is nothing to run.
+    The arguments are the options of ``enable``, then ``SCRIPT.py`` or ``-m MODULE`` and those of the script. What it sets
+    in the environment before that import (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``, ...) counts. The exit code is that of the
+    script, 1 after an exception, whose traceback is printed, or 2 if there is nothing to run.
     """
     parser = script_parser(prog, "Run a training script with pylate-fastmaxsim switched on.")
     options, words, as_module = parse(parser, arguments)
@@ -73,22 +63,30 @@ def traceback_of(error: BaseException) -> TracebackType | None:
 
 def run_accelerated(words: list[str], as_module: bool, options: dict[str, Any]) -> None:
     """Run a script as Python does, and call ``enable`` with ``options`` when it has imported a host library."""
-    sys.meta_path.insert(0, _EnableAfterImport(options))
+
+    def enable_for(module: ModuleType) -> None:
+        # Once, and not before the hosts that a host imports itself have been imported.
+        if not hook.running and hook in sys.meta_path and contains_host(module.__name__):
+            sys.meta_path.remove(hook)
+            enable(**options)
+
+    hook = AfterImport(HOST_PACKAGES, enable_for)
+    sys.meta_path.insert(0, hook)
     try:
-        run_as_python_does(words, as_module)
+        run_as_main(words, as_module)
     finally:
         warn_if_nothing_was_accelerated(words[0])
 
 
 def warn_if_nothing_was_accelerated(target: str) -> None:
-    """At the end of a script: it may have imported no host library."""
-    for hook in [each for each in sys.meta_path if isinstance(each, _EnableAfterImport)]:
+    """Warn at the end of a script that has imported no host library."""
+    for hook in [each for each in sys.meta_path if isinstance(each, AfterImport) and each.names == HOST_PACKAGES]:
         sys.meta_path.remove(hook)
         names = "neither PyLate nor colpali-engine nor Sentence Transformers 5 or later"
         _logger.warning("Nothing was accelerated: %s imported %s.", target, names)
 
 
-def run_as_python_does(words: list[str], as_module: bool) -> None:
+def run_as_main(words: list[str], as_module: bool) -> None:
     """Run a script, or a module, whose arguments follow it in ``words``."""
     sys.argv = words
     sys.path[0] = os.getcwd() if as_module else os.path.dirname(os.path.realpath(words[0]))
@@ -99,11 +97,12 @@ def run_as_python_does(words: list[str], as_module: bool) -> None:
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls ``after(module)`` when the import of one of ``names`` has ended."""
+    """Calls ``after(module)`` when the import of one of ``names`` has ended; others are ``running``."""
 
     def __init__(self, names: Iterable[str], after: Callable[[ModuleType], None]) -> None:
         self.names = frozenset(names)
         self.after = after
+        self.running = 0
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None):
         if name not in self.names:
@@ -118,30 +117,12 @@ class AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
     def _execute(self, execute: Callable, module: ModuleType) -> None:
-        execute(module)
-        self.after(module)
-
-
-class _EnableAfterImport(AfterImport):
-    """Calls ``enable`` when the import of a host library, with the hosts that it imports itself, has ended."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        super().__init__(HOST_PACKAGES, self._enable)
-        self.options = options
-        self.running = 0
-
-    def _execute(self, execute: Callable, module: ModuleType) -> None:
         self.running += 1
         try:
             execute(module)
         finally:
             self.running -= 1
         self.after(module)
-
-    def _enable(self, module: ModuleType) -> None:
-        if not self.running and self in sys.meta_path and contains_host(module.__name__):
-            sys.meta_path.remove(self)
-            enable(**self.options)
 
 
 def script_parser(prog: str, description: str) -> argparse.ArgumentParser:

@@ -51,13 +51,7 @@ class GradCache:
         self._with_offsets = [module for module in unwrap(model).modules() if hasattr(module, "rope_deltas")]
 
     def __call__(self, **inputs: Tensor) -> Tensor:
-        """Embeddings ``[N, L, d]`` of N texts or pages, from a processor's inputs.
-
-        Raises
-        ------
-        ValueError
-            An input has another number of rows than ``input_ids``, so that it cannot be divided.
-        """
+        """Embeddings ``[N, L, d]`` of N texts or pages, from a processor's inputs, each of N rows."""
         count = len(inputs["input_ids"])
         for name, value in inputs.items():
             if isinstance(value, Tensor) and value.shape[:1] != (count,):

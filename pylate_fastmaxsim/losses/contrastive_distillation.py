@@ -15,12 +15,12 @@ from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
 from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_over_views_of_leaves
-from pylate_fastmaxsim.integrations.options import Options, current_options
+from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.losses.columns import Features, texts_in
 from pylate_fastmaxsim.losses.encode import host_of
-from pylate_fastmaxsim.ops.distributed.gather import gather_documents
+from pylate_fastmaxsim.ops.gathered import gather_documents
 from pylate_fastmaxsim.ops.pooled import pooled_scores, state_bytes
-from pylate_fastmaxsim.pooling import Pooling
+from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
@@ -194,4 +194,5 @@ class ContrastiveDistillation(nn.Module):
 
 def _pooling() -> Pooling:
     """The pooling in force, with the flag off the default."""
-    return (current_options() or Options()).pooling
+    options = current_options()
+    return Max() if options is None else options.pooling

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import LossColumns, noted
 from pylate_fastmaxsim.losses.columns import Encoded, Features, by_query, texts_in
-from pylate_fastmaxsim.losses.views import View, answering
+from pylate_fastmaxsim.losses.views import View, replaced_model
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
@@ -59,7 +59,7 @@ def sum_of_answers(
             values, live = view.of_padded(embeddings, mask, not are_queries)
             return {**output, "token_embeddings": values, "attention_mask": live}
 
-        with answering(loss, answer):
+        with replaced_model(loss, answer):
             total = total + view.weight * loss_of(features)
         if asked.count(True) != 1:
             raise ValueError(

@@ -8,8 +8,9 @@ import torch
 from pylate.losses.contrastive import extract_skiplist_mask
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.encoding.encode import counting_tokens, encode_batch
+from pylate_fastmaxsim.integrations.encoding.encode import encode_batch
 from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged
+from pylate_fastmaxsim.integrations.encoding.plans import live_tokens
 from pylate_fastmaxsim.integrations.models.wrappers import wrapper_attribute
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
@@ -17,7 +18,7 @@ from pylate_fastmaxsim.integrations.pylate.gradcache import CachedBatch
 from pylate_fastmaxsim.integrations.pylate.losses import scored_tokens
 from pylate_fastmaxsim.integrations.pylate.normalize import unit
 from pylate_fastmaxsim.losses.columns import Encoded, Features, by_query, texts_in
-from pylate_fastmaxsim.losses.views import View, answering
+from pylate_fastmaxsim.losses.views import View, replaced_model
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
@@ -77,7 +78,7 @@ def sum_of_answers(
                 )
             return {"token_embeddings": values}
 
-        with answering(loss, answer):
+        with replaced_model(loss, answer):
             total = total + view.weight * loss_of(given)
     return total
 
@@ -90,7 +91,7 @@ def _scored(
     zero_floor, options = None, current_options()
     if options is not None and options.stock_masking:
         skiplist = wrapper_attribute(model, "skiplist")
-        zero_floor = torch.cat([~counting_tokens(column, skiplist).all(dim=1) for column in features[1:]])[order]
+        zero_floor = torch.cat([~live_tokens(column, skiplist).all(dim=1) for column in features[1:]])[order]
     return scored_tokens(model, features), documents.select(order), zero_floor
 
 

@@ -68,7 +68,7 @@ def pooled_tokens(documents: TokenBatch, count: int) -> TokenBatch:
 
 
 def first_live(live: Tensor, count: int) -> Tensor:
-    """Of a mask ``[N, L]`` (bool) the first ``count`` of each row."""
+    """First ``count`` live places of each row of a mask ``[N, L]`` (bool)."""
     return live & (live.cumsum(dim=1) <= count)
 
 

@@ -27,7 +27,7 @@ class View:
     def of(
         self, queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None
     ) -> tuple[Tensor, TokenBatch, Tensor | None]:
-        """Of queries ``[Nq, Lq, d]`` and documents. ``zero_floor`` as in ``maxsim``: a token left out is a masked one."""
+        """View of queries ``[Nq, Lq, d]`` and documents. ``zero_floor`` as in ``maxsim``: a token left out is a masked one."""
         if self.tokens is not None:
             fewer = (pooled_tokens if self.pooled else first_tokens)(documents, self.tokens)
             if zero_floor is not None:
@@ -37,7 +37,7 @@ class View:
         return self._cut(queries), documents.with_values(self._cut(documents.values)), zero_floor
 
     def of_padded(self, values: Tensor, live: Tensor, are_documents: bool) -> tuple[Tensor, Tensor]:
-        """Of one side as ``[N, L, d]`` with a mask ``[N, L]``, in as many places."""
+        """View of one side as ``[N, L, d]`` with a mask ``[N, L]``, in as many places."""
         if are_documents and self.tokens is not None:
             if self.pooled:
                 length = live.shape[1]
@@ -58,13 +58,10 @@ class View:
 
 
 @contextmanager
-def answering(loss: nn.Module, answer: Callable) -> Iterator[None]:
+def replaced_model(loss: nn.Module, answer: Callable) -> Iterator[None]:
     """Context in which ``answer`` stands for the model of a loss, and of the losses inside of it.
 
-    Raises
-    ------
-    ValueError
-        The loss did not ask it, so that it has computed with other embeddings.
+    ValueError if the loss did not ask it, so that it has computed with other embeddings.
     """
     model, asked = loss.model, []
 

@@ -13,7 +13,7 @@ from torch.nn.functional import linear, pad
 
 from pylate_fastmaxsim import reference
 from pylate_fastmaxsim.kernels.runtime.arch import architecture
-from pylate_fastmaxsim.ops.dispatch import has_kernels, kernels
+from pylate_fastmaxsim.ops.operands import has_kernels, kernels
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
 
 # With fewer tokens a step is bound by the host, and FlashAttention launches in less host time.
@@ -39,41 +39,17 @@ def text_attention(
 ) -> Tensor:
     """Softmax attention of the rows of each text to its keys: ``softmax(scale * q @ k.T) @ v`` for each head.
 
-    For batches of many short texts, for which most tiles of FlashAttention are mostly empty. Sums are float32; weights
-    and the gradients of logits are rounded to the dtype of the vectors, as in FlashAttention. Results and gradients
-    repeat bit by bit. Differentiable once in query, key and value.
+    For batches of many short texts, for which most tiles of FlashAttention are mostly empty. ``query`` is
+    ``[T, heads, d]``, ``key`` and ``value`` are ``[S, heads, d]``; on CUDA bfloat16 or float16 with d a multiple of 8 from 16
+    to 128, else ValueError. Text n is the rows from ``cu_seqlens[n]`` to ``cu_seqlens[n + 1]``, ``[N + 1]`` int32, and its keys
+    likewise; none has more than ``max_length`` of either. A row sees keys at most ``reach`` away from it by position in the
+    text, -1: all. Rows without a key and rows behind the last text give 0.
 
-    Parameters
-    ----------
-    query
-        ``[T, heads, d]``, on CUDA bfloat16 or float16; d is a multiple of 8 from 16 to 128.
-    key, value
-        ``[S, heads, d]``.
-    cu_seqlens
-        First row of each text and the end of the last one, ``[N + 1]``, int32.
-    key_cu_seqlens
-        The same for ``key`` and ``value``.
-    max_length
-        An upper bound on the rows and the keys of a text.
-    scale
-        Factor on the inner products.
-    reach
-        Largest distance between a row and a key that it sees, by position in the text; -1: any.
-    dropout
-        Probability that a weight is dropped, from 0 to less than 1. Others are divided by ``1 - dropout``. The seed is
-        drawn from PyTorch's generator of the device, and the backward drops the same.
+    With ``dropout``, from 0 to less than 1, a weight is dropped with this probability and others are divided by
+    ``1 - dropout``. The seed is drawn from PyTorch's generator of the device, and the backward drops the same.
 
-    Returns
-    -------
-    Tensor
-        ``[T, heads, d]``; 0 for a text without keys and for rows behind the last text.
-
-    Raises
-    ------
-    ValueError
-        On CUDA: the dtype or d is none of the above. Or ``dropout`` is not.
-    NotImplementedError
-        The vectors are neither on a CUDA device nor on a CPU.
+    Sums are float32; weights and the gradients of logits are rounded to the dtype of the vectors, as in FlashAttention.
+    Results and gradients repeat bit by bit. Differentiable once in query, key and value.
 
     Examples
     --------
@@ -109,46 +85,12 @@ def rotary_self_attention(
     """:func:`text_attention` of the projections of hidden states, with rotary positions of queries and keys.
 
     Projection and attention are one operator, so that queries and keys are turned where the projection left them, and no
-    other copy of them is made or kept. Turned in float32, then rounded to the dtype of ``x``. Without autocast of its
-    own: the caller casts ``x``, ``weight`` and ``bias``. Differentiable once in these three.
+    other copy of them is made or kept. ``x`` is ``[T, C]``, ``weight`` ``[3 * heads * d, C]`` and ``bias`` ``[3 * heads * d]``
+    or None, for queries, keys and values of all heads, one after the other; d is 16, 32, 64 or 128. Without autocast of
+    its own: the caller casts the three. Differentiable once in them.
 
-    Parameters
-    ----------
-    x
-        Hidden states ``[T, C]``, on CUDA bfloat16 or float16.
-    weight, bias
-        ``[3 * heads * d, C]`` and ``[3 * heads * d]`` or ``None``, of the same dtype: queries, keys and values of all
-        heads, one after the other. d is 16, 32, 64 or 128.
-    cos, sin
-        Of the angles of each row, ``[T, d]``, of any floating dtype: column i is turned with column i + d / 2. The second
-        half of the columns repeats the first, and the kernels do not read it.
-    cu_seqlens
-        First row of each text and the end of the last one, ``[N + 1]``, int32.
-    key_cu_seqlens
-        The same for the rows whose keys and values are attended to.
-    max_length
-        An upper bound on the rows and the keys of a text.
-    heads
-        Number of heads.
-    scale
-        Factor on the inner products.
-    reach
-        Largest distance between a row and a key that it sees, by position in the text; -1: any.
-    dropout
-        Probability that a weight is dropped, from 0 to less than 1. Others are divided by ``1 - dropout``. The seed is
-        drawn from PyTorch's generator of the device, and the backward drops the same.
-
-    Returns
-    -------
-    Tensor
-        ``[T, heads, d]``; 0 for a text without keys and for rows behind the last text.
-
-    Raises
-    ------
-    ValueError
-        The shape of ``weight``, ``cos`` or ``sin`` does not fit, ``dropout`` is not as above, or on CUDA the dtype.
-    NotImplementedError
-        The hidden states are neither on a CUDA device nor on a CPU.
+    ``cos`` and ``sin`` are those of the angles of each row, ``[T, d]``, of any floating dtype: column i is turned with column
+    i + d / 2, in float32. The second half of the columns repeats the first, and the kernels do not read it.
 
     Examples
     --------
@@ -198,7 +140,7 @@ def _check_vectors(where: str, dtype: torch.dtype, dim: int) -> None:
 def is_faster(
     query: Tensor, key: Tensor, cu_seqlens: Tensor, max_length: int, window: tuple[int, int], dropout: float
 ) -> bool:
-    """Whether :func:`text_attention` can replace FlashAttention and was measured to be faster."""
+    """Say whether :func:`text_attention` can replace FlashAttention and was measured to be faster."""
     if window[0] != window[1] or key.shape[1] != query.shape[1]:
         return False
     if query.shape[0] < FEWEST_TOKENS or not _measured_on(query.device):
@@ -207,7 +149,7 @@ def is_faster(
 
 
 def rotary_is_faster(x: Tensor, dim: int, cu_seqlens: Tensor, max_length: int, reach: int) -> bool:
-    """The same of :func:`rotary_self_attention` in a compiled graph, which calls neither by Python."""
+    """Say so of :func:`rotary_self_attention` in a compiled graph, which calls neither by Python."""
     takes = x.dtype in (torch.bfloat16, torch.float16) and dim == HEAD_DIM
     return takes and _measured_on(x.device) and _is_measured(x.shape[0], dim, cu_seqlens, max_length, reach, False)
 

@@ -14,15 +14,20 @@ from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
 from pylate_fastmaxsim.compressed import CompressedBatch, Fp8, Int8, Residual, rounded_queries
 from pylate_fastmaxsim.cpu import compressed as blocked
-from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, kernels, path, runs_kernels
 from pylate_fastmaxsim.ops.operands import (
     as_batch,
-    check_choice,
+    cast_by_autocast,
+    check_candidates,
     check_numbers,
     fake_scores,
+    kernels,
+    path,
     recording,
+    refuse_meta,
     refuse_transforms,
     require_one_device_and_dim,
+    require_vector_dtype,
+    runs_kernels,
 )
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -47,15 +52,12 @@ def _prepared(queries: TokenBatch, documents: CompressedBatch, candidates: Tenso
     """The arguments of a call after all checks."""
     refuse_transforms("maxsim")
     q_values, tokens = queries.values, documents.tokens
-    if q_values.is_meta:
-        raise ValueError("maxsim: queries are on the meta device, which holds no numbers to score.")
-    device = q_values.device.type
-    if isinstance(tokens, Residual) and torch.is_autocast_enabled(device) and q_values.dtype in KERNEL_DTYPES:
-        q_values = q_values.to(torch.get_autocast_dtype(device))
-    if q_values.dtype not in KERNEL_DTYPES and q_values.dtype != torch.float64:
-        raise ValueError(f"maxsim: token vectors must be bfloat16, float16, float32 or float64, got {q_values.dtype}.")
+    refuse_meta("maxsim", "queries", q_values)
+    if isinstance(tokens, Residual):
+        (q_values,) = cast_by_autocast(q_values)
+    require_vector_dtype("maxsim", "token vectors", q_values)
     require_one_device_and_dim("maxsim", queries, documents)
-    check_choice("maxsim", queries, documents, candidates, None)
+    check_candidates("maxsim", queries, documents, candidates, None)
     return CompressedOperands(
         q_values, queries.starts, queries.lengths, queries.keep,
         *_stored(tokens), documents.starts, documents.lengths, documents.keep, candidates,
@@ -65,7 +67,7 @@ def _prepared(queries: TokenBatch, documents: CompressedBatch, candidates: Tenso
 
 
 def _stored(tokens: Int8 | Fp8 | Residual) -> tuple[Tensor | None, ...]:
-    """What is stored, scales, codes, centroids and the numbers of each byte."""
+    """The stored numbers, scales, codes, centroids and the numbers of each byte."""
     if isinstance(tokens, Int8):
         return tokens.values, tokens.scales, None, None, None
     if isinstance(tokens, Fp8):
@@ -83,7 +85,7 @@ def _check(operands: CompressedOperands, want_winners: bool) -> None:
 
 
 def _of_vectors(operands: CompressedOperands) -> ScoringOperands:
-    """The same sequences over as many document vectors, of which nothing but their number is meant."""
+    """The operands with as many document vectors as are stored, of which only the number is read."""
     vectors = operands.q_values.new_empty(1, 1).expand(operands.stored.shape[0], 1)
     return ScoringOperands(
         operands.q_values, operands.q_starts, operands.q_lengths, operands.q_keep,

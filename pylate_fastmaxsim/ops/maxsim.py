@@ -11,8 +11,7 @@ from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops.compressed import SavedAsInt8, SavedDocuments, compressed_scores
-from pylate_fastmaxsim.ops.dispatch import path
-from pylate_fastmaxsim.ops.operands import check_numbers, fake_gradients, fake_scores, prepared, recording
+from pylate_fastmaxsim.ops.operands import check_numbers, fake_gradients, fake_scores, path, prepared, recording
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
 from pylate_fastmaxsim.tokens import TokenBatch
 

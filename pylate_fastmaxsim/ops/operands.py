@@ -1,19 +1,69 @@
-"""Checks, autocast, whether a backward is wanted, and what no operator supports, for all operators that score."""
+"""Operands of all operators: checks, autocast, whether a backward is wanted, and whether kernels or blocked PyTorch compute."""
 
 from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pylate_fastmaxsim._checks import require_tensor
+from pylate_fastmaxsim._checks import inside_transform, is_plain, require_tensor
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
-from pylate_fastmaxsim._tracing import inside_transform, is_plain
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.compressed import CompressedBatch
-from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES
 from pylate_fastmaxsim.tokens import TokenBatch, share_rows
+
+logger = logging.getLogger("pylate_fastmaxsim")
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def runs_kernels(values: Tensor) -> bool:
+    """Say whether the Triton kernels take such values."""
+    return values.is_cuda and values.dtype in KERNEL_DTYPES and has_kernels(values.device)
+
+
+def path(name: str, blocked: ModuleType, values: Tensor) -> ModuleType:
+    """The module that computes an operator of such values: of its kernels, or ``blocked`` PyTorch.
+
+    Blocked PyTorch takes the precision of float32 products, but leaves it to PyTorch, which has the same settings.
+    """
+    return kernels(name) if runs_kernels(values) else blocked
+
+
+@functools.cache
+def kernels(name: str) -> ModuleType:
+    """The module that launches the kernels of this folder; imported late, since it needs Triton."""
+    return importlib.import_module(f"pylate_fastmaxsim.kernels.{name}.launch")
+
+
+@functools.cache
+def has_kernels(device: torch.device) -> bool:
+    """Say whether Triton kernels run on a CUDA device. Logs a warning once if they do not."""
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
+        logger.warning(
+            "maxsim: the kernels need an NVIDIA GPU of compute capability 8.0 or newer; tensors on %s (%s) are scored by "
+            "blocked PyTorch.",
+            device,
+            torch.cuda.get_device_name(device),
+        )
+        return False
+    return _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    try:
+        importlib.import_module("pylate_fastmaxsim.kernels.maxsim.launch")
+    except ImportError as error:
+        logger.warning("maxsim: Triton cannot be imported (%s); CUDA tensors are scored by blocked PyTorch.", error)
+        return False
+    return True
 
 
 def refuse_transforms(operator: str) -> None:
@@ -45,14 +95,12 @@ def prepared(
     queries = as_batch(operator, "queries", queries, queries_mask)
     documents = as_batch(operator, "documents", documents, documents_mask)
     q_values, d_values = queries.values, documents.values
-    if q_values.is_meta:
-        raise ValueError(f"{operator}: queries are on the meta device, which holds no numbers to score.")
-    device = q_values.device.type
-    if torch.is_autocast_enabled(device) and q_values.dtype in KERNEL_DTYPES and d_values.dtype in KERNEL_DTYPES:
-        dtype = torch.get_autocast_dtype(device)
-        q_values, d_values = q_values.to(dtype), d_values.to(dtype)
-    _check_vectors(operator, queries, documents, q_values, d_values)
-    check_choice(operator, queries, documents, candidates, zero_floor)
+    refuse_meta(operator, "queries", q_values)
+    q_values, d_values = cast_by_autocast(q_values, d_values)
+    require_one_dtype(operator, "queries", q_values, "documents", d_values)
+    require_vector_dtype(operator, "token vectors", q_values)
+    require_one_device_and_dim(operator, queries, documents)
+    check_candidates(operator, queries, documents, candidates, zero_floor)
     operands = ScoringOperands.of(queries, documents, candidates, zero_floor)
     if q_values is not queries.values or d_values is not documents.values:
         operands = operands._replace(q_values=q_values, d_values=d_values)
@@ -60,7 +108,7 @@ def prepared(
 
 
 def recording(operator: str, operands: ScoringOperands) -> bool:
-    """Whether winners have to be kept for a backward.
+    """Say whether a backward needs winners.
 
     Raises ValueError where sequences share rows, which is checked on a CPU only: winners are kept for each row of the
     queries, and gradients written for each row of the documents.
@@ -104,18 +152,55 @@ def as_batch(operator: str, name: str, tokens: TokenBatch | Tensor, mask: Tensor
     return TokenBatch._of_padded(operator, name, tokens, f"{name}_mask", mask)
 
 
-def _check_vectors(
-    operator: str, queries: TokenBatch, documents: TokenBatch, q_values: Tensor, d_values: Tensor
-) -> None:
-    if q_values.dtype != d_values.dtype:
+def autocast_dtype(*tensors: Tensor) -> torch.dtype | None:
+    """The dtype that autocast casts the operands of a product to, or None where it leaves them alone."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device) and all(tensor.dtype in KERNEL_DTYPES for tensor in tensors):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The operands of a product as autocast casts them."""
+    dtype = autocast_dtype(*tensors)
+    return tensors if dtype is None else tuple([tensor.to(dtype) for tensor in tensors])
+
+
+def refuse_meta(operator: str, name: str, values: Tensor) -> None:
+    """Raise ValueError for values on the meta device."""
+    if values.is_meta:
+        raise ValueError(f"{operator}: {name} are on the meta device, which holds no numbers to compute with.")
+
+
+def require_one_dtype(operator: str, name: str, values: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise ValueError unless both are of one dtype."""
+    if values.dtype != other.dtype:
         raise ValueError(
-            f"{operator}: queries are {q_values.dtype} and documents {d_values.dtype}; both must have one dtype."
+            f"{operator}: {name} are {values.dtype} and {other_name} {other.dtype}; both must have one dtype."
         )
-    if q_values.dtype not in KERNEL_DTYPES and q_values.dtype != torch.float64:
+
+
+def require_vector_dtype(operator: str, name: str, values: Tensor) -> None:
+    """Raise ValueError unless products of the values can be summed: bfloat16, float16, float32 or float64."""
+    if values.dtype not in (*KERNEL_DTYPES, torch.float64):
+        raise ValueError(f"{operator}: {name} must be bfloat16, float16, float32 or float64, got {values.dtype}.")
+
+
+def require_projection(operator: str, weight: Tensor, bias: Tensor | None, shape: str) -> None:
+    """Raise TypeError unless a weight of ``shape`` and its bias are tensors."""
+    require_tensor(operator, "weight", weight, shape)
+    if bias is not None:
+        require_tensor(operator, "bias", bias, f"{shape.partition(',')[0]}]")
+
+
+def require_device_of_hidden(operator: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError unless hidden states, weight and bias are on one device."""
+    if any(tensor is not None and tensor.device != hidden.device for tensor in (weight, bias)):
         raise ValueError(
-            f"{operator}: token vectors must be bfloat16, float16, float32 or float64, got {q_values.dtype}."
+            f"{operator}: hidden states are on {hidden.device} and weight on {weight.device}"
+            + ("" if bias is None else f", bias on {bias.device}")
+            + "; all must be on one."
         )
-    require_one_device_and_dim(operator, queries, documents)
 
 
 def require_one_device_and_dim(operator: str, queries: TokenBatch, documents: TokenBatch | CompressedBatch) -> None:
@@ -130,7 +215,7 @@ def require_one_device_and_dim(operator: str, queries: TokenBatch, documents: To
         )
 
 
-def check_choice(
+def check_candidates(
     operator: str,
     queries: TokenBatch,
     documents: TokenBatch | CompressedBatch,

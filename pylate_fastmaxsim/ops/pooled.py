@@ -12,9 +12,8 @@ from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim._operands import PoolingNumbers, ScoringOperands
 from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.cpu import pooled as blocked
-from pylate_fastmaxsim.ops.dispatch import logger, path
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.ops.operands import check_numbers, fake_gradients, fake_scores, prepared, recording
+from pylate_fastmaxsim.ops.operands import check_numbers, fake_gradients, fake_scores, logger, path, prepared, recording
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
 from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, TopK, check_pooling
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -103,7 +102,7 @@ def pooled_scores(
 
 
 def state_bytes(pooling: Pooling, max_d_length: int, dtype: torch.dtype) -> int:
-    """What is kept for the backward, for each query token and document with vectors of ``dtype``."""
+    """Bytes that are kept for the backward, for each query token and document with vectors of ``dtype``."""
     if isinstance(pooling, (Max, TopK)):
         return getattr(pooling, "k", 1) * winner_dtype(max_d_length).itemsize
     return (1 if isinstance(pooling, LogSumExp) else 2) * sum_dtype(dtype).itemsize
@@ -120,13 +119,13 @@ def _path(values: Tensor, pooling: PoolingNumbers) -> ModuleType:
     """The module that pools such values."""
     module = path("pooled", blocked, values)
     if module is not blocked and pooling.k > module.LARGEST_K:
-        _say_that_k_is_large(pooling.k, module.LARGEST_K)
+        _warn_of_large_k(pooling.k, module.LARGEST_K)
         return blocked
     return module
 
 
 @functools.cache
-def _say_that_k_is_large(k: int, largest: int) -> None:
+def _warn_of_large_k(k: int, largest: int) -> None:
     logger.warning(
         "pooled_scores: TopK(%d) is computed in blocks of PyTorch, which wait for the GPU; the kernels take k up to %d.",
         k,
@@ -135,14 +134,14 @@ def _say_that_k_is_large(k: int, largest: int) -> None:
 
 
 def live_counts(starts: Tensor, lengths: Tensor, keep: Tensor | None) -> Tensor:
-    """How many tokens of each sequence count, ``[N]``; the arguments are fields of a ``TokenBatch``."""
+    """Numbers of live tokens of each sequence, ``[N]``; the arguments are fields of a ``TokenBatch``."""
     if keep is None:
         return lengths
     before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
     return before[starts + lengths] - before[starts]
 
 
-def of_each_winner(grad_scores: Tensor, operands: ScoringOperands, k: int) -> Tensor:
+def gradient_of_each_winner(grad_scores: Tensor, operands: ScoringOperands, k: int) -> Tensor:
     """Gradients of scores ``[Nq, P]`` divided by how many winners a query token has in the document."""
     counts = live_counts(operands.d_starts, operands.d_lengths, operands.d_keep).clamp(1, k)
     return grad_scores / (counts if operands.candidates is None else counts[operands.candidates])
@@ -158,7 +157,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     values = operands.q_values
     if pooling.k:
-        grad_scores = of_each_winner(grad_scores, operands, pooling.k)
+        grad_scores = gradient_of_each_winner(grad_scores, operands, pooling.k)
     precision = float32_precision(values.dtype)
     return _path(values, pooling).backward(grad_scores, state, operands, pooling, precision, need_q, need_d)
 

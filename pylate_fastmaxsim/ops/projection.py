@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim.cpu import projection as blocked
-from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, path
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.ops.operands import as_batch, check_choice, refuse_transforms
+from pylate_fastmaxsim.ops.operands import (
+    as_batch,
+    autocast_dtype,
+    check_candidates,
+    path,
+    refuse_meta,
+    refuse_transforms,
+    require_device_of_hidden,
+    require_one_dtype,
+    require_projection,
+    require_vector_dtype,
+)
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -63,7 +72,8 @@ def maxsim_from_hidden(
     Raises
     ------
     ValueError
-        ``project`` is none of the three, or as in :func:`project_normalize` and :func:`~pylate_fastmaxsim.maxsim`.
+        ``project`` is none of the three, or shapes, dtypes or devices do not fit together, or as in
+        :func:`~pylate_fastmaxsim.maxsim`.
     TypeError
         An argument is of the wrong type.
     NotImplementedError
@@ -83,7 +93,7 @@ def maxsim_from_hidden(
     # Before the projection, which is most of the work.
     queries = as_batch("maxsim_from_hidden", "queries", queries, queries_mask)
     documents = as_batch("maxsim_from_hidden", "documents", documents, documents_mask)
-    check_choice("maxsim_from_hidden", queries, documents, candidates, zero_floor)
+    check_candidates("maxsim_from_hidden", queries, documents, candidates, zero_floor)
     if project != "documents":
         queries = queries.with_values(project_normalize(queries.values, weight, bias, normalize))
     if project != "queries":
@@ -92,42 +102,17 @@ def maxsim_from_hidden(
 
 
 def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, normalize: bool = True) -> Tensor:
-    """``F.normalize(F.linear(hidden, weight, bias), dim=-1)``, rounded when it is written.
+    """``F.normalize(F.linear(hidden, weight, bias), dim=-1)``, rounded when it is written: ``[..., d]``.
 
-    Products, bias and norm are float32 (float64 for float64). Rows that are wider than a tile are written before they
-    are divided by their norm, and so rounded twice. The backward keeps the result and one number per row. Rows whose
-    gradient is 0 cost it nothing, and their hidden states get gradient 0, even if they hold NaN. Differentiable once.
-    Repeatable bit by bit.
+    ``hidden`` is ``[..., d_model]``, ``weight`` ``[d, d_model]`` of its dtype, or under autocast of any of bfloat16, float16 and
+    float32, and ``bias`` ``[d]`` of the dtype of the weight. The result has the dtype of ``hidden``, or under autocast that of
+    autocast; gradients of weight and bias are summed in float32 and have the dtype of these. Without ``normalize`` vectors
+    are not divided by their length (or by 1e-12 where that is larger).
 
-    Parameters
-    ----------
-    hidden
-        Hidden states, ``[..., d_model]``, bfloat16, float16, float32 or float64.
-    weight
-        ``[d, d_model]``, of the same dtype and device; under autocast any of bfloat16, float16 and float32.
-    bias
-        ``[d]``, of the dtype of the weight. ``None``: none.
-    normalize
-        Whether to divide by the length of the projected vectors, or by 1e-12 where that is larger.
-
-    Returns
-    -------
-    Tensor
-        ``[..., d]``, in the dtype of ``hidden``, or under autocast in that of autocast. Gradients of weight and bias
-        are summed in float32 and have the dtype of these.
-
-    Raises
-    ------
-    ValueError
-        Shapes, dtypes or devices do not fit together.
-    TypeError
-        An argument is of the wrong type.
-    NotImplementedError
-        Second derivatives are asked for, or the call is inside of torch.vmap, torch.func or forward-mode derivatives.
-
-    Notes
-    -----
-    Float32 products follow ``torch.set_float32_matmul_precision`` and PyTorch's other switches for TF32.
+    Products, bias and norm are float32 (float64 for float64); float32 products follow PyTorch's switches for TF32. Rows
+    that are wider than a tile are written before they are divided by their norm, and so rounded twice. The backward keeps
+    the result and one number per row. Rows whose gradient is 0 cost it nothing, and their hidden states get gradient 0,
+    even if they hold NaN. Differentiable once. Repeatable bit by bit. Errors are those of :func:`maxsim_from_hidden`.
 
     Examples
     --------
@@ -137,18 +122,15 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     """
     refuse_transforms("project_normalize")
     require_tensor("project_normalize", "hidden states", hidden, "[..., d_model]")
-    require_tensor("project_normalize", "weight", weight, "[d, d_model]")
-    if bias is not None:
-        require_tensor("project_normalize", "bias", bias, "[d]")
+    require_projection("project_normalize", weight, bias, "[d, d_model]")
     if not isinstance(normalize, bool):
         raise TypeError(f"project_normalize: normalize must be True or False, got {normalize!r}.")
-    device = hidden.device.type
-    if device == "meta":
-        raise ValueError("project_normalize: hidden states are on the meta device, which holds no numbers to project.")
-    autocast = torch.is_autocast_enabled(device) and hidden.dtype in KERNEL_DTYPES and weight.dtype in KERNEL_DTYPES
-    if autocast:
-        hidden = hidden.to(torch.get_autocast_dtype(device))
-    _check(hidden, weight, bias, autocast)
+    refuse_meta("project_normalize", "hidden states", hidden)
+    # The weight is cast where it is multiplied, and its gradient has its own dtype.
+    dtype = autocast_dtype(hidden, weight)
+    if dtype is not None:
+        hidden = hidden.to(dtype)
+    _check(hidden, weight, bias, dtype is not None)
     # Not view(-1, d_model), which has no number of rows if d_model is 0.
     rows = hidden.flatten(0, -2) if hidden.dim() > 1 else hidden.unsqueeze(0)
     embeddings, _ = _embeddings_and_norms(rows, weight, bias, normalize)
@@ -156,30 +138,20 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
 
 
 def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) -> None:
-    if hidden.dtype not in KERNEL_DTYPES and hidden.dtype != torch.float64:
-        raise ValueError(
-            f"project_normalize: hidden states must be bfloat16, float16, float32 or float64, got {hidden.dtype}."
-        )
+    require_vector_dtype("project_normalize", "hidden states", hidden)
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             "project_normalize: hidden states must be [..., d_model] and weight [d, d_model], "
             f"got shapes {tuple(hidden.shape)} and {tuple(weight.shape)}."
         )
-    if weight.dtype != hidden.dtype and not autocast:
-        raise ValueError(
-            f"project_normalize: hidden states are {hidden.dtype} and weight {weight.dtype}; both must have one dtype."
-        )
+    if not autocast:
+        require_one_dtype("project_normalize", "hidden states", hidden, "weight", weight)
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
         raise ValueError(
             f"project_normalize: bias must be {weight.dtype} [d] with d = {weight.shape[0]}, "
             f"got {bias.dtype} of shape {tuple(bias.shape)}."
         )
-    if any(tensor is not None and tensor.device != hidden.device for tensor in (weight, bias)):
-        raise ValueError(
-            f"project_normalize: hidden states are on {hidden.device} and weight on {weight.device}"
-            + ("" if bias is None else f", bias on {bias.device}")
-            + "; all must be on one."
-        )
+    require_device_of_hidden("project_normalize", hidden, weight, bias)
 
 
 # The float32 precision is read where the products run, as torch does: in a compiled graph and in the backward too.

@@ -10,7 +10,7 @@ from typing import get_args, get_type_hints
 import torch
 from torch import SymInt, Tensor
 
-from pylate_fastmaxsim._tracing import is_plain, is_plain_backward
+from pylate_fastmaxsim._checks import is_plain, is_plain_backward
 
 _SCHEMA_TYPES = {
     Tensor: "Tensor",
@@ -82,20 +82,9 @@ class Operator:
 
     Its schema follows from the annotations of ``function``. A NamedTuple among the parameters is an argument for each
     field, so that PyTorch sees each tensor. ``int | SymInt`` is a number that a graph may leave open. The first argument
-    is a tensor. A result of ``function`` or ``fake`` may be None, which is an empty tensor as a result of the operator.
-
-    Parameters
-    ----------
-    name
-        The name in ``torch.ops.pylate_fastmaxsim``.
-    function
-        What it computes.
-    fake
-        The same arguments to results without numbers, for traces.
-    check
-        Called with the same arguments before ``function``, as numbers in a graph are known only when it runs.
-    devices
-        Where ``function`` runs, as in ``torch.library.impl``.
+    is a tensor. ``fake`` takes the same arguments to results without numbers, for traces; ``check``, before ``function``,
+    looks at numbers, which in a graph are known only when it runs. A result of ``function`` or ``fake`` may be None, which
+    is an empty tensor as a result of the operator. ``devices`` are those of ``torch.library.impl``.
 
     Examples
     --------
@@ -152,28 +141,18 @@ def differentiable(
 ) -> Callable[..., tuple[Tensor | None, ...]]:
     """Register the autograd formula of ``forward``; return a function that calls it in less host time.
 
-    Parameters
-    ----------
-    forward
-        An operator, whose first result has a gradient. Its last argument may be a ``want_...``: whether a backward is
-        wanted, without which it keeps nothing for it.
-    results
-        Names of its results.
-    inputs
-        Names of its arguments, tensors or None, that have a gradient.
-    backward
-        An operator, or a function with annotations, from the gradient of the first result to gradients of ``inputs``.
-        Further parameters are arguments and results of ``forward``, by name; they are saved. The last may be a
-        ``need_...`` for each of ``inputs``.
-    where
-        The name in errors. None: second derivatives are not refused, since ``backward`` uses autograd itself.
+    ``forward`` is an operator whose first result has a gradient, ``results`` are the names of its results, ``inputs`` of its
+    arguments, tensors or None, that have one. Its last argument may be a ``want_...``: whether a backward is wanted, without
+    which it keeps nothing for it.
 
-    Returns
-    -------
-    Callable
-        Takes the arguments of ``forward.function``, which returns several results. Outside of graphs and transforms it
-        calls this itself: the dispatcher costs the host more than a launch, and the formula of a registered operator
-        three times that of a ``torch.autograd.Function``, which a compiled graph does not take.
+    ``backward`` is an operator, or a function with annotations, from the gradient of the first result to gradients of
+    ``inputs``. Further parameters are arguments and results of ``forward``, by name; they are saved. The last may be a
+    ``need_...`` for each of ``inputs``. ``where`` is the name in errors; with None second derivatives are not refused, since
+    ``backward`` uses autograd itself.
+
+    The function that is returned takes the arguments of ``forward.function``, which returns several results. Outside of
+    graphs and transforms it calls this itself: the dispatcher costs the host more than a launch, and the formula of a
+    registered operator three times that of a ``torch.autograd.Function``, which a compiled graph does not take.
     """
     function, dispatched, names = forward.function, forward.dispatched, forward.signature.names
     indices = [names.index(name) for name in inputs]

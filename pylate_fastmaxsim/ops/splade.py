@@ -7,14 +7,22 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import require_tensor
+from pylate_fastmaxsim._checks import is_plain
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim._operands import SpladeOperands
-from pylate_fastmaxsim._tracing import is_plain
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.cpu import splade as blocked
-from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, path
-from pylate_fastmaxsim.ops.operands import raise_shared_rows, refuse_transforms
+from pylate_fastmaxsim.ops.operands import (
+    cast_by_autocast,
+    path,
+    raise_shared_rows,
+    refuse_meta,
+    refuse_transforms,
+    require_device_of_hidden,
+    require_one_dtype,
+    require_projection,
+    require_vector_dtype,
+)
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
 from pylate_fastmaxsim.tokens import TokenBatch, share_rows
 
@@ -108,16 +116,9 @@ def _prepared(
     refuse_transforms("splade_pool")
     rectified, logs = _activation(activation_function, log1p)
     texts = _as_texts(hidden, mask)
-    require_tensor("splade_pool", "weight", weight, "[V, d]")
-    if bias is not None:
-        require_tensor("splade_pool", "bias", bias, "[V]")
-    values = texts.values
-    device = values.device.type
-    if device == "meta":
-        raise ValueError("splade_pool: hidden states are on the meta device, which holds no numbers to pool.")
-    if torch.is_autocast_enabled(device) and values.dtype in KERNEL_DTYPES and weight.dtype in KERNEL_DTYPES:
-        dtype = torch.get_autocast_dtype(device)
-        values, weight = values.to(dtype), weight.to(dtype)
+    require_projection("splade_pool", weight, bias, "[V, d]")
+    refuse_meta("splade_pool", "hidden states", texts.values)
+    values, weight = cast_by_autocast(texts.values, weight)
     _check(values, weight, bias)
     return SpladeOperands(
         values, texts.starts, texts.lengths, texts.keep, weight, bias, texts.max_length, texts.gapless, rectified, logs
@@ -125,7 +126,7 @@ def _prepared(
 
 
 def _activation(activation_function: ActivationFunction, log1p: bool) -> tuple[bool, int]:
-    """Whether relu follows the maximum, and how many logarithms."""
+    """Relu after the maximum or not, and the number of logarithms."""
     if not isinstance(log1p, bool):
         raise TypeError(f"splade_pool: log1p must be True or False, got {log1p!r}.")
     if activation_function is None:
@@ -152,14 +153,8 @@ def _as_texts(hidden: TokenBatch | Tensor, mask: Tensor | None) -> TokenBatch:
 
 
 def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if hidden.dtype != weight.dtype:
-        raise ValueError(
-            f"splade_pool: hidden states are {hidden.dtype} and weight {weight.dtype}; both must have one dtype."
-        )
-    if hidden.dtype not in KERNEL_DTYPES and hidden.dtype != torch.float64:
-        raise ValueError(
-            f"splade_pool: hidden states must be bfloat16, float16, float32 or float64, got {hidden.dtype}."
-        )
+    require_one_dtype("splade_pool", "hidden states", hidden, "weight", weight)
+    require_vector_dtype("splade_pool", "hidden states", hidden)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
         raise ValueError(
             f"splade_pool: weight must be [V, d] with d = {hidden.shape[1]}, got shape {tuple(weight.shape)}."
@@ -169,16 +164,11 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             f"splade_pool: bias must be floating point [V] with V = {weight.shape[0]}, "
             f"got {bias.dtype} of shape {tuple(bias.shape)}."
         )
-    if any(tensor is not None and tensor.device != hidden.device for tensor in (weight, bias)):
-        raise ValueError(
-            f"splade_pool: hidden states are on {hidden.device} and weight on {weight.device}"
-            + ("" if bias is None else f", bias on {bias.device}")
-            + "; all must be on one."
-        )
+    require_device_of_hidden("splade_pool", hidden, weight, bias)
 
 
 def _recording(operands: SpladeOperands) -> bool:
-    """Whether winners have to be kept for a backward; ValueError where texts on a CPU share rows that get a gradient."""
+    """Say whether a backward needs winners; ValueError where texts on a CPU share rows that get a gradient."""
     hidden, weight, bias = operands.hidden, operands.weight, operands.bias
     if not torch.is_grad_enabled():
         return False

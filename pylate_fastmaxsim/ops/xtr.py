@@ -14,8 +14,7 @@ from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.cpu import xtr as blocked
 from pylate_fastmaxsim.ops import maxsim as _maxsim  # noqa: F401  registers the backward
-from pylate_fastmaxsim.ops.dispatch import path
-from pylate_fastmaxsim.ops.operands import check_numbers, fake_scores, prepared, recording
+from pylate_fastmaxsim.ops.operands import check_numbers, fake_scores, path, prepared, recording
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
 from pylate_fastmaxsim.tokens import TokenBatch
 

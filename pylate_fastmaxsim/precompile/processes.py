@@ -17,7 +17,7 @@ import torch
 
 from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._dtypes import float32_precision
-from pylate_fastmaxsim.ops.dispatch import has_kernels
+from pylate_fastmaxsim.ops.operands import has_kernels
 from pylate_fastmaxsim.precompile.calls import Share
 from pylate_fastmaxsim.precompile.shapes import BatchShape, Call, calls_of
 
@@ -28,7 +28,7 @@ _MOST_PROCESSES = 16
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a warm-up did: kernels that Triton's cache did not have before, processes, and seconds."""
+    """Result of a warm-up: kernels that Triton's cache did not have before, processes, and seconds."""
 
     kernels: int
     processes: int
@@ -88,19 +88,13 @@ def warmup(shapes: BatchShape | Iterable[BatchShape] | str | os.PathLike, *, pro
 
 
 def compile_calls(calls: Sequence[Call], processes: int | None = None) -> Compiled:
-    """Compile what some calls run.
-
-    Raises
-    ------
-    RuntimeError
-        There is no GPU that runs the kernels, or a call fails.
-    """
+    """Compile what some calls run."""
     most = min(os.cpu_count() or 1, _MOST_PROCESSES)
     most = most if processes is None else require_count("warmup", "processes", processes)
     require_gpu()
     began, before = time.perf_counter(), cached_kernels()
     # What runs the same forward is compiled by one process.
-    forwards = [tuple(same) for _, same in groupby(calls, _forward)]
+    forwards = [tuple(same) for _, same in groupby(calls, _key_of_forward)]
     count = min(len(forwards), most)
     device, precision = torch.cuda.current_device(), float32_precision(torch.float32)
     shares = [Share(tuple(chain.from_iterable(forwards[first::count])), device, precision) for first in range(count)]
@@ -122,12 +116,12 @@ def compile_calls(calls: Sequence[Call], processes: int | None = None) -> Compil
     return Compiled(cached_kernels() - before, count, time.perf_counter() - began)
 
 
-def _forward(call: Call) -> Hashable:
+def _key_of_forward(call: Call) -> Hashable:
     return call.shape, call.score, call.option, call.queries_masked, call.documents_masked, call.gradients is None
 
 
 def cached_kernels() -> int:
-    """How many kernels Triton's cache on disk holds."""
+    """Number of kernels in Triton's cache on disk."""
     root = os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
     return sum(1 for _ in Path(root).glob("*/*.cubin"))
 

@@ -53,21 +53,15 @@ class Warmed:
         return Table(f"{name}: compiled", rows, left=0)
 
     def counts(self) -> str:
-        """How many kernels are new, and how many of them were compiled before the first step."""
+        """Numbers of new kernels and of those that were compiled before the first step."""
         return (
             f"{self.kernels} new kernels in Triton's cache, {self.ahead.kernels} of them before the first step, by "
             f"{self.ahead.processes} processes in {self.ahead.seconds:.0f} s."
         )
 
 
-def nothing_to_compile(recipe: Recipe) -> str | None:
-    """Why training this recipe compiles no kernel, in one sentence, or None if it does.
-
-    Raises
-    ------
-    RecipeError
-        This is one of several processes of a launcher, or ``PYLATE_FASTMAXSIM`` says neither on nor off.
-    """
+def reason_against_warmup(recipe: Recipe) -> str | None:
+    """A sentence that says why training this recipe compiles no kernel; None if it does."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError("warmup needs one process, whose cache all of them share; start it without a launcher.")
     if (reason := reason_against_plugin(recipe.fast)) is not None:
@@ -79,7 +73,7 @@ def nothing_to_compile(recipe: Recipe) -> str | None:
 
 def compile_recipe(recipe: Recipe, processes: int | None = None) -> Compiled:
     """:func:`warm_up` for :func:`pylate_fastmaxsim.warmup`; RuntimeError where there is nothing to compile."""
-    if reason := nothing_to_compile(recipe):
+    if reason := reason_against_warmup(recipe):
         raise RuntimeError(f"warmup: {reason}")
     began = time.perf_counter()
     warmed = warm_up(recipe, processes)
@@ -96,11 +90,6 @@ def warm_up(recipe: Recipe, processes: int | None = None) -> Warmed:
     Returns
     -------
     The steps have one entry per batch size. The difference between its two steps is the time that training saves.
-
-    Raises
-    ------
-    RecipeError
-        The recipe does not fit its data, or its model cannot be loaded.
     """
     prepared = prepare(recipe)
     rows = load_data(prepared).train
@@ -138,7 +127,7 @@ def warm_up(recipe: Recipe, processes: int | None = None) -> Warmed:
 def calls_of_recipe(
     recipe: Recipe, model: HostModel, rows: Dataset, sizes: list[int], dtype: torch.dtype
 ) -> list[Call]:
-    """What batches of these sizes run: the projection and the scores, alone and with all gradients.
+    """Calls of batches of these sizes: the projection and the scores, alone and with all gradients.
 
     Documents are as PyLate's losses have them under the flag: with a mask of the tokens that count, and in another order
     than their columns. Of SPLADE models it is the pooling of packed texts, of other kinds nothing.

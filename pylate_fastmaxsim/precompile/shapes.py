@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from pylate_fastmaxsim._checks import require_count
-from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES
+from pylate_fastmaxsim.ops.operands import KERNEL_DTYPES
 from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, check_pooling
 
 # Of compressed documents, with the bits of residual codes.

@@ -20,7 +20,7 @@ SAMPLE_DOCUMENTS, SAMPLE_TOKENS = 1 << 14, 1 << 20
 
 
 def needs_codec(name: str | None) -> bool:
-    """Whether documents of this format are codes of a codec, which is trained on some of them."""
+    """True if documents of this format are codes of a codec, which is trained on some of them."""
     return name is not None and name.startswith(RESIDUAL)
 
 
@@ -34,11 +34,6 @@ def train_codec(key: str, name: str, batches: Iterable[TokenBatch]) -> ResidualC
     """The codec of a format for documents like these, of which no more are asked for than are needed.
 
     ``key`` is what errors call the format.
-
-    Raises
-    ------
-    RecipeError
-        The embeddings do not suit the format, or fastkmeans is missing.
     """
     some, tokens = [], 0
     for batch in batches:
@@ -58,7 +53,7 @@ def unchanged(batch: TokenBatch) -> TokenBatch:
 
 
 def compressor(key: str, format: str | ResidualCodec | None) -> Compress:
-    """What brings a batch into a format, or leaves it :func:`unchanged` where that is None.
+    """A function that brings a batch into a format, or leaves it :func:`unchanged` where that is None.
 
     It raises RecipeError if an embedding is NaN or infinite.
     """

@@ -15,12 +15,5 @@ class RecipeError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or the name of its type if it has no text.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.errors import first_line
-    >>> first_line(ValueError("no such layer\\nmore lines")), first_line(TimeoutError())
-    ('no such layer', 'TimeoutError')
-    """
+    """The first line of an error's text, or the name of its type if it has no text."""
     return str(error).strip().partition("\n")[0].rstrip() or type(error).__name__

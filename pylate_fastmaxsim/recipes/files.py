@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pylate_fastmaxsim.files.lock import locked
-from pylate_fastmaxsim.files.replace import in_the_way, replace_file
+from pylate_fastmaxsim.files.replace import reason_against_replacing, replace_file
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 # Files of rows by their endings, with the names that datasets has for their types.
@@ -74,7 +73,7 @@ def require_outputs(key: str, folder: Path, names: Sequence[str], *sections: Any
 def require_output(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> None:
     """Refuse a file that is no regular one, is one of ``inputs`` or lies in a folder of them. Errors name ``key``."""
     try:
-        what = in_the_way(file)
+        what = reason_against_replacing(file)
     except OSError as error:  # a name that is too long
         raise RecipeError(f"{key} {file} cannot be written: {error.strerror}.") from None
     if what is not None:
@@ -112,15 +111,6 @@ def hold_lock(key: str, directory: Path, name: str, sentence: str) -> Iterator[N
                     for path in made:
                         path.rmdir()
             raise
-
-
-def without_nan(value: Any) -> Any:
-    """A result with None for each number that is NaN or infinite, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse_json(text: str) -> Any:

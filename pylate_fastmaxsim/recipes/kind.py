@@ -32,49 +32,23 @@ NEEDED = {"colbert": ("PyLate", "pylate,recipes"), "pages": ("colpali-engine", "
 
 
 class Kind:
-    """A kind of model that recipes train: how it is made, given rows, trained, and counted in a comparison.
+    """A kind of model that recipes train: how it is made, given rows, trained, and counted in a comparison."""
 
-    Attributes
-    ----------
-    host
-        The library that trains it, by its name on PyPI.
-    arguments_class, arguments
-        Of the trainer's arguments, and values that the host needs.
-    plain_trainer
-        The host's trainer. That of recipes saves whole models, also under FSDP and DeepSpeed.
-    writes_card
-        Whether the host's card of a saved model says something of its training.
-    nano_beir_evaluator
-        The host's evaluator of NanoBEIR, of which only the queries, documents and judgements are used.
-    encoder_class
-        Of a model from scratch.
-    """
-
-    host: str
+    host: str  # the library that trains it, by its name on PyPI
     arguments_class: type[TrainingArguments]
-    arguments: dict[str, Any] = {}
-    plain_trainer: type[Trainer]
-    writes_card = True
-    nano_beir_evaluator: Callable[..., NanoBEIREvaluator]
-    encoder_class: type[PreTrainedModel] = ModernBertModel
+    arguments: dict[str, Any] = {}  # that the host needs
+    writes_card = True  # whether the host's card of a saved model says something of its training
+    nano_beir_evaluator: Callable[..., NanoBEIREvaluator]  # of which only queries, documents and judgements are used
+    encoder_class: type[PreTrainedModel] = ModernBertModel  # of a model from scratch
 
     def load(self, section: ModelSection, device: torch.device | str, key: str, checkpoint: Path | None = None) -> Any:
-        """The model of a section; what its checkpoint lacks is drawn from the random numbers in force.
+        """The model of a section, or of a ``checkpoint`` of its training; an error calls it ``key``.
 
-        Parameters
-        ----------
-        section
-            A section of this kind.
-        device
-            Where the weights go.
-        key
-            What an error calls the model.
-        checkpoint
-            A checkpoint of the training of this section, which is loaded instead.
+        What its checkpoint lacks is drawn from the random numbers in force.
         """
         raise NotImplementedError
 
-    def of_encoder(self, section: ModelSection, device: torch.device | str) -> Any:
+    def from_encoder(self, section: ModelSection, device: torch.device | str) -> Any:
         """The host's model class with the values of a section."""
         raise NotImplementedError
 
@@ -85,19 +59,12 @@ class Kind:
     def check_lengths(self, section: ModelSection, model: Any) -> None:
         """Refuse lengths beyond the encoder's positions."""
 
-    def fitted(self, recipe: Recipe, dataset: Dataset) -> Dataset:
+    def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         """Rows under names that the host's collator knows; refuse columns that do not fit it or the loss."""
         raise NotImplementedError
 
-    def build_trainer(
-        self,
-        loss: LossSection,
-        model: Any,
-        rows: Dataset,
-        arguments: TrainingArguments,
-        trainer_class: type[Trainer] | None = None,
-    ) -> Trainer:
-        """A trainer with the collator of the host and the loss of a recipe, by default that of recipes."""
+    def build_trainer(self, loss: LossSection, model: Any, rows: Dataset, arguments: TrainingArguments) -> Trainer:
+        """The host's trainer, with its collator and the loss of a recipe, which saves whole models under FSDP too."""
         raise NotImplementedError
 
     def gradient_logger(self, recipe: Recipe, trainer: Trainer) -> TrainerCallback:
@@ -109,7 +76,7 @@ class Kind:
         return kl_divergence(scores, teacher)
 
     def count(self, trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
-        """How many ``documents``, tokens of them that are ``live``, and ``query_tokens`` a batch has."""
+        """Numbers of ``documents``, of their ``live`` tokens, and of ``query_tokens`` of a batch."""
         raise NotImplementedError
 
     def counted_module(self, model: Any) -> nn.Module | None:
@@ -118,20 +85,7 @@ class Kind:
 
 
 def kind_of(model: ModelSection) -> Kind:
-    """The kind of a model.
-
-    Raises
-    ------
-    RecipeError
-        The library that trains it is not installed, or in an earlier release.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.config.kinds import SpladeSection
-    >>> from pylate_fastmaxsim.recipes.kind import kind_of
-    >>> kind_of(SpladeSection()).host
-    'sentence-transformers'
-    """
+    """The kind of a model."""
     module = MODULES[model.kind]
     if module == "multi_vector" and not hasattr(sentence_transformers, "MultiVectorEncoder"):
         raise RecipeError(
@@ -150,6 +104,6 @@ def kind_of(model: ModelSection) -> Kind:
 
 
 def kl_divergence(scores: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """That of softmaxes of scores ``[N, n]`` divided by ``temperature``, times the square of that, mean over the rows."""
+    """KL divergence of the softmaxes of scores ``[N, n]`` divided by ``temperature``, times the square of that, mean over the rows."""
     log_student, log_teacher = ((each / temperature).log_softmax(1) for each in (scores, teacher))
     return (log_teacher.exp() * (log_teacher - log_student)).sum(1).mean() * temperature**2

@@ -15,25 +15,7 @@ from pylate_fastmaxsim.recipes.config.schema import PoolingSection
 
 
 def pooling_at(section: PoolingSection | None, step: int, steps: int) -> Pooling:
-    """The pooling of a step.
-
-    Parameters
-    ----------
-    section
-        ``loss.pooling`` of a recipe.
-    step
-        Optimizer steps that are done.
-    steps
-        Optimizer steps of the whole training. The first one has the value ``start``, the last one that at the end.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.config.schema import PoolingSection
-    >>> from pylate_fastmaxsim.recipes.pooling import pooling_at
-    >>> annealed = PoolingSection(top_k=1, start=16.0, schedule="linear")
-    >>> [pooling_at(annealed, step, steps=4).k for step in range(4)]
-    [16, 11, 6, 1]
-    """
+    """The pooling after ``step`` of the ``steps`` of a training: at first ``start``, in the last step the value at the end."""
     if section is None:
         return Max()
     value = end = getattr(section, section.name)
@@ -56,15 +38,6 @@ class PlainPooledScores:
     Like ``pylate.scores.ColBERTScores`` and ``colbert_kd_scores``, in the dtype of ``einsum``, under autocast too. One
     group of documents at a time has its similarities in memory. Masked document tokens are left out, where PyLate
     multiplies their similarities by 0, and so are vectors of zeros. Every document needs a token that counts.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from pylate_fastmaxsim import Softmax
-    >>> from pylate_fastmaxsim.recipes.pooling import PlainPooledScores
-    >>> scores = PlainPooledScores(Softmax(0.5))
-    >>> scores(torch.ones(3, 4, 8), torch.ones(3, 2, 5, 8)).shape  # 3 queries, 2 documents for each
-    torch.Size([3, 6])
     """
 
     def __init__(self, pooling: Pooling, own_documents: bool = False) -> None:

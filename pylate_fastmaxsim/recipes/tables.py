@@ -40,7 +40,7 @@ def mining_table(result: dict[str, Any]) -> Table:
 
 
 def search_table(result: dict[str, Any]) -> Table:
-    """What was searched, the seconds of each task and the rate of it, and metrics."""
+    """A collection that was searched: the seconds of each task and the rate of it, and metrics."""
     rows = [
         ("model", result["kind"]),
         ("documents", f"{result['documents']:,}"),
@@ -64,7 +64,7 @@ def search_table(result: dict[str, Any]) -> Table:
 
 
 def _plaid_rows(plaid: dict[str, Any]) -> Rows:
-    """What PLAID's own search finds of the exhaustive ranking of its index."""
+    """The part of the exhaustive ranking of an index of PLAID that its own search finds."""
     rows = []
     if "not_searched" in plaid:
         rows.append((PRUNED, f"not measured: {plaid['not_searched']}"))

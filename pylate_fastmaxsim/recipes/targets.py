@@ -133,7 +133,7 @@ def _evaluation_data(recipe: Recipe) -> Any:
     return recipe.data, section.rows, section.nano_beir, recipe.loss.name == "distillation"
 
 
-def load_inputs(
+def load_searched_collection(
     beir: str | None, split: str, corpus: Path | None, queries: Path | None, qrels: Path | None
 ) -> Collection:
     """The collection of ``--beir``, with its judged queries, or that of ``--corpus``, ``--queries`` and ``--qrels``."""

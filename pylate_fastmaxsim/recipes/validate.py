@@ -1,4 +1,4 @@
-"""What in a recipe contradicts itself or this machine: keys that depend on each other, and files and packages."""
+"""Problems of a recipe as a whole: keys that contradict each other, missing files and packages, a sentence each."""
 
 from __future__ import annotations
 
@@ -21,21 +21,25 @@ from pylate_fastmaxsim.recipes.files import ENDINGS, file_type
 
 def check(recipe: Recipe) -> None:
     """Raise RecipeError if keys contradict each other, or if a file or package is missing."""
-    parts = [_of_model(recipe.model), _of_rows(recipe.data, "data")]
+    parts = [_problems_of_model(recipe.model), _problems_of_rows(recipe.data, "data")]
     if (mining := recipe.mining) is not None:
-        parts += [_of_rows(mining.pairs, "mining.pairs"), _of_rows(mining.corpus, "mining.corpus"), _of_mining(mining)]
+        parts += [
+            _problems_of_rows(mining.pairs, "mining.pairs"),
+            _problems_of_rows(mining.corpus, "mining.corpus"),
+            _problems_of_mining(mining),
+        ]
     parts += [
-        _of_data(recipe),
-        _of_loss(recipe),
-        _of_pooling(recipe),
-        _of_evaluation(recipe.evaluation),
-        _of_run(recipe),
+        _problems_of_data(recipe),
+        _problems_of_loss(recipe),
+        _problems_of_pooling(recipe),
+        _problems_of_evaluation(recipe.evaluation),
+        _problems_of_run(recipe),
     ]
     for sentence in chain.from_iterable(parts):
         raise RecipeError(sentence)
 
 
-def _of_model(model: ModelSection) -> Iterator[str]:
+def _problems_of_model(model: ModelSection) -> Iterator[str]:
     if sum(way is not None for way in (model.name_or_path, model.build, model.token_table)) != 1:
         yield "model must have exactly one of name_or_path, build and token_table."
     for key, path in {"name_or_path": model.name_or_path, "token_table": model.token_table}.items():
@@ -48,7 +52,7 @@ def _of_model(model: ModelSection) -> Iterator[str]:
         )
 
 
-def _of_rows(data: RowsSection | None, section: str) -> Iterator[str]:
+def _problems_of_rows(data: RowsSection | None, section: str) -> Iterator[str]:
     if data is None:
         return
     for name in ("files", "queries", "collection"):
@@ -76,7 +80,7 @@ def _of_rows(data: RowsSection | None, section: str) -> Iterator[str]:
         yield f"{section}.columns must name the query column and at least one document column."
 
 
-def _of_mining(mining: MiningSection) -> Iterator[str]:
+def _problems_of_mining(mining: MiningSection) -> Iterator[str]:
     if mining.range_min + mining.num_negatives > mining.range_max:
         yield (
             "mining.range_max must be at least range_min + num_negatives, "
@@ -84,7 +88,7 @@ def _of_mining(mining: MiningSection) -> Iterator[str]:
         )
 
 
-def _of_data(recipe: Recipe) -> Iterator[str]:
+def _problems_of_data(recipe: Recipe) -> Iterator[str]:
     data, loss, kind = recipe.data, recipe.loss.name, recipe.model.kind
     if recipe.model.visual and data.source not in ("hub", "files"):
         yield f"data.source must be hub or files with model.kind {kind}, got {data.source!r}."
@@ -126,7 +130,7 @@ def _of_data(recipe: Recipe) -> Iterator[str]:
             yield f"{key} does not apply to data.streaming: it needs all rows at once."
 
 
-def _of_loss(recipe: Recipe) -> Iterator[str]:
+def _problems_of_loss(recipe: Recipe) -> Iterator[str]:
     loss = recipe.loss
     if loss.objective == "margin_mse" and loss.temperature is not None:
         yield "loss.temperature does not apply to loss.objective margin_mse, which compares scores as they are."
@@ -143,7 +147,7 @@ def _of_loss(recipe: Recipe) -> Iterator[str]:
             yield f"loss.regularizers.{side}_threshold applies to the regularizer flops only."
 
 
-def _of_pooling(recipe: Recipe) -> Iterator[str]:
+def _problems_of_pooling(recipe: Recipe) -> Iterator[str]:
     pooling = recipe.loss.pooling
     if pooling is None:
         return
@@ -167,7 +171,7 @@ def _of_pooling(recipe: Recipe) -> Iterator[str]:
         yield "loss.pooling must be max with evaluation.corpus_format: no other pools compressed documents."
 
 
-def _of_evaluation(evaluation: EvaluationSection) -> Iterator[str]:
+def _problems_of_evaluation(evaluation: EvaluationSection) -> Iterator[str]:
     if (evaluation.rows > 0) + (evaluation.beir is not None) + (evaluation.nano_beir is not None) > 1:
         yield "evaluation must have at most one of rows, beir and nano_beir."
     if evaluation.corpus_format is not None and evaluation.beir is None:
@@ -179,7 +183,7 @@ def _of_evaluation(evaluation: EvaluationSection) -> Iterator[str]:
         check_names(evaluation.nano_beir)
 
 
-def _of_run(recipe: Recipe) -> Iterator[str]:
+def _problems_of_run(recipe: Recipe) -> Iterator[str]:
     if Path(recipe.name).is_absolute() or ".." in Path(recipe.name).parts:
         yield f"name must be a name, not a path out of the folder of an index, got {recipe.name!r}."
     if recipe.training.max_steps is None and recipe.training.num_train_epochs == 0:

@@ -1,6 +1,9 @@
-"""Numbers as text, and the titles of metrics."""
+"""Numbers as text and as JSON has them, and the titles of metrics."""
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 GIBIBYTE = 2**30
 MEBIBYTE = 2**20
@@ -29,3 +32,8 @@ def format_bytes(value: int | None) -> str:
     if value is None:
         return "-"
     return f"{value / GIBIBYTE:.1f} GiB" if value >= 10 * GIBIBYTE else f"{value / MEBIBYTE:,.0f} MiB"
+
+
+def without_nan(value: Any) -> Any:
+    """A value as it is after JSON, with None for each number that is NaN or infinite, which JSON does not have."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)

@@ -10,14 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import require_count, require_integer
+from pylate_fastmaxsim._checks import require_batches, require_count, require_integer, require_positions
 from pylate_fastmaxsim.codec import ResidualCodec
-from pylate_fastmaxsim.retrieval.checks import require_batches
-from pylate_fastmaxsim.retrieval.folders import writing
-from pylate_fastmaxsim.retrieval.formats.format import Batch, Plain, chosen_format
+from pylate_fastmaxsim.files.lock import writing
+from pylate_fastmaxsim.retrieval.formats.format import Batch, chosen_format
 from pylate_fastmaxsim.retrieval.formats.part import Part
 from pylate_fastmaxsim.retrieval.formats.ranks import open_parts, rank_folder
-from pylate_fastmaxsim.retrieval.formats.reading import Piece, batch_on, moved, streamed
+from pylate_fastmaxsim.retrieval.formats.reading import Piece, batch_on, batch_to, streamed
 from pylate_fastmaxsim.retrieval.formats.writer import write
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -99,7 +98,7 @@ def write_corpus(
     stored = chosen_format(dtype, format)
     folder = Path(folder) if rank is None else rank_folder(Path(folder), rank)
     if not callable(batches):
-        require_batches("write_corpus", "batches", batches)
+        require_batches("write_corpus", "batches", batches, TokenBatch)
     others_follow = rank is not None and rank[0] < rank[1] - 1
     with writing("write_corpus", folder):
         write(folder, batches, stored, others_follow)
@@ -140,7 +139,7 @@ class Corpus:
 
     @classmethod
     def of_parts(cls, folder: str | os.PathLike, parts: Sequence[Part]) -> Corpus:
-        """A corpus of parts, at least one, all of one kind of format and one d."""
+        """A corpus of parts, at least one, all of one format and one d."""
         corpus = cls.__new__(cls)
         corpus._set(Path(folder), list(parts))
         return corpus
@@ -150,7 +149,7 @@ class Corpus:
         stored = parts[0].format
         self.dim: int = stored.dim
         self.format: str = stored.name
-        self.dtype: torch.dtype | None = stored.dtype if isinstance(stored, Plain) else None
+        self.dtype: torch.dtype | None = stored.dtype
         for part in parts:
             if (part.format.name, part.format.dim) != (self.format, self.dim):
                 raise ValueError(
@@ -232,7 +231,7 @@ class Corpus:
         pieces = self._pieces(tokens_per_batch, begin, end)
         if device.type == "cuda":
             # Here, because each thread has its own current device.
-            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+            device = torch.empty(0, device=device).device
             return streamed(device, list(pieces))
         return (batch_on(device, part.format, *part.views(first, last))[0] for part, first, last in pieces)
 
@@ -259,7 +258,7 @@ class Corpus:
         TypeError
             Positions are no integers.
         """
-        positions = self._positions(positions)
+        positions = require_positions("Corpus.select", positions, len(self))
         by_part = self._by_part(positions)
         stored = (by_part[0][0] if by_part else self.parts[0]).format
         if any(part.format != stored for part, _, _ in by_part):
@@ -275,7 +274,7 @@ class Corpus:
             starts, lengths = starts[back], lengths[back]
             arrays |= {name: arrays[name][back] for name, column in stored.columns.items() if column.per_document}
         longest = int(lengths.max()) if len(lengths) else 0
-        return moved(stored.decode(arrays, starts, lengths, longest), torch.device(device))
+        return batch_to(stored.decode(arrays, starts, lengths, longest), torch.device(device))
 
     def blocks(self, positions: Tensor, tokens_per_block: int) -> list[Tensor]:
         """Ascending positions in blocks for :meth:`select`, with about that many tokens at most, each of one part."""
@@ -285,23 +284,6 @@ class Corpus:
             for part, places, documents in by_part
             for block in part.blocks(documents, positions[places], tokens_per_block)
         ]
-
-    def _positions(self, positions: object) -> Tensor:
-        try:
-            positions = torch.as_tensor(positions, device="cpu")
-        except (TypeError, ValueError, RuntimeError):
-            raise TypeError(f"Corpus.select: positions must be integers [n], got {positions!r}.") from None
-        if positions.dim() != 1 or (len(positions) and positions.dtype != torch.int64):
-            raise TypeError(
-                f"Corpus.select: positions must be int64 [n], got {positions.dtype} of shape {tuple(positions.shape)}."
-            )
-        positions = positions.long()
-        if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < len(self):
-            raise ValueError(
-                f"Corpus.select: positions must be from 0 to {len(self) - 1}, got {int(positions.min())} to "
-                f"{int(positions.max())}."
-            )
-        return positions
 
     def _by_part(self, positions: Tensor) -> list[tuple[Part, Tensor, Tensor]]:
         """Parts that hold some of the positions: each with their places in ``positions`` and numbers in the part."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from pylate_fastmaxsim._checks import require_count, require_integer
-from pylate_fastmaxsim._impacts import Columns, Paths, impact_files, impact_terms, read_columns
+from pylate_fastmaxsim._impacts import Paths, read_columns
 from pylate_fastmaxsim.sparse import SparseBatch
 
 
@@ -53,11 +53,5 @@ def read_impacts(
     where = "read_impacts"
     batch_size = require_count(where, "batch_size", batch_size)
     start = require_integer(f"{where}: start", start)
-    numbers, size = impact_terms(where, vocabulary, size)
-    columns = read_columns(where, impact_files(where, paths), numbers, size, batch_size, start)
-    return (_batch(where, each, size) for each in columns)
-
-
-def _batch(where: str, columns: Columns, size: int) -> tuple[list[str], SparseBatch]:
-    ids, *vectors = columns
-    return ids, SparseBatch._from_columns(where, *vectors, size)
+    size, batches = read_columns(where, paths, vocabulary, size, batch_size, start)
+    return ((ids, SparseBatch._from_columns(where, *columns, size)) for ids, *columns in batches)

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import require_count
+from pylate_fastmaxsim._checks import require_batches, require_count
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.pooling import Max, Pooling
-from pylate_fastmaxsim.retrieval.checks import require_batches
 from pylate_fastmaxsim.retrieval.corpus import TOKENS_PER_BATCH, Corpus
-from pylate_fastmaxsim.retrieval.formats.reading import moved, read_ahead
+from pylate_fastmaxsim.retrieval.formats.reading import batch_to, read_ahead
 from pylate_fastmaxsim.retrieval.topk import largest, merge
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -148,7 +147,7 @@ def search(
             _require_same_length(rescore, len(documents))
         rounded = _rounded(queries, documents)
         documents = documents.batches(queries.device)
-    require_batches("search", "documents", documents)
+    require_batches("search", "documents", documents, TokenBatch)
     wanted = k if rescore is None else candidates_per_result * k
     scores, positions, seen = _best(rounded, documents, wanted, pooling, progress)
     if rescore is None:
@@ -211,7 +210,7 @@ def _rescored(queries: TokenBatch, positions: Tensor, corpus: Corpus, pooling: P
     # One block is read while another is scored.
     reading = read_ahead(blocks, (None, None), lambda block, *_: corpus.select(block), lambda: None)
     for block, batch, end in zip(blocks, reading, ends.tolist(), strict=True):
-        batch, block = moved(batch, queries.device), block.to(queries.device)
+        batch, block = batch_to(batch, queries.device), block.to(queries.device)
         for inside in pairs[begin:end].split(PAIRS_AT_ONCE):
             documents = torch.searchsorted(block, positions.flatten()[inside])
             # A query for each pair, which has one candidate: queries may differ in how many they have in this block.

@@ -1,4 +1,4 @@
-"""Whether what a folder holds is as it was written."""
+"""Checks of whether what a folder holds is as it was written."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
+
+from pylate_fastmaxsim.files.lock import writing
 from pylate_fastmaxsim.retrieval import sparse_files
 from pylate_fastmaxsim.retrieval.corpus import Corpus
-from pylate_fastmaxsim.retrieval.folders import writing
 from pylate_fastmaxsim.retrieval.formats import description as corpus_files
-from pylate_fastmaxsim.retrieval.formats.repair import repair_corpus
+from pylate_fastmaxsim.retrieval.formats.part import Part, mapped_part
+from pylate_fastmaxsim.retrieval.formats.ranks import folders
 from pylate_fastmaxsim.retrieval.static import files as static_files
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What a folder holds.
+    """Contents of a folder, and whether they are sound.
 
     Parameters
     ----------
@@ -109,9 +113,7 @@ def _sparse(folder: Path, repair: bool) -> Checked:
         count, damage = sparse_files.sound_blocks("check", folder, description)
         if damage and repair:
             description = sparse_files.keep_blocks(folder, description, count)
-    return Checked(
-        folder, what, sum(description.documents), damage and _sentence(damage), repair and damage is not None
-    )
+    return Checked(folder, what, description.documents, damage and _sentence(damage), repair and damage is not None)
 
 
 def _corpus(folder: Path, repair: bool) -> Checked:
@@ -136,5 +138,48 @@ def _static(folder: Path) -> Checked:
 
 
 def _sentence(error: object) -> str:
-    """What an error says behind the name of the function."""
+    """Text of an error behind the name of the function."""
     return str(error).partition(": ")[2]
+
+
+def repair_corpus(folder: str | os.PathLike) -> int:
+    """Cut a corpus back to the last document before which all is sound. Returns how many documents it has now.
+
+    ``write_corpus`` goes on from there with a function as ``batches``. No other process may have the corpus open. Of a
+    corpus of several ranks, those before the last must be sound: without some of their documents, those of later ranks
+    would be at other positions.
+
+    ValueError if there is no complete corpus, its description, checksums or codec is damaged, a rank before the last is,
+    or no document is sound.
+    """
+    *others, last = folders(Path(folder))
+    for each in others:
+        mapped_part(each, corpus_files.read(each)).verify()
+    with writing("repair_corpus", last):
+        held = corpus_files.read(last)
+        for name, size in held.sizes.items():
+            with (last / name).open("ab") as file:
+                if file.tell() < size:  # zeros, which are damage like any other
+                    file.truncate(size)
+        part = mapped_part(last, held)
+        kept = _sound_documents(part)
+        if kept == 0 and len(part):
+            raise ValueError(f"repair_corpus: {last} has no sound document; write the corpus again with write_corpus.")
+        if kept < len(part):
+            tokens = int(part.bounds[kept])
+            rows = {name: kept if column.per_document else tokens for name, column in held.format.columns.items()} | {
+                "bounds": kept + 1
+            }
+            checksums = np.concatenate([part.checked[name].checksums_of(count) for name, count in rows.items()])
+            corpus_files.finish(last, held._replace(documents=kept, tokens=tokens, checksums=checksums))
+    return kept + sum(corpus_files.read(each).documents for each in others)
+
+
+def _sound_documents(part: Part) -> int:
+    kept = max(0, part.checked["bounds"].sound_rows() - 1)
+    for name, column in part.format.columns.items():
+        rows = part.checked[name].sound_rows()
+        if not column.per_document:
+            rows = int(torch.searchsorted(part.bounds[: kept + 1], rows, right=True)) - 1
+        kept = min(kept, rows)
+    return kept

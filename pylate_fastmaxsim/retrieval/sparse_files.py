@@ -21,13 +21,12 @@ DESCRIPTION_FILE = "index.json"
 # Of a build or an addition that has not ended: the blocks that it has written.
 UNFINISHED_FILE = "unfinished.json"
 FORMAT = "pylate-fastmaxsim sparse index 2"
-DTYPES = {"float16": torch.float16, "float32": torch.float32}
 _PARTS = ("offsets", "terms", "weights")
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a description says of a block."""
+    """Line of a description about a block."""
 
     documents: int
     entries: int
@@ -40,7 +39,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Description:
-    """What ``index.json`` says."""
+    """Contents of ``index.json``."""
 
     vocabulary: int
     dtype: torch.dtype  # of weights
@@ -49,8 +48,12 @@ class Description:
     state: tuple[str, int]  # identity of the index, and how often it was written
 
     @property
-    def documents(self) -> list[int]:
-        return [block.documents for block in self.blocks]
+    def documents(self) -> int:
+        return sum(block.documents for block in self.blocks)
+
+    @property
+    def next_state(self) -> tuple[str, int]:
+        return self.state[0], self.state[1] + 1
 
 
 def new_state() -> tuple[str, int]:
@@ -109,7 +112,7 @@ def write_description(folder: Path, description: Description, *, unfinished: boo
         "format": FORMAT,
         "state": description.state,
         "vocabulary": description.vocabulary,
-        "weights": next(name for name, dtype in DTYPES.items() if dtype == description.dtype),
+        "weights": str(description.dtype).removeprefix("torch."),
         "documents_per_block": postings.DOCUMENTS_PER_BLOCK,
         "blocks": [[block.documents, block.entries, block.checksum] for block in description.blocks],
         "removed": description.removed,
@@ -133,7 +136,7 @@ def write_description(folder: Path, description: Description, *, unfinished: boo
 
 
 def sound_blocks(where: str, folder: Path, description: Description) -> tuple[int, str | None]:
-    """How many blocks are sound before the first that is not, and what is wrong with that one, if there is one."""
+    """Count the blocks before the first that is damaged, and say what is wrong with that one, if there is one."""
     for number, line in enumerate(description.blocks):
         try:
             block = read_block(where, folder, number, line, description.vocabulary, description.dtype)
@@ -145,22 +148,17 @@ def sound_blocks(where: str, folder: Path, description: Description) -> tuple[in
 
 def keep_blocks(folder: Path, description: Description, count: int) -> Description:
     """Write the description of the first ``count`` blocks alone."""
-    documents = sum(description.documents[:count])
-    kept = replace(
-        description,
-        blocks=description.blocks[:count],
-        removed=[position for position in description.removed if position < documents],
-        state=(description.state[0], description.state[1] + 1),
-    )
+    kept = replace(description, blocks=description.blocks[:count], state=description.next_state)
+    kept = replace(kept, removed=[position for position in kept.removed if position < kept.documents])
     write_description(folder, kept)
     return kept
 
 
 def read_unfinished(where: str, folder: Path) -> Description | None:
-    """What a build that was interrupted has written, or else the index; None if there is neither."""
+    """Read what an interrupted build has written, or else the index; None if there is neither."""
     complete = read_description(where, folder, missing=True)
     begun = read_description(where, folder, UNFINISHED_FILE, missing=True)
-    if begun and complete and begun.state != (complete.state[0], complete.state[1] + 1):
+    if begun and complete and begun.state != complete.next_state:
         begun = None  # the index was saved since
     return begun or complete
 
@@ -174,7 +172,7 @@ def read_state(where: str, folder: Path) -> Description | None:
 def read_description(
     where: str, folder: Path, name: str = DESCRIPTION_FILE, *, missing: bool = False
 ) -> Description | None:
-    """What a description says; ValueError if it is of another format, or missing unless it may be."""
+    """Read a description; ValueError if it is of another format, or missing unless it may be."""
     file = folder / name
     try:
         values = read_record(file)
@@ -198,7 +196,7 @@ def read_description(
         )
     return Description(
         values["vocabulary"],
-        DTYPES[values["weights"]],
+        getattr(torch, values["weights"]),
         [Block(*line) for line in values["blocks"]],
         values["removed"],
         tuple(values["state"]),

@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 
@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pylate_fastmaxsim._checks import require_batches, require_positions
+from pylate_fastmaxsim.files.lock import holds_something, writing
 from pylate_fastmaxsim.files.record import read_again_if_replaced
 from pylate_fastmaxsim.kernels.sparse import postings
-from pylate_fastmaxsim.ops.distributed.layout import rank_and_ranks
+from pylate_fastmaxsim.ops.gathered import rank_and_ranks
 from pylate_fastmaxsim.retrieval import sparse_files as files
-from pylate_fastmaxsim.retrieval.checks import require_batches
-from pylate_fastmaxsim.retrieval.folders import holds_something, writing
-from pylate_fastmaxsim.retrieval.sparse_blocks import (
+from pylate_fastmaxsim.retrieval.sparse_search import (
     in_blocks,
     require_device,
     require_fitting,
@@ -34,7 +34,7 @@ from pylate_fastmaxsim.sparse import SparseBatch
 Batches = Iterable[SparseBatch] | Callable[[int], Iterable[SparseBatch]]
 
 
-def _alone(method: Callable) -> Callable:
+def _exclusive(method: Callable) -> Callable:
     """A method that one thread at a time calls, of an index whose blocks are sound."""
 
     @functools.wraps(method)
@@ -80,8 +80,7 @@ class SparseIndex:
         self._folder: Path | None = None
         self._written: dict[int, files.Block] = {}
         self._state = files.new_state()  # of the description there
-        # Mapped blocks whose checksums nobody has looked at, with the numbers that their files have.
-        self._unverified: dict[int, int] = {}
+        self._unverified: set[int] = set()  # mapped blocks whose checksums nobody has looked at
         self._lock = threading.RLock()
         # This rank and the number of ranks, the number of this rank's first block, and of the documents of all ranks.
         self._shard: tuple[int, int] | None = None
@@ -143,8 +142,9 @@ class SparseIndex:
         index, held = None, 0
         if folder is not None:
             device = device or torch.device("cpu")
-            index = cls._of_folder(where, folder, device)
-            held = 0 if index is None else len(index)
+            if (begun := files.read_unfinished(where, folder)) is not None:
+                index = cls._opened(where, folder, device, begun, range(len(begun.blocks)))
+                held = len(index)
             if not callable(batches) and holds_something(folder):
                 raise ValueError(
                     f"{where}: {folder} must be empty, unless batches is a function of the number of documents that it "
@@ -213,37 +213,26 @@ class SparseIndex:
         return index
 
     @classmethod
-    def _of_folder(cls, where: str, folder: Path, device: torch.device) -> SparseIndex | None:
-        """What an earlier build has left in a folder, finished or not; None if nothing."""
-        description = files.read_unfinished(where, folder)
-        if description is None:
-            return None
-        return cls._opened(where, folder, device, description, range(len(description.blocks)))
-
-    @classmethod
     def _opened(
         cls, where: str, folder: Path, device: torch.device, description: files.Description, blocks: range
     ) -> SparseIndex:
         index = cls(description.vocabulary, description.dtype, device)
         index._folder, index._first_block = folder, blocks.start
         index._state = description.state
-        index._documents_of_all = sum(description.documents)
+        index._documents_of_all = description.documents
         for number in blocks:
             line = description.blocks[number]
-            documents, block = (
-                line.documents,
-                files.read_block(where, folder, number, line, description.vocabulary, description.dtype),
-            )
+            block = files.read_block(where, folder, number, line, description.vocabulary, description.dtype)
             if device.type == "cpu":
-                index._unverified[len(index._blocks)] = number
+                index._unverified.add(len(index._blocks))
             else:
                 files.require_sound(where, folder, number, line, block)
             first = number * postings.DOCUMENTS_PER_BLOCK
-            begin, end = (bisect_left(description.removed, first + each) for each in (0, documents))
+            begin, end = (bisect_left(description.removed, first + each) for each in (0, line.documents))
             live = None
             if begin < end:
                 gone = torch.tensor(description.removed[begin:end], device=device) - first
-                live = torch.ones(documents, dtype=torch.bool, device=device).index_fill_(0, gone, False)
+                live = _all_live(line.documents, device).index_fill_(0, gone, False)
             index._written[len(index._blocks)] = line
             index._set(len(index._blocks), block.to(device), live)
         return index
@@ -266,14 +255,9 @@ class SparseIndex:
         """
         if self._shard is not None:
             raise ValueError("SparseIndex.live_positions: a shard does not know which documents of others are removed.")
-        live = torch.ones(len(self), dtype=torch.bool, device="cpu")
-        for number, part in enumerate(self._live):
-            if part is not None:
-                first = number * postings.DOCUMENTS_PER_BLOCK
-                live[first : first + len(part)] = part.cpu()
-        return live.nonzero().flatten()
+        return _all_live(len(self), torch.device("cpu")).index_fill_(0, self._removed(), False).nonzero().flatten()
 
-    @_alone
+    @_exclusive
     def add(self, batches: Iterable[SparseBatch]) -> None:
         """Add documents behind the last one.
 
@@ -288,11 +272,11 @@ class SparseIndex:
         TypeError
             ``batches`` are no batches of ``SparseBatch``.
         """
-        self._require_whole("SparseIndex.add")
+        self._require_unsharded("SparseIndex.add")
         require_batches("SparseIndex.add", "batches", batches, SparseBatch)
         self._append("SparseIndex.add", batches, None)
 
-    @_alone
+    @_exclusive
     def remove(self, positions: Iterable[int] | Tensor) -> None:
         """Remove documents: no search returns them any more. All others keep their positions.
 
@@ -311,29 +295,17 @@ class SparseIndex:
         TypeError
             Positions are no integers; a mask is ``mask.nonzero().flatten()``.
         """
-        self._require_whole("SparseIndex.remove")
-        try:
-            values = positions if isinstance(positions, Tensor) else [*positions]
-            positions = torch.as_tensor(values, device="cpu").flatten()
-        except (TypeError, ValueError, RuntimeError):
-            raise TypeError(
-                f"SparseIndex.remove: positions must be integers, a list or a tensor, got {positions!r}."
-            ) from None
-        if len(positions) and (positions.is_floating_point() or positions.dtype == torch.bool):
-            raise TypeError(f"SparseIndex.remove: positions must be integers, got {positions.dtype}.")
-        positions, counts = positions.long().unique(return_counts=True)
-        for wrong, what in (
-            ((positions < 0) | (positions >= len(self)), f"is not in the index, which has 0 to {len(self) - 1}"),
-            (counts > 1, "is given twice"),
-        ):
-            if bool(wrong.any()):
-                raise ValueError(f"SparseIndex.remove: position {positions[wrong][0]} {what}.")
+        self._require_unsharded("SparseIndex.remove")
+        positions = require_positions("SparseIndex.remove", positions, len(self))
+        positions, counts = positions.unique(return_counts=True)
+        if bool((counts > 1).any()):
+            raise ValueError(f"SparseIndex.remove: position {positions[counts > 1][0]} is given twice.")
         numbers = positions // postings.DOCUMENTS_PER_BLOCK
         changed = {}
         for number in numbers.unique().tolist():
             places = (positions[numbers == number] % postings.DOCUMENTS_PER_BLOCK).to(self.device)
             live = self._live[number]
-            live = torch.ones(len(self._blocks[number]), dtype=torch.bool, device=self.device) if live is None else live
+            live = _all_live(len(self._blocks[number]), self.device) if live is None else live
             if not bool((kept := live[places]).all()):
                 gone = places[~kept][0] + number * postings.DOCUMENTS_PER_BLOCK
                 raise ValueError(f"SparseIndex.remove: position {gone} is removed already.")
@@ -341,7 +313,7 @@ class SparseIndex:
         for number, live in changed.items():
             self._set(number, self._blocks[number], live)
 
-    @_alone
+    @_exclusive
     @torch.no_grad()
     def search(self, queries: SparseBatch, k: int) -> tuple[Tensor, Tensor]:
         """The ``k`` documents of each query with the largest inner product.
@@ -391,7 +363,7 @@ class SparseIndex:
         # Ranks hold documents in their order.
         return merge_results([*zip(*map(_of_all_ranks, found), strict=True)], k)
 
-    @_alone
+    @_exclusive
     def save(self, folder: str | os.PathLike) -> None:
         """Write the index to a folder: each block of documents to a file, and ``index.json`` last.
 
@@ -407,7 +379,7 @@ class SparseIndex:
             Writing fails, as on a full disk.
         """
         where, folder = "SparseIndex.save", Path(folder)
-        self._require_whole(where)
+        self._require_unsharded(where)
         with writing(where, folder):
             written, state = dict(self._written), self._state
             if self._folder is None or folder.resolve() != self._folder.resolve():
@@ -428,7 +400,7 @@ class SparseIndex:
                     written[number] = files.write_block(folder, number, block)
             self._describe(folder, self._description(written, state))
 
-    @_alone
+    @_exclusive
     def to(self, device: str | torch.device) -> SparseIndex:
         """The index on another device, a CPU or a CUDA GPU; itself if it is there."""
         device = _device("SparseIndex.to", device)
@@ -475,27 +447,31 @@ class SparseIndex:
         files.write_description(folder, description)
         self._folder, self._written, self._state = folder, dict(enumerate(description.blocks)), description.state
 
-    def _description(self, written: dict[int, files.Block], state: tuple[str, int]) -> files.Description:
-        """Of the generation after ``state``."""
+    def _removed(self) -> Tensor:
+        """Positions of removed documents, ascending, on the CPU."""
         removed = [
-            (~live).nonzero().flatten() + number * postings.DOCUMENTS_PER_BLOCK
+            (~live).nonzero().flatten().cpu() + number * postings.DOCUMENTS_PER_BLOCK
             for number, live in enumerate(self._live)
             if live is not None
         ]
+        return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *removed])
+
+    def _description(self, written: dict[int, files.Block], state: tuple[str, int]) -> files.Description:
+        """Description of the generation after ``state``."""
         return files.Description(
             self.vocabulary,
             self.dtype,
             [written[number] for number in range(len(self._blocks))],
-            torch.cat(removed).tolist() if removed else [],
+            self._removed().tolist(),
             (state[0], state[1] + 1),
         )
 
-    def _require_sound(self, where: str, numbers: Container[int] | None = None) -> None:
+    def _require_sound(self, where: str, numbers: set[int] | None = None) -> None:
         """Look at the checksums of mapped blocks, of all or of some ``numbers``, before their first use."""
-        for number, of_file in [*self._unverified.items()]:
-            if numbers is None or number in numbers:
-                files.require_sound(where, self._folder, of_file, self._written[number], self._blocks[number])
-                del self._unverified[number]
+        for number in sorted(self._unverified if numbers is None else self._unverified & numbers):
+            of_file = self._first_block + number
+            files.require_sound(where, self._folder, of_file, self._written[number], self._blocks[number])
+            self._unverified.remove(number)
 
     def __getstate__(self) -> dict:
         with self._lock:
@@ -505,18 +481,19 @@ class SparseIndex:
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state, _lock=threading.RLock())
 
-    def _require_whole(self, where: str) -> None:
+    def _require_unsharded(self, where: str) -> None:
         if self._shard is not None:
             raise ValueError(f"{where}: an index that was loaded as a shard cannot be changed or saved; load it whole.")
 
 
+def _all_live(documents: int, device: torch.device) -> Tensor:
+    return torch.ones(documents, dtype=torch.bool, device=device)
+
+
 def _device(where: str, device: str | torch.device) -> torch.device:
-    """As tensors have it; ValueError if it cannot search."""
-    device = torch.device(device)
-    require_device(where, device)
-    if device.type == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    """Device as tensors have it; ValueError if it cannot search."""
+    require_device(where, torch.device(device))
+    return torch.empty(0, device=device).device
 
 
 def _require_same_on_all_ranks(

@@ -17,7 +17,7 @@ def merge(best: Tensor, positions: Tensor, scores: Tensor, first: int, k: int) -
 
 
 def merge_at(best: Tensor, positions: Tensor, scores: Tensor, new: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The same for new scores at the positions ``new``, which ascend and lie behind those so far."""
+    """Merge new scores at the positions ``new``, which ascend and lie behind those so far."""
     order = largest(scores, min(k, scores.shape[1]))
     scores = torch.cat([best, scores.gather(1, order)], dim=1)
     positions = torch.cat([positions, new.gather(1, order)], dim=1)
@@ -33,10 +33,10 @@ def merge_results(results: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Ten
     # A score may be 0 as well, and must come before what fills up.
     scores = scores.masked_fill(positions < 0, -1)
     order = largest(scores, min(k, scores.shape[1]))
-    return filled_up(scores.gather(1, order), positions.gather(1, order))
+    return mark_missing(scores.gather(1, order), positions.gather(1, order))
 
 
-def filled_up(scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def mark_missing(scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Results of sparse search: 0 and -1 where there is no document, which ``scores`` marks by a number below 0."""
     missing = scores < 0
     return scores.masked_fill(missing, 0), positions.masked_fill(missing, -1)

@@ -7,22 +7,20 @@ import sys
 import pytest
 from paths import RECIPES, ROOT
 
-pytest.importorskip("typer")
+pytest.importorskip("rich")
 
-from typer.testing import CliRunner
 
-from pylate_fastmaxsim.cli import load_app
+from command_line import fastmaxsim
+
 from pylate_fastmaxsim.recipes.config.shipped import describe, is_recipe, shipped_recipes
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
-
-app = load_app()
 
 
 def test_every_recipe_is_listed_with_one_line_of_its_own():
     files = sorted(RECIPES.rglob("*.yaml"))
     assert list(shipped_recipes()) == sorted(file.stem for file in files)  # no two have one name
-    lines = CliRunner().invoke(app, ["recipes"]).output.splitlines()
+    lines = fastmaxsim(["recipes"]).output.splitlines()
     assert [line.split()[0] for line in lines] == list(shipped_recipes())
     for file in files:
         # A sentence that went on in the next line would be cut.
@@ -32,14 +30,14 @@ def test_every_recipe_is_listed_with_one_line_of_its_own():
 def test_a_recipe_is_found_by_name_behind_a_file_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_recipe("quickstart") == load_recipe(RECIPES / "quickstart.yaml")
-    done = CliRunner().invoke(app, ["recipes", "copy", "quickstart", "mine"])
+    done = fastmaxsim(["recipes", "copy", "quickstart", "mine"])
     assert (done.exit_code, done.stdout) == (0, "mine/quickstart.yaml\n")
     copy = tmp_path / "mine" / "quickstart.yaml"
     copy.write_text(copy.read_text().replace("runs/quickstart", "elsewhere"))
     assert load_recipe("quickstart").output_dir == "runs/quickstart"
     monkeypatch.chdir(copy.parent)
     assert load_recipe("quickstart").output_dir == "elsewhere"
-    done = CliRunner().invoke(app, ["recipes", "copy", "quickstart"])
+    done = fastmaxsim(["recipes", "copy", "quickstart"])
     assert (done.exit_code, done.stderr) == (2, "fastmaxsim: quickstart.yaml cannot be written: File exists.\n")
     (tmp_path / "quickstart").mkdir()
     assert is_recipe("mine.yaml") and is_recipe("quickstart") and not is_recipe("some/model")
@@ -59,7 +57,7 @@ def test_a_recipe_that_is_not_there_gets_one_sentence(name, sentence, tmp_path, 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecipeError, match=sentence):
         load_recipe(name)
-    assert "there is no recipe x; the package has" in CliRunner().invoke(app, ["recipes", "copy", "x"]).stderr
+    assert "there is no recipe x; the package has" in fastmaxsim(["recipes", "copy", "x"]).stderr
 
 
 @pytest.mark.e2e
@@ -73,7 +71,7 @@ def test_a_wheel_holds_the_recipes(tmp_path):
     subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "installed", wheel], check=True, timeout=120)
     (tmp_path / "work").mkdir()
 
-    def fastmaxsim(*arguments):
+    def installed(*arguments):
         program = (
             "import pylate_fastmaxsim, sys\nassert 'installed' in pylate_fastmaxsim.__file__\n"
             "from pylate_fastmaxsim.cli import main\nmain()"
@@ -87,7 +85,7 @@ def test_a_wheel_holds_the_recipes(tmp_path):
             timeout=300,
         )
 
-    assert fastmaxsim("recipes").stdout == CliRunner().invoke(app, ["recipes"]).output
+    assert installed("recipes").stdout == fastmaxsim(["recipes"]).output
     few = {
         "data": "{source: docstrings, packages: [numpy], max_rows: 40}",
         "model.build": "{vocab_size: 512, hidden_size: 16, num_hidden_layers: 1, intermediate_size: 16}",
@@ -95,6 +93,6 @@ def test_a_wheel_holds_the_recipes(tmp_path):
         "training.per_device_train_batch_size": "4",
         "evaluation.rows": "0",
     }
-    done = fastmaxsim("train", "quickstart", *(part for key in few for part in ("--set", f"{key}={few[key]}")))
+    done = installed("train", "quickstart", *(part for key in few for part in ("--set", f"{key}={few[key]}")))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "work" / "runs" / "quickstart" / "model").is_dir()

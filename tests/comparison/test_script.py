@@ -18,10 +18,9 @@ from compared_script import accelerated, compare, compared, example
 
 from pylate_fastmaxsim.comparison import script
 from pylate_fastmaxsim.comparison.ranks import SEVERAL_MACHINES, Ranks
-from pylate_fastmaxsim.comparison.runs import OUT_OF_MEMORY
 from pylate_fastmaxsim.comparison.script_child import FAILURE
-from pylate_fastmaxsim.comparison.turns import ChildFailed, OutOfMemoryElsewhere, Run, Turns
-from pylate_fastmaxsim.comparison.verdict import compared_runs
+from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY, ChildFailed, OutOfMemoryElsewhere, Run, Turns
+from pylate_fastmaxsim.comparison.verdict import summarize_turns
 
 STEPS = ("--steps", "12")
 
@@ -237,11 +236,11 @@ def test_a_script_that_ends_by_a_code_has_said_why(tmp_path, capsys):
     log.write_text("usage: train.py [--lr LR]\n")
     # As by os._exit, without a result.
     with pytest.raises(SystemExit, match="1"):
-        script._fail_as(ChildFailed("stock", 0, log), tmp_path)
+        script._exit_as_the_script(ChildFailed("stock", 0, log), tmp_path)
     assert "ended with exit code 0" in capsys.readouterr().err
     (tmp_path / "stock" / FAILURE).touch()
     with pytest.raises(SystemExit, match="3"):
-        script._fail_as(ChildFailed("stock", 3, log), tmp_path)
+        script._exit_as_the_script(ChildFailed("stock", 3, log), tmp_path)
     assert capsys.readouterr().err == "usage: train.py [--lr LR]\n"
 
 
@@ -313,12 +312,12 @@ def test_ranks_exchange_values_and_hear_who_is_out_of_memory(ranks):
     other.join()
     assert heard == [[{"steps": 4}, 3], variables] and variables["MASTER_PORT"] != os.environ["MASTER_PORT"]
     assert "TORCHELASTIC_USE_AGENT_STORE" not in variables
-    first.look_out()
+    first.require_memory_elsewhere()
     last = threading.Thread(target=second.gather, args=[OUT_OF_MEMORY])
     last.start()
     with pytest.raises(OutOfMemoryElsewhere):
         while last.is_alive():
-            first.look_out()
+            first.require_memory_elsewhere()
     first.gather("finished")
     last.join()
 
@@ -331,7 +330,7 @@ def test_without_rich_and_matplotlib_the_table_is_text(monkeypatch, tmp_path, ca
         mode: Run(steps=[{"loss": 1.0}, {"loss": float("nan")}], blocks=blocks, memory={"before": 2**20, "peak": 2**21})
         for mode in ("stock", "fast")
     }
-    script._report({"recipe": {"name": "train.py"}, **compared_runs(Turns(runs, False))}, tmp_path / "compare.json")
+    script._report({"recipe": {"name": "train.py"}, **summarize_turns(Turns(runs, False))}, tmp_path / "compare.json")
     said = capsys.readouterr()
     assert "train.py on unknown device\n" in said.out
     assert re.search(r"\npeak memory +2 MiB +2 MiB +100%\n", said.out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from itertools import groupby
@@ -90,8 +91,8 @@ class Scripted:
         self.done = False
         self.answers = [{"ready": True}]
 
-    def order(self, order: dict) -> None:
-        wanted = order.get("steps")
+    def give_turn(self, steps: float) -> None:
+        wanted = None if steps == math.inf else steps
         self.script.orders.append((self.name, wanted))
         if self.done:
             self.answers.append({"finished": {"again": self.again}})
@@ -109,7 +110,7 @@ class Scripted:
         }
         self.answers.append({"block": block, "done": self.done})
 
-    def message(self) -> dict:
+    def report(self) -> dict:
         if self.script.fails(self):
             raise ChildFailed(self.name, 1, self.script.log)
         if self.script.runs_out(self):

@@ -9,7 +9,7 @@ import stepping
 
 from pylate_fastmaxsim.comparison.report import headline
 from pylate_fastmaxsim.comparison.turns import Child, Run, Turns, python, take_turns
-from pylate_fastmaxsim.comparison.verdict import compared_runs, verdict
+from pylate_fastmaxsim.comparison.verdict import summarize_turns, verdict
 
 
 def run(*seconds: float, cpu: float = 2.0, device: str = "cpu", steps: int = 3) -> Run:
@@ -50,19 +50,19 @@ def test_a_machine_is_busy_where_cpu_seconds_say_another_ratio():
 
 
 def test_what_the_report_takes():
-    compared = compared_runs(Turns({"stock": run(6.0, 6.0), "fast": run(3.0, 3.0)}, restarted=False))
+    compared = summarize_turns(Turns({"stock": run(6.0, 6.0), "fast": run(3.0, 3.0)}, restarted=False))
     assert compared["summary"]["speedup"] == compared["summary"]["turns"]["ratio"] == 2.0
     assert compared["summary"]["wall_seconds"] == {"stock": 9.0, "fast": 9.0}
     # Of 11 steps, 5 are warm-up.
     assert compared["runs"]["fast"]["step_seconds"] == 1.0 and compared["runs"]["fast"]["cpu_step_seconds"] == 2.0
-    gone = compared_runs(Turns({"stock": Run("out of memory"), "fast": run(3.0)}, restarted=False))
+    gone = summarize_turns(Turns({"stock": Run("out of memory"), "fast": run(3.0)}, restarted=False))
     assert gone["summary"]["speedup"] is gone["summary"]["turns"] is None
     finished = {"status": "finished", "memory": {"before": 1, "peak": 2}}
     few = [
         Run(blocks=[{"seconds": 1.0, "cpu_seconds": 1.0, "steps": 1, "pair": None}], steps=[{}], **finished)
         for _ in "ab"
     ]
-    warm_up = compared_runs(Turns(dict(zip(("stock", "fast"), few, strict=True)), restarted=False))
+    warm_up = summarize_turns(Turns(dict(zip(("stock", "fast"), few, strict=True)), restarted=False))
     assert warm_up["summary"]["speedup"] is None
     assert headline({"recipe": {"name": "x"}, **warm_up}).endswith("too few steps for a verdict on the speed")
 

@@ -7,9 +7,18 @@ import torch
 
 from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK, pooled_scores
 from pylate_fastmaxsim.diagnostics import injection
-from pylate_fastmaxsim.diagnostics.injection import EVERYWHERE, RANDOM, TARGETED, injected_tokens, injection_sweep
+from pylate_fastmaxsim.diagnostics.injection import (
+    EVERYWHERE,
+    RANDOM,
+    TARGETED,
+    injected_tokens,
+    injection_sweep,
+    joined,
+    pooled,
+    state_of,
+    weighting_of,
+)
 from pylate_fastmaxsim.diagnostics.robustness import grades_of, retrieval_metrics
-from pylate_fastmaxsim.diagnostics.running_states import joined, kind_of, pooled, state_of
 
 POOLINGS = (Max(), TopK(3), Softmax(0.3), LogSumExp(0.2))
 
@@ -105,11 +114,11 @@ def test_counts_are_refused_that_are_no_numbers_of_tokens(case):
 @pytest.mark.parametrize("first, more", [(0, 0), (0, 2), (2, 0), (1, 1), (6, 4)])
 def test_states_join_to_that_of_all_tokens(pooling, first, more):
     similarities = 2 * torch.rand(5, first + more, generator=torch.Generator().manual_seed(1)) - 1
-    kind = kind_of(pooling)
-    both, share = joined(kind, *(state_of(kind, part) for part in similarities.split([first, more], dim=1)))
-    expected = pooled(pooling, state_of(kind, similarities))
+    weighting = weighting_of(pooling)
+    both, share = joined(weighting, *(state_of(weighting, part) for part in similarities.split([first, more], dim=1)))
+    expected = pooled(pooling, state_of(weighting, similarities))
     torch.testing.assert_close(pooled(pooling, both), expected)
     assert ((share == 0) if not more else (share == 1) if not first else (share >= 0) & (share <= 1)).all()
     if first + more:
         padded = torch.nn.functional.pad(similarities, (0, 3), value=-torch.inf)
-        torch.testing.assert_close(pooled(pooling, state_of(kind, padded)), expected)
+        torch.testing.assert_close(pooled(pooling, state_of(weighting, padded)), expected)

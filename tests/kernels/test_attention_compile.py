@@ -7,21 +7,14 @@ pytest.importorskip("triton")
 from compiled import SHARED_MEMORY, check, compiled, options_of  # noqa: E402
 
 from pylate_fastmaxsim.kernels.attention import launch  # noqa: E402
-from pylate_fastmaxsim.kernels.attention.long import (  # noqa: E402
-    long_attention_gradient_kernel,
-    long_attention_kernel,
-)
-from pylate_fastmaxsim.kernels.attention.rotary import rotary_kernel  # noqa: E402
-from pylate_fastmaxsim.kernels.attention.short import (  # noqa: E402
-    short_attention_gradient_kernel,
-    short_attention_kernel,
-)
+from pylate_fastmaxsim.kernels.attention.forward import attention_kernel, rotary_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.attention.gradient import attention_gradient_kernel  # noqa: E402
 
 pytestmark = pytest.mark.compile
 
 KERNELS = {
-    "forward": (short_attention_kernel, long_attention_kernel, launch.FORWARD),
-    "backward": (short_attention_gradient_kernel, long_attention_gradient_kernel, launch.BACKWARD),
+    "forward": (attention_kernel, launch.FORWARD),
+    "backward": (attention_gradient_kernel, launch.BACKWARD),
 }
 
 
@@ -33,8 +26,8 @@ KERNELS = {
         *((dim, "fp16", False, 0.1) for dim in (32, 64, 96, 128)),
     ],
 )
-@pytest.mark.parametrize("short, long, table", KERNELS.values(), ids=KERNELS)
-def test_tiles_of_the_table(short, long, table, dim, operand, window, dropout):
+@pytest.mark.parametrize("kernel, table", KERNELS.values(), ids=KERNELS)
+def test_tiles_of_the_table(kernel, table, dim, operand, window, dropout):
     columns = max(dim, 128 if dim == 96 else 0)
     heads = 768 // dim
     # Rotary positions turn gradients, of one product, back.
@@ -45,8 +38,7 @@ def test_tiles_of_the_table(short, long, table, dim, operand, window, dropout):
     absent = (() if rotary else ("cos", "sin")) + (() if dropout else ("seed",))
     tiles = table[columns]
     for tile in (*tiles.short, tiles.long):
-        kernel = long if tile is tiles.long else short
-        constants = layout | {"LONGER_THAN": 0, "BLOCK": tile.block}
+        constants = layout | {"LONGER_THAN": 0, "BLOCK": tile.block, "LONG": tile is tiles.long}
         ptx, shared = compiled(kernel, 90, operand, options_of(tile), absent, **constants)
         # Some spill a few registers, and were faster than those that spill none.
         assert shared <= SHARED_MEMORY[90]

@@ -125,15 +125,15 @@ def test_all_launches_of_a_kernel_name_its_constants_in_one_order():
 
 def test_the_key_of_a_kernel_does_not_depend_on_the_kernels_before_it():
     """Or a warm-up, whose processes compile kernels in other orders, would compile them in vain."""
-    names = ["pooled.smooth_forward.smooth_forward_kernel", "pooled.top_few_forward.top_few_kernel"]
+    names = ["maxsim.forward.forward_kernel", "pooled.top_many_forward.top_many_kernel"]
     script = f"""
 import importlib, sys
-from pylate_fastmaxsim.kernels.runtime.cached_launch import hash_what_it_calls_first
+from pylate_fastmaxsim.kernels.runtime.cached_launch import hash_callees
 kernels = []
 for name in {names}[:: int(sys.argv[1])]:
     module, _, kernel = name.rpartition(".")
     kernels.append(getattr(importlib.import_module("pylate_fastmaxsim.kernels." + module), kernel).kernel)
-    hash_what_it_calls_first(kernels[-1])
+    hash_callees(kernels[-1])
 print(sorted(kernel.cache_key for kernel in kernels))
 """
     keys = {

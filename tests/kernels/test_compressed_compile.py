@@ -4,13 +4,12 @@ import pytest
 
 pytest.importorskip("triton")
 
-from compiled import MATRIX_UNIT, blocks_of, check, compiled, options_of, points  # noqa: E402
+from compiled import MATRIX_UNIT, OF_SMOOTH, blocks_of, check, compiled, options_of, points  # noqa: E402
 
-from pylate_fastmaxsim.kernels.compressed.decompress import decompress_kernel  # noqa: E402
-from pylate_fastmaxsim.kernels.compressed.forward import compressed_forward_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.compressed.conversions import decompress_kernel, round_rows_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.compressed.query_gradient import compressed_query_gradient_kernel  # noqa: E402
-from pylate_fastmaxsim.kernels.compressed.round_rows import round_rows_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.compressed.tiles import forward_tiles, gradient_rows  # noqa: E402
+from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel  # noqa: E402
 
 pytestmark = pytest.mark.compile
 
@@ -29,10 +28,16 @@ def absent_of(format: str) -> tuple[str, ...]:
 
 def compile_forward(arch, format, bits, dim, rows, directory, absent=(), **constants):
     tile = forward_tiles(arch, format, dim, rows)
-    types = {"stored": STORED[format], "q_values": "*bf16" if format == "residual" else STORED[format]}
-    constants = {"WANT_WINNERS": True, "ONE_QUERY": rows <= 32, "ROWS_PER_QUERY": 32} | constants
+    types = {"d_values": STORED[format], "q_values": "*bf16" if format == "residual" else STORED[format]}
+    constants = {
+        "POOLING": "max",
+        "K": 1,
+        "WANT_WINNERS": True,
+        "ONE_QUERY": rows <= 32,
+        "ROWS_PER_QUERY": 32,
+    } | constants
     ptx, shared = compiled(
-        compressed_forward_kernel, arch, "bf16", options_of(tile), (*absent_of(format), *absent), types=types,
+        forward_kernel, arch, "bf16", options_of(tile), ("zero_floor", *OF_SMOOTH, *absent_of(format), *absent), types=types,
         FORMAT=format.split()[0], PER_TOKEN="token" in format, BITS=bits, DIM=dim, **constants, **blocks_of(tile),
     )  # fmt: skip
     check(arch, "bf16", ptx, shared, directory)

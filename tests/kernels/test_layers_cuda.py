@@ -4,8 +4,7 @@ import pytest
 import torch
 from layer_cases import glu_case, gradients, norm_case
 
-from pylate_fastmaxsim.ops.layers.glu import geglu_linear
-from pylate_fastmaxsim.ops.layers.norm import norm_with_residual
+from pylate_fastmaxsim.ops.encoder_layers import geglu_linear, norm_with_residual
 
 pytestmark = pytest.mark.cuda
 

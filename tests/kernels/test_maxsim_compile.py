@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled import blocks_of, check, compiled, kind, options_of, points  # noqa: E402
+from compiled import OF_COMPRESSED, OF_SMOOTH, blocks_of, check, compiled, kind, options_of, points  # noqa: E402
 
 from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.maxsim.plan import VECTORS  # noqa: E402
 from pylate_fastmaxsim.kernels.maxsim.tiles import forward_tiles  # noqa: E402
 from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_kernel  # noqa: E402
 
@@ -36,9 +37,10 @@ def compile_forward(arch, operand, dim, batch, directory):
     query_rows = batch.rows if batch.long_queries else 32
     tile = forward_tiles(arch, kind(operand), dim, batch.rows, want_winners, query_rows)
     absent = (() if batch.candidates else ("candidates",)) + (() if batch.masks else MASKS)
-    absent += () if want_winners else ("winners",)
+    absent += (() if want_winners else ("winners",)) + OF_COMPRESSED + OF_SMOOTH
     one_query = batch.candidates or batch.long_queries
     constants = {"DIM": dim, "ROWS_PER_QUERY": 32, "ONE_QUERY": one_query, "WANT_WINNERS": want_winners}
+    constants |= VECTORS | {"POOLING": "max", "K": 1}
     options, blocks = options_of(tile), blocks_of(tile)
     winners = batch.winners or torch.uint8
     ptx, shared = compiled(forward_kernel, arch, operand, options, absent, winners, **constants, **blocks)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from defined_winners import maxsim_winners
 
 pytest.importorskip("triton")
 
@@ -10,7 +11,7 @@ import maxsim_kernels
 from exactness import winner_index
 from interpreter import interpreted, spread_out  # noqa: F401
 
-from pylate_fastmaxsim import TokenBatch, reference
+from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.kernels.maxsim import tiles as forward_tiles
 from pylate_fastmaxsim.kernels.winner_backward import tiles as backward_tiles
@@ -53,7 +54,7 @@ def check(queries, documents, candidates=None, zero_floor=None, tiles=TILES):
     problem = queries, documents, candidates, zero_floor
     scores, winners = exactness.check(maxsim_kernels, *problem, tolerance=tolerance, tiles=tiles)
     in_double = [batch.with_values(batch.values.double()) for batch in (queries, documents)]
-    assert torch.equal(winner_index(winners), reference.maxsim_winners(*in_double, candidates, zero_floor))
+    assert torch.equal(winner_index(winners), maxsim_winners(*in_double, candidates, zero_floor))
     return scores, winners
 
 
@@ -159,7 +160,7 @@ def test_the_first_of_equal_maxima_wins_in_tiles_of_any_width(generator, width, 
         documents.values[start : start + int(documents.lengths[short])] = -torch.inf
     operands = ScoringOperands.of(queries, documents, candidates, None)
     _, winners = maxsim_kernels.forward(operands, True, "highest", tiles)
-    assert torch.equal(winner_index(winners), reference.maxsim_winners(queries, documents, candidates))
+    assert torch.equal(winner_index(winners), maxsim_winners(queries, documents, candidates))
 
 
 def test_nan_shows_and_stays_where_it_is_used(generator):
@@ -168,7 +169,7 @@ def test_nan_shows_and_stays_where_it_is_used(generator):
     documents.values[nan] = torch.nan
     scores, winners = maxsim_kernels.forward(ScoringOperands.of(queries, documents), True, "highest", TILES)
     assert scores.isnan().tolist() == [[False, True, False]] * 2 + [[False] * 3]
-    assert torch.equal(winners.long(), reference.maxsim_winners(queries, documents))
+    assert torch.equal(winners.long(), maxsim_winners(queries, documents))
     keep = torch.ones(65, dtype=torch.bool)
     keep[nan] = False
     masked = TokenBatch(documents.values, documents.starts, documents.lengths, 40, keep)

@@ -5,9 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled import blocks_of, check, compiled, kind, options_of, points  # noqa: E402
+from compiled import OF_COMPRESSED, OF_SMOOTH, blocks_of, check, compiled, kind, options_of, points  # noqa: E402
 
-from pylate_fastmaxsim.kernels.pooled.smooth_forward import smooth_forward_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.maxsim.plan import VECTORS  # noqa: E402
 from pylate_fastmaxsim.kernels.pooled.smooth_gradients import (  # noqa: E402
     coefficients_kernel,
     smooth_document_gradient_kernel,
@@ -18,7 +19,6 @@ from pylate_fastmaxsim.kernels.pooled.tiles import (  # noqa: E402
     forward_tiles,
     query_gradient_tiles,
 )
-from pylate_fastmaxsim.kernels.pooled.top_few_forward import top_few_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.pooled.top_many_forward import top_many_kernel  # noqa: E402
 
 pytestmark = pytest.mark.compile
@@ -29,10 +29,12 @@ PACKED = ("q_keep", "live_tokens", "candidates")
 ALL_ROWS = (*PACKED, "q_rows", "q_offsets", "pairs", "pair_offsets")
 
 
-def compile_forward(arch, operand, dim, k, directory, absent=PACKED, **more):
+def compile_forward(arch, operand, dim, k, directory, absent=PACKED, pooling="softmax", **more):
     tile = forward_tiles(arch, kind(operand), dim, 4096, k)
-    constants = {"DIM": dim, "ROWS_PER_QUERY": 32, "ONE_QUERY": False, "WANT_WINNERS": True, "K": k, "KEPT": k, **more}
-    kernel = smooth_forward_kernel if k == 0 else top_few_kernel if k <= 4 else top_many_kernel
+    constants = {"DIM": dim, "ROWS_PER_QUERY": 32, "ONE_QUERY": False, "WANT_WINNERS": k > 0, "K": k, "KEPT": k, **more}
+    constants |= VECTORS | {"POOLING": "top k" if k else pooling}
+    kernel = forward_kernel if k <= 4 else top_many_kernel
+    absent = (*absent, "zero_floor", *OF_COMPRESSED, *(OF_SMOOTH if k else ["winners"]))
     ptx, shared = compiled(kernel, arch, operand, options_of(tile), absent, torch.int16, **constants, **blocks_of(tile))
     check(arch, operand, ptx, shared, directory)
 
@@ -40,12 +42,12 @@ def compile_forward(arch, operand, dim, k, directory, absent=PACKED, **more):
 @pytest.mark.parametrize("arch, operand, dim", points(CASES, EVERYWHERE))
 @pytest.mark.parametrize("k", [0, 4, 16], ids=["softmax", "top-4", "top-16"])
 def test_forward(arch, operand, dim, k, tmp_path):
-    compile_forward(arch, operand, dim, k, tmp_path, LOG_SUM_EXP=False)
+    compile_forward(arch, operand, dim, k, tmp_path)
 
 
 @pytest.mark.parametrize("k", [0, 4], ids=["log-sum-exp", "top-4"])
 def test_forward_with_masks_and_candidates(k, tmp_path):
-    compile_forward(90, "bf16", 128, k, tmp_path, absent=("pooled",), ONE_QUERY=True, LOG_SUM_EXP=True)
+    compile_forward(90, "bf16", 128, k, tmp_path, absent=("pooled",), pooling="log-sum-exp", ONE_QUERY=True)
 
 
 @pytest.mark.parametrize("arch, operand, dim", points(CASES, EVERYWHERE))

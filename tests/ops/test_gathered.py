@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pylate_fastmaxsim
 from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TokenBatch, TopK, maxsim, pooled_scores
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
-from pylate_fastmaxsim.ops.distributed.gather import gather_documents
+from pylate_fastmaxsim.ops.gathered import gather_documents
 from pylate_fastmaxsim.pooling import Pooling
 
 DIM = 8

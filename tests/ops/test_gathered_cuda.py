@@ -10,8 +10,7 @@ import torch.distributed as dist
 from ranks import run_cases
 
 from pylate_fastmaxsim import TokenBatch, maxsim
-from pylate_fastmaxsim.ops.distributed.gather import gather_documents
-from pylate_fastmaxsim.ops.distributed.layout import describe
+from pylate_fastmaxsim.ops.gathered import gather_documents
 
 DIM = 128
 
@@ -41,17 +40,17 @@ def _gradients(folder: str) -> None:
 def _waits_for_no_computation(folder: str) -> None:
     """Where the documents of other ranks are is known before the device has done what it was given to do."""
     documents = _documents(dist.get_rank())
-    expected = describe(documents, None)  # and makes the connections
+    expected, _ = gather_documents(documents)  # and makes the connections
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda._sleep(4 * 10**9)  # cycles: some seconds
     slept = torch.cuda.Event()
     slept.record()
-    shards = describe(documents, None)
+    gathered, _ = gather_documents(documents)
     assert not slept.query()
-    assert (shards.rows, shards.max_lengths) == (expected.rows, expected.max_lengths)
-    assert torch.equal(shards.starts, expected.starts)
-    assert torch.equal(shards.keep, expected.keep)
+    assert gathered.max_length == expected.max_length
+    for ours, theirs in ((gathered.starts, expected.starts), (gathered.keep, expected.keep)):
+        assert torch.equal(ours, theirs)
 
 
 CASES = {"gradients": _gradients, "waits for no computation": _waits_for_no_computation}

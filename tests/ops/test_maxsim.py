@@ -13,7 +13,7 @@ from pylate_fastmaxsim import TokenBatch, maxsim, reference
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.cpu import maxsim as blocked
-from pylate_fastmaxsim.ops import dispatch
+from pylate_fastmaxsim.ops import operands
 
 
 def with_gradients(queries, documents, *args, **kwargs):
@@ -193,20 +193,20 @@ def test_older_gpus_are_scored_by_pytorch_and_that_is_said_once(capability, suff
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    dispatch.has_kernels.cache_clear()
+    operands.has_kernels.cache_clear()
     with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
-        assert [dispatch.has_kernels(torch.device("cuda", 0)) for _ in range(2)] == [suffices] * 2
-    dispatch.has_kernels.cache_clear()
+        assert [operands.has_kernels(torch.device("cuda", 0)) for _ in range(2)] == [suffices] * 2
+    operands.has_kernels.cache_clear()
     assert [("capability 8.0 or newer" in message) for message in caplog.messages] == [True] * (not suffices)
 
 
 def test_without_triton_cuda_tensors_are_scored_by_pytorch_and_that_is_said_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "pylate_fastmaxsim.kernels.maxsim.launch", None)
     monkeypatch.delattr("pylate_fastmaxsim.kernels.maxsim.launch", raising=False)
-    dispatch._has_triton.cache_clear()
+    operands._has_triton.cache_clear()
     with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
-        assert not dispatch._has_triton() and not dispatch._has_triton()
-    dispatch._has_triton.cache_clear()
+        assert not operands._has_triton() and not operands._has_triton()
+    operands._has_triton.cache_clear()
     assert len(caplog.records) == 1 and "Triton cannot be imported" in caplog.text
 
 

@@ -42,7 +42,7 @@ def test_every_call_is_in_one_share(as_on_a_gpu, tmp_path):
     assert sorted(map(str, (call for share in shares for call in share.calls))) == sorted(
         map(str, [*calls_of(SHAPE), *calls_of(OTHER)])
     )
-    forwards = [{processes._forward(call) for call in share.calls} for share in shares]
+    forwards = [{processes._key_of_forward(call) for call in share.calls} for share in shares]
     assert sum(map(len, forwards)) == len(set().union(*forwards))
     assert {share.float32_precision for share in shares} == {"high"}
     assert warmup([]).processes == 0

@@ -10,7 +10,7 @@ WITHOUT_PYLATE = ("multi_vector", "splade_recipes", "splade_evaluation", "splade
 
 # Recipes need the extra "recipes".
 try:
-    for module in ("datasets", "matplotlib", "ranx", "typer"):
+    for module in ("datasets", "matplotlib", "ranx", "rich"):
         import_module(module)
 except ImportError:
     collect_ignore_glob = ["*"]

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from pylate_fastmaxsim import TokenBatch, maxsim
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
-from pylate_fastmaxsim.retrieval.formats import checked, description, reading
+from pylate_fastmaxsim.retrieval.formats import checksums as chunked
+from pylate_fastmaxsim.retrieval.formats import description, reading
 from pylate_fastmaxsim.retrieval.formats.description import Held
-from pylate_fastmaxsim.retrieval.formats.format import Plain
+from pylate_fastmaxsim.retrieval.formats.format import Format
 from pylate_fastmaxsim.retrieval.search import search
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -82,7 +83,7 @@ def test_on_a_cpu_nothing_is_copied(tmp_path):
 def checksums(file, begin: int = 0) -> list[int]:
     with open(file, "rb") as opened:
         opened.seek(begin, os.SEEK_SET if begin >= 0 else os.SEEK_END)
-        return [xxhash.xxh3_64_intdigest(chunk) for chunk in iter(lambda: opened.read(checked.CHUNK), b"")]
+        return [xxhash.xxh3_64_intdigest(chunk) for chunk in iter(lambda: opened.read(chunked.CHUNK), b"")]
 
 
 def sparse(folder) -> Corpus:
@@ -93,10 +94,10 @@ def sparse(folder) -> Corpus:
         file.seek(-3 * d * 2, os.SEEK_END)
         file.write(torch.ones(3, d, dtype=torch.bfloat16).view(torch.uint8).numpy().data)
     (folder / "bounds.bin").write_bytes((torch.arange(count + 1) * (tokens // count)).numpy().data)
-    values = np.full(tokens * d * 2 // checked.CHUNK, xxhash.xxh3_64_intdigest(bytes(checked.CHUNK)), np.uint64)
-    values[-1] = checksums(folder / "values.bin", -checked.CHUNK)[0]
+    values = np.full(tokens * d * 2 // chunked.CHUNK, xxhash.xxh3_64_intdigest(bytes(chunked.CHUNK)), np.uint64)
+    values[-1] = checksums(folder / "values.bin", -chunked.CHUNK)[0]
     table = np.concatenate([values, np.array(checksums(folder / "bounds.bin"), np.uint64)])
-    description.finish(folder, Held(Plain(d, torch.bfloat16), count, tokens, table, 0, "identity"))
+    description.finish(folder, Held(Format("bfloat16", d), count, tokens, table, 0, "identity"))
     return Corpus(folder)
 
 

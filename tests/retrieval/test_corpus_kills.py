@@ -16,7 +16,7 @@ from corpora import codec, grouped, lists, unit_documents
 from power_cut import states, written
 
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
-from pylate_fastmaxsim.retrieval.formats import checked, description, writer
+from pylate_fastmaxsim.retrieval.formats import checksums, description, writer
 
 FORMATS = {"bfloat16": None, "int8": "int8", "fp8": "fp8", "residual": codec()}
 SEQUENCES = unit_documents(20, seed=3)
@@ -27,7 +27,7 @@ CUTS, STATES = 2, 6  # power cuts at each event, and how many of all states are 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(checked, "CHUNK", 64)
+    monkeypatch.setattr(checksums, "CHUNK", 64)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # which takes its time; power cuts here are only thought of
     monkeypatch.setattr(writer, "SECONDS_BETWEEN_NOTES", 0.0)
 

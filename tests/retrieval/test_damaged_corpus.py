@@ -15,9 +15,9 @@ from corpora import codec, grouped, lists, unit_documents
 from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim.files.record import read_record
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
-from pylate_fastmaxsim.retrieval.formats import checked, description
-from pylate_fastmaxsim.retrieval.formats.repair import repair_corpus
+from pylate_fastmaxsim.retrieval.formats import checksums, description
 from pylate_fastmaxsim.retrieval.search import search
+from pylate_fastmaxsim.retrieval.soundness import repair_corpus
 
 FORMATS = {"bfloat16": None, "int8": "int8", "fp8": "fp8", "residual": codec()}
 SEQUENCES = unit_documents(24, seed=5)
@@ -28,7 +28,7 @@ FLIPS = 15  # of each file
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(checked, "CHUNK", 32)
+    monkeypatch.setattr(checksums, "CHUNK", 32)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # which takes its time
 
 
@@ -172,10 +172,10 @@ def resealed(folder: Path) -> None:
     """Describe files as they are now, as a faulty writer would."""
     held = description.read(folder)
     table = [
-        xxhash.xxh3_64_intdigest(content[begin : begin + checked.CHUNK])
-        for name in description.sizes(*held[:3])
+        xxhash.xxh3_64_intdigest(content[begin : begin + checksums.CHUNK])
+        for name in held.sizes
         for content in [(folder / name).read_bytes()]
-        for begin in range(0, len(content), checked.CHUNK)
+        for begin in range(0, len(content), checksums.CHUNK)
     ]
     description.finish(folder, held._replace(checksums=np.array(table, np.uint64)))
 
@@ -248,7 +248,7 @@ def test_no_more_is_cut_off_than_is_damaged(tmp_path):
     content[len(content) // 2] ^= 1
     (tmp_path / "values.bin").write_bytes(content)
     kept = repair_corpus(tmp_path)
-    damaged = len(content) // 2 // checked.CHUNK * checked.CHUNK
+    damaged = len(content) // 2 // checksums.CHUNK * checksums.CHUNK
     ends = corpus.parts[0].bounds * 16 * 2
     assert ends[kept] <= damaged < ends[kept + 1]
 

@@ -14,9 +14,9 @@ import torch
 from corpora import codec, grouped, lists, unit_documents
 
 from pylate_fastmaxsim import TokenBatch
+from pylate_fastmaxsim.files.lock import writing
 from pylate_fastmaxsim.files.record import read_record
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
-from pylate_fastmaxsim.retrieval.folders import writing
 
 SIZE = 5
 FORMATS = [None, "int8", "fp8", codec()]

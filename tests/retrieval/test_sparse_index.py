@@ -155,13 +155,13 @@ def test_what_cannot_be_removed_is_refused_and_nothing_is_removed():
     index = SparseIndex.build([batch])
     index.remove(torch.tensor([3, 17]))
     for positions, error, sentence in (
-        ([2, 20], ValueError, "position 20 is not in the index, which has 0 to 19"),
-        ([-1], ValueError, "position -1 is not in the index"),
+        ([2, 20], ValueError, "positions must be from 0 to 19, got 20"),
+        ([-1], ValueError, "positions must be from 0 to 19, got -1"),
         ([2, 17], ValueError, "position 17 is removed already"),
         ([2, 2], ValueError, "position 2 is given twice"),
-        (torch.ones(20, dtype=torch.bool), TypeError, "positions must be integers, got torch.bool"),
-        ([1.5], TypeError, "positions must be integers, got torch.float32"),
-        (3, TypeError, "positions must be integers, a list or a tensor, got 3"),
+        (torch.ones(20, dtype=torch.bool), TypeError, r"positions must be integers \[n\], got torch.bool"),
+        ([1.5], TypeError, r"positions must be integers \[n\], got torch.float32"),
+        (3, TypeError, r"positions must be integers, a list or a tensor \[n\], got 3"),
     ):
         with pytest.raises(error, match=f"^SparseIndex.remove: {sentence}"):
             index.remove(positions)

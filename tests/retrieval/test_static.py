@@ -8,7 +8,7 @@ import torch
 from static_cases import CUTS, check, maxsim, tables, texts
 
 from pylate_fastmaxsim import BM25, SparseBatch, SparseIndex, StaticLateInteraction
-from pylate_fastmaxsim.retrieval.static import certificate, documents, model, neighbours
+from pylate_fastmaxsim.retrieval.static import certificate, documents, model
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 
 
@@ -51,9 +51,9 @@ def test_sizes_of_blocks_and_the_way_do_not_matter(threshold, cap, monkeypatch):
     """Neither do how deep the first search for candidates is, nor whether a table of neighbours is used."""
     batch, found = everything(threshold, cap)
     for share in (0.0, 1.0):
-        monkeypatch.setattr(neighbours, "LARGEST_SHARE", share)
+        monkeypatch.setattr(documents, "LARGEST_SHARE", share)
         for size in (1, 1000):
-            monkeypatch.setattr(neighbours, "SIMILARITIES_AT_ONCE", size)
+            monkeypatch.setattr(documents, "SIMILARITIES_AT_ONCE", size)
             monkeypatch.setattr(documents, "WEIGHTS_AT_ONCE", size)
             monkeypatch.setattr(documents, "ENTRIES_AT_ONCE", size)
             monkeypatch.setattr(certificate, "ENTRIES_AT_ONCE", size)

@@ -14,9 +14,8 @@ from paths import ROOT
 
 from pylate_fastmaxsim.comparison.ranks import Ranks
 from pylate_fastmaxsim.comparison.script import child_of
-from pylate_fastmaxsim.comparison.script_child import FAST
 from pylate_fastmaxsim.comparison.turns import take_turns
-from pylate_fastmaxsim.comparison.verdict import summary_of
+from pylate_fastmaxsim.comparison.verdict import FAST, summarize_run
 
 COMMAND = ("-m", "pylate_fastmaxsim.cli", "compare")
 
@@ -51,7 +50,7 @@ def accelerated(folder: Path, script: str, steps: int) -> dict[str, Any]:
     words = ["--steps", str(steps), str(folder / "train.py")]
     turns = take_turns({FAST: child_of(FAST, scratch, scratch, words, Ranks({}))}, of=steps)
     assert {path.name for path in folder.iterdir()} == {"train.py"}
-    return summary_of(turns.runs[FAST])
+    return summarize_run(turns.runs[FAST])
 
 
 def example(page: str, model: str, stand_in: str, device: str = "cpu") -> str:

@@ -6,6 +6,9 @@ import base64
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+from pylate_fastmaxsim.comparison.turns import Run
+from pylate_fastmaxsim.comparison.verdict import summarize_steps
+
 
 class Page(HTMLParser):
     """A report as a browser without a network sees it; anything that it would have to fetch fails."""
@@ -36,3 +39,30 @@ def steps(seconds: list[float], encoded: int) -> list[dict]:
         {"loss": 1 / (place + 1), "seconds": s, "documents": 4, "live": 30, "query_tokens": 20, "encoded": encoded}
         for place, s in enumerate(seconds)
     ]
+
+
+def summarized(result: dict, steps: list[dict]) -> dict:
+    """A run as the report of a comparison takes it."""
+    return {**result, **summarize_steps(steps)}
+
+
+def run_of(steps: list[dict], **more) -> Run:
+    """A run whose steps are a block each, none of which stood beside another."""
+    blocks = [{"seconds": step["seconds"], "cpu_seconds": 0.0, "steps": 1, "pair": None} for step in steps]
+    return Run(steps=steps, blocks=blocks, **more)
+
+
+class RecordingGate:
+    """Stands for a gate in a process without turns: ``steps`` are those that went through, a second each."""
+
+    def __init__(self):
+        self.steps = []
+
+    def before_step(self):
+        pass
+
+    def after_step(self, **measured):
+        self.steps.append({"seconds": 1.0, **{name: float(value) for name, value in measured.items()}})
+
+    def steps_done(self):
+        pass

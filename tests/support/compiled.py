@@ -16,8 +16,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from pylate_fastmaxsim._winners import no_winner
 from pylate_fastmaxsim.kernels.runtime.arch import ARCHITECTURES, INPUT_PRECISION
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
-from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE
+from pylate_fastmaxsim.kernels.runtime.cached_launch import RELEASE, Launcher
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 MATRIX_UNIT = {80: "mma.sync", 86: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
@@ -44,6 +43,9 @@ NAMES = {
         num_parts slot_blocks slots_per_part capacity k q_head k_head v_head grad_head num_keys reach
         blocks_per_document max_length num_texts""",
 }
+# Arguments of `forward_kernel` that documents of vectors, and poolings that keep winners, do without.
+OF_COMPRESSED = ("q_scales", "scales", "codes", "centroids", "byte_words")
+OF_SMOOTH = ("log_sums", "pooled", "scale")
 TYPES = {name: kind for kind, names in NAMES.items() for name in names.split()}
 SIZES = NAMES["i32"].split()
 

@@ -8,7 +8,9 @@ from pylate.losses import contrastive
 
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding import modes
+from pylate_fastmaxsim.integrations.encoding.plans import token_embeddings
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
+from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 
 
 def batch_of(model, seed: int = 0, documents: int = 6, collate=collated):
@@ -17,7 +19,8 @@ def batch_of(model, seed: int = 0, documents: int = 6, collate=collated):
 
 
 def encode(model, batch):
-    return encoding_encode.encode(model, encoding_encode.plan_documents(model, batch[1:], model.skiplist))
+    plan = encoding_encode.plan_documents(model, batch[1:], unwrap(model).skiplist)
+    return plan.batch([token_embeddings(model, call) for call in plan.calls])
 
 
 def tokens_of(batch):

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from pylate_fastmaxsim.kernels.pooled import top_few_forward
-from pylate_fastmaxsim.kernels.primitives import running_maximum
+from pylate_fastmaxsim.kernels.primitives import running_best, running_maximum
 
 
 def _values(operand) -> np.ndarray:
@@ -114,7 +113,7 @@ def mended() -> Iterator[None]:
             (interpreter.ReduceOps, "generic_reduce", _generic_reduce),
             (interpreter, "_patch_lang_tensor", _patch_with_index),
             (running_maximum, "_eight_more_unless_same", _eight_more_unless_same),
-            (top_few_forward, "inserted_groups", _inserted_groups),
+            (running_best, "inserted_groups", _inserted_groups),
         ):
             stack.enter_context(patch.object(owner, name, replacement))
         yield

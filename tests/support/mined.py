@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pylate_fastmaxsim.cli.commands import app
+from pylate_fastmaxsim.cli import main
 from pylate_fastmaxsim.recipes.mining import resumable, teacher
 
 RANK = int(os.environ["RANK"])
@@ -39,4 +39,5 @@ resumable.replace_file = noting
 if RANK == 1 and failing == "late":
     teacher.read_part = load_late
 apart = ["--set", f"data.name={folder / 'apart'}"] if RANK == 1 and failing == "apart" else []
-app(["mine", str(folder / "mine.yaml"), *apart])
+sys.argv[1:] = ["mine", str(folder / "mine.yaml"), *apart]
+main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from defined_winners import top_k_winners
 from exactness import from_winners, relative_error, uninitialized_memory_as_nan, winner_index
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.kernels.pooled import launch
 from pylate_fastmaxsim.kernels.pooled.tiles import FROM_TABLES
-from pylate_fastmaxsim.ops.pooled import numbers_of, of_each_winner
+from pylate_fastmaxsim.ops.pooled import gradient_of_each_winner, numbers_of
 from pylate_fastmaxsim.pooling import Pooling
 
 # Relative error (Frobenius norm). Weights of 16-bit rows are rounded to bf16, as the gradients are.
@@ -28,7 +29,7 @@ def run(queries, documents, candidates, pooling, grad, precision="highest", tile
     operands, numbers = ScoringOperands.of(queries, documents, candidates), numbers_of(pooling)
     with uninitialized_memory_as_nan():
         scores, state = launch.forward(operands, numbers, True, precision, tiles)
-        weights = of_each_winner(grad, operands, numbers.k) if numbers.k else grad
+        weights = gradient_of_each_winner(grad, operands, numbers.k) if numbers.k else grad
         gradients = launch.backward(weights, state, operands, numbers, precision, True, True, tiles)
     return scores, state, *gradients
 
@@ -64,12 +65,14 @@ def check(
     assert torch.equal(alone, scores), "scores without a state"
     if ties:
         plain = [batch.with_values(batch.values.detach()) for batch in doubles]
-        assert torch.equal(winner_index(state), reference.top_k_winners(*plain, numbers.k, candidates)), "winners"
+        assert torch.equal(winner_index(state), top_k_winners(*plain, numbers.k, candidates)), "winners"
     if numbers.k:
-        weights = of_each_winner(grad, operands, numbers.k)
+        weights = gradient_of_each_winner(grad, operands, numbers.k)
         ranks = [from_winners(queries, documents, candidates, rank, weights) for rank in state.unbind(dim=1)]
         chosen, *exact_gradients = map(sum, zip(*ranks, strict=True))
-        assert relative_error(of_each_winner(chosen, operands, numbers.k), exact.detach()) < tolerance, "winners"
+        assert relative_error(gradient_of_each_winner(chosen, operands, numbers.k), exact.detach()) < tolerance, (
+            "winners"
+        )
     else:
         exact_gradients = torch.autograd.grad(exact, leaves, grad.double())
     for name, ours, wanted in zip(("query", "document"), gradients, exact_gradients, strict=True):

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import fastmaxsim
 from safetensors.torch import load_file
 from transformers import TrainerCallback
-from typer.testing import CliRunner
 
-from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
 
@@ -18,7 +17,7 @@ from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
 def command(name: str, recipe: Path, *overrides: str):
     """Run ``fastmaxsim NAME RECIPE`` in this process; the result has ``exit_code``, ``stdout`` and ``stderr``."""
     sets = [argument for override in overrides for argument in ("--set", override)]
-    return CliRunner().invoke(app, [name, str(recipe), *sets])
+    return fastmaxsim([name, str(recipe), *sets])
 
 
 def interrupt(recipe, monkeypatch, step: int) -> str:

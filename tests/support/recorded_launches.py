@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
-from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES
+from pylate_fastmaxsim.ops.operands import KERNEL_DTYPES
 
 
 def _kind(argument) -> object:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import modes as encoding_modes
-from pylate_fastmaxsim.integrations.models.hidden_states import hidden_states_of
+from pylate_fastmaxsim.integrations.models.encoders import hidden_states_of
 
 pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE by the flag before it")
 

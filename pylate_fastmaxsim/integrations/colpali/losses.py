@@ -13,7 +13,7 @@ There they are computed like any other row. With another pooling of ``enable()``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, wraps
 
 import torch
@@ -68,7 +68,7 @@ def patches() -> list[Patch]:
 def maxsim_inbatch(options: Options, query: Tensor, doc: Tensor) -> Tensor:
     _check_backend()
     _check(query, doc, 3)
-    return _score(options, _live(query), _live(doc))
+    return _score(options, query, doc)
 
 
 @_replaces(stock_scores.maxsim_kd)
@@ -77,7 +77,7 @@ def maxsim_kd(options: Options, query: Tensor, doc: Tensor) -> Tensor:
     _check(query, doc, 4)
     if len(query) != len(doc):
         raise FallbackToHost("queries and documents differ in number")
-    return _score(options, _live(query), _live(doc.flatten(0, 1)), own_documents(doc))
+    return _score(options, query, doc.flatten(0, 1), own_documents(doc))
 
 
 @_replaces(stock_losses.ColbertModule._inbatch_scores)
@@ -86,8 +86,7 @@ def inbatch_scores(options: Options, self: nn.Module, query_embeddings: Tensor, 
         return inbatch_scores.__wrapped__(self, query_embeddings, doc_embeddings)
     _check_loss(self)
     _check(query_embeddings, doc_embeddings, 3)
-    scores = _smooth_score(options, self, query_embeddings, doc_embeddings)
-    return self._apply_normalization(scores, _counts(query_embeddings)) if self.normalize_scores else scores
+    return _scores_of_loss(options, self, query_embeddings, doc_embeddings)
 
 
 def _with_negatives(
@@ -108,16 +107,8 @@ def _with_negatives(
         raise FallbackToHost("queries, documents and negatives differ in number")
     own = torch.arange(offset, offset + batch_size, device=query_embeddings.device)[:, None]
     negatives, own_negatives = neg_doc_embeddings.flatten(0, 1), own_documents(neg_doc_embeddings)
-    if self.use_smooth_max:
-        positive = _smooth_score(options, self, query_embeddings, doc_embeddings, own)
-        negative = _smooth_score(options, self, query_embeddings, negatives, own_negatives)
-    else:
-        queries = _live(query_embeddings)
-        positive = _score(options, queries, _live(doc_embeddings), own)
-        negative = _score(options, queries, _live(negatives), own_negatives)
-    if self.normalize_scores:
-        lengths = _counts(query_embeddings)
-        positive, negative = self._apply_normalization(positive, lengths), self._apply_normalization(negative, lengths)
+    positive = _scores_of_loss(options, self, query_embeddings, doc_embeddings, own)
+    negative = _scores_of_loss(options, self, query_embeddings, negatives, own_negatives)
     loss = F.softplus((negative - positive) / self.temperature).mean()
     if self.in_batch_term_weight > 0:
         in_batch = in_batch_loss(query_embeddings, doc_embeddings, offset)
@@ -147,17 +138,14 @@ def score_multi_vector(
     if len(qs) == 0 or len(ps) == 0:
         raise FallbackToHost("there are no queries or no passages")
     device = device or get_torch_device("auto")
-    padded = [_padded(qs[begin : begin + batch_size], device) for begin in range(0, len(qs), batch_size)]
-    for some in padded:
-        check(some, padded[0], 3, 3)
-    queries = [_live(some) for some in padded]
+    queries = [_padded(qs[begin : begin + batch_size], device) for begin in range(0, len(qs), batch_size)]
     columns = []
     for begin in range(0, len(ps), batch_size):
         # Stock pads the pages of such a batch to the longest; the shorter ones then hold rows of zeros.
         pages = _padded(ps[begin : begin + batch_size], device)
-        _check(padded[0], pages, 3)
-        passages = _live(pages)
-        columns.append(torch.cat([_score(options, some, passages) for some in queries]))
+        for some in queries:
+            _check(some, pages, 3)
+        columns.append(torch.cat([_score(options, some, pages) for some in queries]))
     return torch.cat([column.cpu() for column in columns], dim=1).float()
 
 
@@ -171,42 +159,33 @@ def without_logits(self: ColPali, *args, **kwargs) -> Tensor:
     return without_logits.__wrapped__(self, *args, **kwargs)
 
 
-@dataclass(frozen=True)
-class _Live:
-    """The rows that are not zero, and which sequences have one that is, ``[N]``."""
-
-    tokens: TokenBatch
-    has_zeros: Tensor
-
-
-def _live(embeddings: Tensor) -> _Live:
-    """Without a copy, from ``[N, L, d]`` with zeros before, behind or between the rows that count."""
+def _live(embeddings: Tensor) -> tuple[TokenBatch, Tensor]:
+    """The rows of ``[N, L, d]`` that are not zero, without a copy, and which sequences have one that is, ``[N]``."""
     live = (embeddings != 0).any(dim=-1)
     tokens = TokenBatch.from_padded(embeddings, live)
     if live.shape[1] > 0:
+        # Zeros stand before, behind or between the rows that count.
         first = live.int().argmax(dim=1)
         tokens = replace(tokens, starts=tokens.starts + first, lengths=tokens.lengths - first)
-    return _Live(tokens, ~live.all(dim=1))
+    return tokens, ~live.all(dim=1)
 
 
-def _score(options: Options, queries: _Live, documents: _Live, candidates: Tensor | None = None) -> Tensor:
-    return pooled_scores(
-        queries.tokens, documents.tokens, candidates, pooling=options.pooling, zero_floor=documents.has_zeros
-    )
+def _score(options: Options, queries: Tensor, documents: Tensor, candidates: Tensor | None = None) -> Tensor:
+    (queries, _), (documents, has_zeros) = _live(queries), _live(documents)
+    return pooled_scores(queries, documents, candidates, pooling=options.pooling, zero_floor=has_zeros)
 
 
-def _smooth_score(
+def _scores_of_loss(
     options: Options, loss: nn.Module, queries: Tensor, documents: Tensor, candidates: Tensor | None = None
 ) -> Tensor:
-    if not isinstance(options.pooling, Max):
-        log_once(_OWN_POOLING)
-    pooling = LogSumExp(loss.tau)
-    return pooled_scores(queries, documents, candidates, pooling=pooling)
-
-
-def _counts(queries: Tensor) -> Tensor:
-    """Number of tokens of each query, by which stock divides its scores, ``[N]``."""
-    return (queries[:, :, 0] != 0).sum(dim=1)
+    if not loss.use_smooth_max:
+        scores = _score(options, queries, documents, candidates)
+    else:
+        if not isinstance(options.pooling, Max):
+            log_once(_OWN_POOLING)
+        scores = pooled_scores(queries, documents, candidates, pooling=LogSumExp(loss.tau))
+    # As stock counts the tokens of each query.
+    return loss._apply_normalization(scores, (queries[:, :, 0] != 0).sum(dim=1)) if loss.normalize_scores else scores
 
 
 def _padded(sequences: Tensor | Sequence[Tensor], device: str | torch.device) -> Tensor:

@@ -34,11 +34,6 @@ def compile_checkpointing(layers: Iterable[nn.Module]) -> None:
     transformers calls ``checkpoint`` on the compiled layer otherwise. That costs hooks on every kept tensor and one more
     call of compiled code in the backward, so that small batches wait for the host. Layers with dropout, with hooks or
     with another checkpointing function are left to transformers.
-
-    Examples
-    --------
-    >>> compile_checkpointing([nn.Linear(2, 2)])  # transformers does not checkpoint it: nothing changes
-    >>> release()
     """
     if GradientCheckpointingLayer is None:
         return
@@ -100,12 +95,12 @@ def _checkpoint_as_in_forward(function: Callable, layer: nn.Module, run: Callabl
 
 def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
     """Layers that checkpoint in their own call."""
-    kind = GradientCheckpointingLayer or ()
-    return [layer for layer in model.modules() if isinstance(layer, kind) and layer.gradient_checkpointing]
+    of_transformers = GradientCheckpointingLayer or ()
+    return [layer for layer in model.modules() if isinstance(layer, of_transformers) and layer.gradient_checkpointing]
 
 
 def can_be_traced(layer: nn.Module) -> bool:
-    """Whether the checkpointing of a compiled layer is compiled with it."""
+    """Check whether the checkpointing of a compiled layer is compiled with it."""
     if layer not in _dropouts or layer._compiled_call_impl is None:
         return False
     if has_hooks(layer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
+from itertools import chain
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.parallel import DataParallel
 from pylate_fastmaxsim.integrations.compilation import checkpointing, modernbert
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, layers_share_keys, transformer_of
-from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed, is_compiled, layers_of_wrapping, unwrap
+from pylate_fastmaxsim.integrations.models.wrappers import is_compiled, layers_of_wrapping, sharded_by_deepspeed, unwrap
 from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet, detached
 
 try:
@@ -35,15 +36,10 @@ _settings: dict[str, tuple[object, object]] = {}
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile the layers of a model's encoder, unless they are compiled.
+    """Compile the layers of the encoder of a model, possibly wrapped, unless they are compiled.
 
     All layers share what is compiled for the first. That takes seconds; a whole model takes minutes. A model that the
     user compiled is left as it is.
-
-    Parameters
-    ----------
-    model
-        A ``pylate.models.ColBERT``, possibly wrapped.
     """
     core = unwrap(model)
     if any(isinstance(layer, DataParallel) for layer in layers_of_wrapping(model)):
@@ -54,7 +50,7 @@ def compile_layers(model: nn.Module) -> None:
         )
         _uncompile(_compiled.pop(core, []))
         return
-    if divided_by_deepspeed(core):
+    if sharded_by_deepspeed(core):
         # Its hooks on every module of a layer would break the graph.
         log_once("compile=True does nothing: DeepSpeed divides the weights of the model (ZeRO 3).", about=core)
         return
@@ -82,9 +78,7 @@ def compile_layers(model: nn.Module) -> None:
     if known_layers:
         modernbert.join_layers(core, layers)
     checkpointing.compile_checkpointing(layers)
-    _compiled[core] = [*layers, *modernbert.compile_norms(core)] if layers else []
-    if layers:
-        modernbert.install_angles(core)
+    _compiled[core] = [*layers, *modernbert.compile_around_layers(core)] if layers else []
     if not _settings:
         _set("recompile_limit", max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT))
         # Otherwise a layer with hooks would run what was compiled for one without.
@@ -101,9 +95,9 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def _uncompiling_first(stock: Callable) -> Callable:
-    """What transformers calls if a model has to return outputs of its layers.
+    """Uncompile the layers of a model that has to return their outputs.
 
-    It collects them by hooks that read a context variable, which compiled code does not see.
+    transformers collects them by hooks that read a context variable, which compiled code does not see.
     """
     stock = detached(stock)
 
@@ -121,13 +115,15 @@ def _uncompiling_first(stock: Callable) -> Callable:
 
 
 def has_compiled_layers(model: nn.Module) -> bool:
-    """Whether :func:`compile_layers` has compiled layers of it, and they are compiled still."""
+    """Check whether :func:`compile_layers` has compiled layers of a model, and they are compiled still."""
     return any(layer._compiled_call_impl is not None for layer in _compiled.get(unwrap(model), []))
 
 
-def mark_varying(features: dict[str, Tensor]) -> None:
-    """Tell ``torch.compile`` that the sizes of these inputs vary, so that it does not compile twice to find out."""
-    for tensor in features.values():
+def mark_varying(model: nn.Module, calls: Iterable[dict[str, Tensor]]) -> None:
+    """Tell ``torch.compile(model)`` that sizes vary between calls, so that it does not compile twice to find out."""
+    if not is_compiled(model):
+        return
+    for tensor in chain.from_iterable(call.values() for call in calls):
         # PyLate's tokenizer also returns the keys of texts that are dictionaries.
         for dim, size in enumerate(getattr(tensor, "shape", ())):
             if size > 1:
@@ -135,13 +131,7 @@ def mark_varying(features: dict[str, Tensor]) -> None:
 
 
 def encoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of an encoder: its ``ModuleList`` with the most parameters, flattened.
-
-    Examples
-    --------
-    >>> encoder_layers(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])}))
-    [Linear(in_features=1, out_features=1, bias=True), Linear(in_features=1, out_features=1, bias=True)]
-    """
+    """The layers of an encoder: its ``ModuleList`` with the most parameters, flattened."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return _flat(max(lists, key=lambda layers: sum(weight.numel() for weight in layers.parameters()), default=[]))
 
@@ -157,7 +147,6 @@ def release() -> None:
         _uncompile(layers)
     _compiled.clear()
     _patches.undo()
-    modernbert.release_angles()
     checkpointing.release()
     for name, (ours, before) in _settings.items():
         if getattr(torch._dynamo.config, name) == ours:

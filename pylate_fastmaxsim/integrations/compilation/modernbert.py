@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
-from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pylate_fastmaxsim.integrations.models.encoders import is_packed_mask
-from pylate_fastmaxsim.integrations.models.user_code import GLOBAL_HOOKS, has_hooks
+from pylate_fastmaxsim.integrations.models.user_code import has_global_hooks, has_hooks
 from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.ops.attention import rotary_is_faster, rotary_self_attention
-from pylate_fastmaxsim.ops.layers.glu import geglu_linear
-from pylate_fastmaxsim.ops.layers.norm import norm_with_residual
+from pylate_fastmaxsim.ops.encoder_layers import geglu_linear, norm_with_residual
 
 try:
     from transformers import modeling_layers
@@ -35,11 +34,8 @@ except ImportError:  # an older transformers, without ModernBERT
 _NORMED = "fastmaxsim_normed"
 
 
-_installed: WeakSet[nn.Module] = WeakSet()
-
-
 def patches() -> list[Patch]:
-    """The forward of a layer, if it and all that it calls are the code of a known release."""
+    """Replacement for the forward of a layer, if it and all that it calls are the code of a known release."""
     if host is None:
         return []
     layer = host.ModernBertEncoderLayer
@@ -54,17 +50,24 @@ def patches() -> list[Patch]:
     return [Patch(layer, "forward", ours.forward)]
 
 
-def compile_norms(model: nn.Module) -> list[nn.Module]:
-    """Compile the norms of each ModernBERT in a model that belong to no layer: behind the embeddings, and the last one.
+def compile_around_layers(model: nn.Module) -> list[nn.Module]:
+    """Compile what each ModernBERT in a model has beside its layers, and return it.
 
-    Not the embeddings themselves: the compiled gradient of a lookup adds in an order that varies.
+    These are the norms behind the embeddings and at the end. Not the embeddings themselves: the compiled gradient of a
+    lookup adds in an order that varies. Rotary angles of the two types of layers are computed once a forward.
     """
-    norms = (norm for encoder in _encoders(model) for norm in (encoder.embeddings.norm, encoder.final_norm))
-    norms = [norm for norm in norms if type(norm) is nn.LayerNorm and norm._compiled_call_impl is None]
-    for norm in norms:
-        # Not by its own compile(): Dynamo leaves calls that begin in PyTorch's modules as they are.
-        norm._compiled_call_impl = torch.compile(_call_of(norm), dynamic=True)
-    return norms
+    compiled = []
+    for encoder in _encoders(model):
+        for norm in (encoder.embeddings.norm, encoder.final_norm):
+            if type(norm) is nn.LayerNorm and norm._compiled_call_impl is None:
+                # Not by its own compile(): Dynamo leaves calls that begin in PyTorch's modules as they are.
+                norm._compiled_call_impl = torch.compile(_call_of(norm), dynamic=True)
+                compiled.append(norm)
+        for module in encoder.modules():
+            if type(module) is host.ModernBertRotaryEmbedding and module._compiled_call_impl is None:
+                module._compiled_call_impl = _AnglesOfForward(module)
+                compiled.append(module)
+    return compiled
 
 
 def _call_of(norm: nn.LayerNorm) -> Callable[[Tensor], Tensor]:
@@ -112,7 +115,7 @@ def _joined(together: Callable, layers: nn.ModuleList, number: int, layer: nn.Mo
 
 def _with_next_norm(layer, following, hidden_states, normed, mask, positions, kwargs) -> tuple[Tensor, Tensor | None]:
     """The states after a layer, and those that the norm of ``following`` makes of them, if nothing differs there."""
-    if not (_is_exactly(layer, host.ModernBertEncoderLayer) and _is_written_here(layer, hidden_states)):
+    if not (_is_exactly(layer, host.ModernBertEncoderLayer) and _is_stock_layer(layer, hidden_states)):
         states = layer._call_impl(hidden_states, attention_mask=mask, position_embeddings=positions, **kwargs)
         return states, None
     norm = following.attn_norm if type(following) is host.ModernBertEncoderLayer else None
@@ -124,7 +127,7 @@ def _with_next_norm(layer, following, hidden_states, normed, mask, positions, kw
 def _with_fewer_passes(stock: Callable) -> Callable:
     @wraps(stock)
     def forward(self, hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
-        if torch.compiler.is_compiling() and _is_written_here(self, hidden_states):
+        if torch.compiler.is_compiling() and _is_stock_layer(self, hidden_states):
             return _layer(self, hidden_states, attention_mask, position_embeddings, kwargs)[0]
         return stock(
             self, hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs
@@ -133,26 +136,20 @@ def _with_fewer_passes(stock: Callable) -> Callable:
     return forward
 
 
-def _is_written_here(layer: nn.Module, hidden_states: Tensor) -> bool:
-    """Decided while a layer is traced, and looked at again by guards."""
-    return _is_stock(layer) and layer.mlp_norm.weight.dtype == hidden_states.dtype
+def _is_stock_layer(layer: nn.Module, hidden_states: Tensor) -> bool:
+    """Check that a layer and those of its modules that are not called as they are have nothing added.
 
-
-def _is_stock(layer: nn.Module) -> bool:
-    """Whether a layer and those of its modules that are not called as they are have nothing added."""
+    Decided while a layer is traced, and looked at again by guards.
+    """
     if type(layer) is not host.ModernBertEncoderLayer:
         return False
     attention, mlp = layer.attn, layer.mlp
+    if not (_is_exactly(attention, host.ModernBertAttention) and _is_exactly(mlp, host.ModernBertMLP)):
+        return False
     modules = [
-        (attention, host.ModernBertAttention),
-        (mlp, host.ModernBertMLP),
         # The first layer has none. Its number would be a constant of the graph, which layers share.
         (layer.attn_norm, nn.Identity if type(layer.attn_norm) is nn.Identity else nn.LayerNorm),
         (layer.mlp_norm, nn.LayerNorm),
-    ]
-    if not all(_is_exactly(module, kind) for module, kind in modules):
-        return False
-    inner = [
         (attention.Wqkv, nn.Linear),
         (mlp.Wi, nn.Linear),
         (mlp.act, GELUActivation),
@@ -160,14 +157,15 @@ def _is_stock(layer: nn.Module) -> bool:
         (mlp.Wo, nn.Linear),
     ]
     return (
-        all(_is_exactly(module, kind) for module, kind in inner)
+        all(_is_exactly(module, cls) for module, cls in modules)
         and mlp.act.act is gelu
-        and not any(getattr(nn.modules.module, name) for name in GLOBAL_HOOKS)
+        and not has_global_hooks()
+        and layer.mlp_norm.weight.dtype == hidden_states.dtype
     )
 
 
-def _is_exactly(module: object, kind: type[nn.Module]) -> bool:
-    return type(module) is kind and not has_hooks(module) and "forward" not in module.__dict__
+def _is_exactly(module: object, cls: type[nn.Module]) -> bool:
+    return type(module) is cls and not has_hooks(module) and "forward" not in module.__dict__
 
 
 def _layer(
@@ -233,47 +231,27 @@ def _attention(attention: nn.Module, normed: Tensor, mask: Tensor | None, positi
 
 
 def _sees_enough(mask: Tensor, reach: int) -> bool:
-    """What the attention function of packed masks refuses otherwise: tokens of query expansion see the whole query."""
-    kinds, longest_apart, _, _ = mask.shape
-    return kinds == 1 or not -1 < reach < longest_apart - 1
+    """Check what the attention function of packed masks refuses otherwise: query expansion sees the whole query."""
+    sides, longest_apart, _, _ = mask.shape
+    return sides == 1 or not -1 < reach < longest_apart - 1
 
 
 def _cast(linear: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
 
 
-def install_angles(model: nn.Module) -> None:
-    """Have each ModernBERT of a model compute the angles of its two kinds of layers once a forward."""
-    for module in model.modules():
-        if host is not None and type(module) is host.ModernBertRotaryEmbedding and module._compiled_call_impl is None:
-            module._compiled_call_impl = AnglesOfForward(module)
-            _installed.add(module)
-
-
-def release_angles() -> None:
-    """Undo :func:`install_angles`."""
-    for module in _installed:
-        if isinstance(module._compiled_call_impl, AnglesOfForward):
-            module._compiled_call_impl = None
-    _installed.clear()
-
-
-class AnglesOfForward:
-    """In the place of a call of rotary embeddings: the same inputs, which every forward makes anew, have one result."""
+class _AnglesOfForward:
+    """Call of rotary embeddings that computes the angles of each type of layers once for the states of a forward."""
 
     def __init__(self, embedding: nn.Module) -> None:
         self._embedding = embedding
-        self._inputs: tuple[ref, ref] | None = None
-        self._angles: dict[str | None, tuple[Tensor, Tensor]] = {}
+        # By states, which every forward makes anew. Angles are not kept longer than they are.
+        self._angles = WeakTensorKeyDictionary()
 
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling() or has_hooks(self._embedding):
             return self._embedding._call_impl(x, position_ids, layer_type)
-        given = x, position_ids
-        if self._inputs is None or any(kept() is not each for kept, each in zip(self._inputs, given, strict=True)):
-            # Angles are not kept longer than the states that they are for.
-            angles = self._angles = {}
-            self._inputs = ref(x, lambda _: angles.clear()), ref(position_ids)
-        if layer_type not in self._angles:
-            self._angles[layer_type] = self._embedding._call_impl(x, position_ids, layer_type)
-        return self._angles[layer_type]
+        found = self._angles.setdefault(x, {})
+        if layer_type not in found:
+            found[layer_type] = self._embedding._call_impl(x, position_ids, layer_type)
+        return found[layer_type]

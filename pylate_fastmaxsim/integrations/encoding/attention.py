@@ -26,67 +26,29 @@ class PackingUnsupported(RuntimeError):
     """This encoder cannot be run on packed documents; the message says why."""
 
 
-def packed_mask(cu_seqlens: Tensor, max_length: int) -> Tensor:
-    """An ``attention_mask`` that keeps attention inside each document.
+def packed_mask(
+    cu_seqlens: Tensor, max_length: int, key_cu_seqlens: Tensor | None = None, longest_apart: int = 1
+) -> Tensor:
+    """An ``attention_mask`` that keeps attention inside each text of a row of many, int32, a view of ``cu_seqlens``.
 
     transformers hands a four-dimensional mask to every layer unchanged, also through gradient checkpointing,
-    DistributedDataParallel and ``torch.compile``. So ``cu_seqlens`` travels as its last row, and the longest length,
-    which the host must know, as its third size.
+    DistributedDataParallel and ``torch.compile``. So ``cu_seqlens`` ``[N + 1]`` travels as its last row, and an upper
+    bound on the length of a text, which the host must know, as its third size: ``[1, 1, max_length, N + 1]``.
 
-    Parameters
-    ----------
-    cu_seqlens
-        First row of each document and the end of the last one, ``[N + 1]``, int32.
-    max_length
-        An upper bound on the length of a document.
-
-    Returns
-    -------
-    Tensor
-        ``[1, 1, max_length, N + 1]``, int32, a view of ``cu_seqlens``.
-
-    Examples
-    --------
-    >>> mask = packed_mask(torch.tensor([0, 2, 5], dtype=torch.int32), max_length=3)
-    >>> mask.shape, is_packed_mask(mask)
-    (torch.Size([1, 1, 3, 3]), True)
-    """
-    return _remembered(cu_seqlens.view(1, 1, 1, -1).expand(1, 1, max_length, -1))
-
-
-def packed_mask_with_keys(cu_seqlens: Tensor, key_cu_seqlens: Tensor, longest_apart: int, max_length: int) -> Tensor:
-    """The same for texts with rows that attend without being attended to, as in PyLate's query expansion.
-
-    Parameters
-    ----------
-    cu_seqlens
-        First row of each text and the end of the last one, ``[N + 1]``, int32.
-    key_cu_seqlens
-        The same for the rows that are attended to. Rows between those of two texts belong to a text without attending
-        rows.
-    longest_apart
-        An upper bound on the rows of a text that has rows which are not attended to.
-    max_length
-        An upper bound on the rows of any text.
-
-    Returns
-    -------
-    Tensor
-        ``[2, longest_apart, max_length, N + 1]``, int32, a view of both.
+    In PyLate's query expansion some rows attend without being attended to. Those that are have ``key_cu_seqlens``; rows
+    between those of two texts belong to a text without attending rows. ``longest_apart`` bounds the rows of a text that
+    has others: ``[2, longest_apart, max_length, N + 1]``.
 
     Examples
     --------
     A text of two rows, and one of three of which the first is attended to:
 
     >>> rows, keys = torch.tensor([0, 2, 5, 5], dtype=torch.int32), torch.tensor([0, 2, 3, 5], dtype=torch.int32)
-    >>> packed_mask_with_keys(rows, keys, longest_apart=3, max_length=3).shape
-    torch.Size([2, 3, 3, 4])
+    >>> packed_mask(rows, 3).shape, packed_mask(rows, 3, keys, longest_apart=3).shape
+    (torch.Size([1, 1, 3, 4]), torch.Size([2, 3, 3, 4]))
     """
-    both = torch.stack([cu_seqlens, key_cu_seqlens])
-    return _remembered(both[:, None, None].expand(-1, longest_apart, max_length, -1))
-
-
-def _remembered(mask: Tensor) -> Tensor:
+    borders = cu_seqlens.view(1, -1) if key_cu_seqlens is None else torch.stack([cu_seqlens, key_cu_seqlens])
+    mask = borders[:, None, None].expand(-1, longest_apart, max_length, -1)
     key = id(mask)
     _masks[key] = weakref.ref(mask, lambda _: _forget(key))
     return mask
@@ -106,33 +68,9 @@ def variable_length_attention(
 ) -> Tensor:
     """Softmax attention inside each text, by the kernels of this package where they are faster, else FlashAttention.
 
-    Parameters
-    ----------
-    query, key, value
-        ``[T, heads, head_dim]``, float16 or bfloat16, on a CUDA device. With grouped-query attention keys and values
-        have fewer heads, by a whole factor.
-    cu_seqlens
-        ``[N + 1]``, int32.
-    max_length
-        An upper bound on the length of a text.
-    scale
-        Factor on the inner products; ``None`` means ``head_dim ** -0.5``.
-    window
-        How many tokens to the left and to the right a token sees; -1 is no limit. ``(-1, 0)`` is causal.
-    dropout
-        Probability that an attention weight is dropped.
-    key_cu_seqlens
-        ``cu_seqlens`` of ``key`` and ``value``, if not all rows are attended to.
-
-    Returns
-    -------
-    Tensor
-        ``[T, heads, head_dim]``.
-
-    Raises
-    ------
-    PackingUnsupported
-        The device or the dtype has no such attention.
+    ``query``, ``key`` and ``value`` are ``[T, heads, head_dim]``; keys and values may have fewer heads, by a whole
+    factor. ``scale``: None means ``head_dim ** -0.5``. ``window``: how many tokens to the left and to the right a token
+    sees; -1 is no limit, ``(-1, 0)`` is causal. Raises PackingUnsupported for a device or a dtype without it.
     """
     if not query.is_cuda:
         raise PackingUnsupported(
@@ -169,10 +107,7 @@ def variable_length_attention(
 def accept_packed_masks(encoder: nn.Module) -> None:
     """Make the attention function of a model of transformers take packed masks. Other masks go to the original.
 
-    Raises
-    ------
-    PackingUnsupported
-        No such function can be replaced: transformers is too old, or the attention is written into the model.
+    Raises PackingUnsupported if none can be replaced: transformers is too old, or attention is written into the model.
     """
     global _released
     _released = False
@@ -214,18 +149,16 @@ def release() -> None:
     if _masks:
         # Compiled code leaves masks in reference cycles. Freed later, they could change functions during a trace.
         gc.collect()
-    if not _masks:
-        _put_back()
+    _restore()
 
 
 def _forget(mask: int) -> None:
     _masks.pop(mask, None)
-    if _released and not _masks:
-        _put_back()
+    _restore()
 
 
-def _put_back() -> None:
-    if not _replaced:
+def _restore() -> None:
+    if not _released or _masks or not _replaced:
         return
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -254,7 +187,7 @@ def _packed_attention(
     # With "sdpa" transformers ignores softcap as well.
     if softcap is not None and module.config._attn_implementation != "sdpa":
         raise PackingUnsupported("variable-length attention has no softcap")
-    query, key, value = (_autocast(states).squeeze(0).transpose(0, 1) for states in (query, key, value))
+    query, key, value = (_cast_as_autocast(states).squeeze(0).transpose(0, 1) for states in (query, key, value))
     # A sliding window of w sees up to w - 1 tokens away, the token itself being the w-th.
     reach = -1 if sliding_window is None else sliding_window - 1
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -281,7 +214,7 @@ def _packed_attention(
     return states.unsqueeze(0)
 
 
-def _autocast(states: Tensor) -> Tensor:
+def _cast_as_autocast(states: Tensor) -> Tensor:
     """Cast as autocast does for torch's own attention: rotary positions may leave queries and keys in float32."""
     device = states.device.type
     if states.dtype == torch.float64 or not torch.is_autocast_enabled(device):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,16 +11,21 @@ from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding import attention, graphs, masks, modes, token_counts
-from pylate_fastmaxsim.integrations.encoding.batch import Documents, counting, positioned, rows_of, token_embeddings
-from pylate_fastmaxsim.integrations.encoding.joint import joint_call
-from pylate_fastmaxsim.integrations.encoding.modes import reason_in_features
-from pylate_fastmaxsim.integrations.encoding.plans import EncodingPlan, grouped_plan, packed_plan, padded_plan
+from pylate_fastmaxsim.integrations.encoding.batch import Documents
+from pylate_fastmaxsim.integrations.encoding.plans import (
+    EncodingPlan,
+    grouped_plan,
+    joint_call,
+    mini_batches,
+    packed_plan,
+    padded_plan,
+    rows_of,
+)
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
 from pylate_fastmaxsim.integrations.models.wrappers import (
     StandIn,
     calls_of_all_ranks,
     group_in_step,
-    is_compiled,
     least_of_all_ranks,
     unwrap,
 )
@@ -31,11 +36,6 @@ from pylate_fastmaxsim.tokens import TokenBatch
 Embed = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 
-def encode(model: nn.Module, plan: EncodingPlan, embed: Embed = token_embeddings) -> TokenBatch:
-    """Token embeddings of the documents of a plan. ``embed`` makes each of its calls."""
-    return plan.batch([embed(model, call) for call in plan.calls])
-
-
 def encode_batch(
     model: nn.Module, features: Sequence[dict[str, Tensor]], skiplist: list[int], embed: Embed
 ) -> tuple[Tensor, TokenBatch]:
@@ -44,35 +44,21 @@ def encode_batch(
     With small batches a GPU waits for the host, which launches every layer once per call. Queries have a call of their
     own if the first batch has more than 65,536 document tokens, or if they get other embeddings beside documents.
 
-    Parameters
-    ----------
-    model
-        A ``pylate.models.ColBERT``, possibly wrapped.
-    features
-        The tokenized columns: the queries, and then the documents as in :func:`plan_documents`.
-    skiplist
-        Ids of document tokens that are not scored.
-    embed
-        Makes one call of the model.
-
-    Returns
-    -------
-    tuple of Tensor and TokenBatch
-        Token embeddings of the queries, ``[Nq, Lq, d]``, and of the documents, column after column.
+    ``features`` are the tokenized columns: the queries, and then the documents. ``embed`` makes one call of the model.
+    Returns token embeddings of the queries, ``[Nq, Lq, d]``, and of the documents, column after column.
     """
     queries, columns = features[0], features[1:]
     plan = plan_documents(model, columns, skiplist)
-    if not modes.joins(model, queries, columns, plan):
+    if not modes.encodes_jointly(model, queries, columns, plan):
         calls = [without_total(queries), *plan.calls]
-        embeddings = embed(model, calls[0]), encode(model, plan, embed)
+        embeddings = embed(model, calls[0]), plan.batch([embed(model, call) for call in plan.calls])
         if plan.as_stock:
             # Outputs that modules add to the features, such as regularisation terms, for a loss built on this one.
             for column, call in zip(features, calls, strict=True):
                 column.update((key, value) for key, value in call.items() if key not in column)
         return embeddings
     call = joint_call(unwrap(model), plan.calls[0], queries)
-    if is_compiled(model):
-        compilation_layers.mark_varying(call)
+    compilation_layers.mark_varying(model, [call])
     rows = embed(model, call).flatten(0, -2)
     documents, rows = rows.tensor_split([plan.calls[0]["input_ids"].shape[1]])
     return rows.view(*queries["input_ids"].shape, -1), plan.batch([documents])
@@ -103,25 +89,9 @@ def plan_documents(
     ``padded``
         As stock PyLate; also while the flag is off.
 
-    Parameters
-    ----------
-    model
-        A ``pylate.models.ColBERT``, possibly inside DistributedDataParallel or ``torch.compile``.
-    document_features
-        The tokenized document columns: ``input_ids`` and ``attention_mask``, ``[N, L]``.
-    skiplist
-        Ids of tokens that are not scored.
-    mini_batch_size
-        At most so many padded documents' tokens in a call. All ranks of a distributed run make equally many calls.
-        Dividing waits for the GPU.
-    mini_batch_tokens
-        In its place: at most so many tokens in a call, where padded with their padding. A longer document has a call of
-        its own.
-
-    Returns
-    -------
-    EncodingPlan
-        For :func:`encode`. Documents come column after column. Token embeddings are the model's, not normalized.
+    GradCache divides into calls of at most ``mini_batch_size`` padded documents' tokens, or of ``mini_batch_tokens``
+    tokens, where padded with their padding; a longer document has a call of its own. All ranks of a distributed run make
+    equally many calls. Dividing waits for the GPU.
 
     Raises
     ------
@@ -129,7 +99,6 @@ def plan_documents(
         All ranks must encode alike, and this batch cannot be encoded as the first was; or a rank has fewer documents
         than another one makes calls; or an earlier batch had wrong token counts.
     """
-    skipped = partial(_skipped, skiplist=tuple(skiplist))
     # A stand-in answers for the columns as stock gives them to a model.
     options = None if isinstance(model, StandIn) else current_options()
     mode = "padded"
@@ -146,12 +115,9 @@ def plan_documents(
     if mode == "padded":
         if mini_batch_tokens is not None:
             mini_batch_size = _texts_within(mini_batch_tokens, document_features, group)
-        return padded_plan(document_features, skipped, mini_batch_size)
-    if group and (reason := reason_in_features(unwrap(model), document_features)) is not None:
-        raise ValueError(
-            f"The documents of this batch need padding, and those of earlier batches did not: {reason}. All processes "
-            "must encode alike. Give every batch the same features, or train with enable(padding_free=False)."
-        )
+        return padded_plan(document_features, skiplist, mini_batch_size)
+    if group:
+        modes.require_features_without_padding(model, document_features)
     budget = mini_batch_tokens if mini_batch_size is None else mini_batch_size * documents.max_length
     agree = int
     if group:
@@ -159,12 +125,10 @@ def plan_documents(
         of_all_ranks = least_of_all_ranks if budget is None else partial(calls_of_all_ranks, texts=len(documents))
         agree = partial(of_all_ranks, device=documents.input_ids.device, group=group)
     if mode == "grouped":
-        plan = grouped_plan(documents, skipped, budget, agree)
+        plan = grouped_plan(documents, skiplist, budget, agree)
     else:
-        plan = packed_plan(*positioned(unwrap(model), documents), skipped, budget, agree)
-    if is_compiled(model):
-        for call in plan.calls:
-            compilation_layers.mark_varying(call)
+        plan = packed_plan(unwrap(model), documents, skiplist, budget, agree)
+    compilation_layers.mark_varying(model, plan.calls)
     return plan
 
 
@@ -187,29 +151,22 @@ def query_calls(
     group = group_in_step(model, backwards=True)
     if mini_batch_size is None:
         mini_batch_size = _texts_within(mini_batch_tokens, [features], group)
-    if plan.as_stock or not modes.can_be_divided(model, features):
-        return [rows_of(features, begin, begin + mini_batch_size) for begin in range(0, count, mini_batch_size)]
+    if plan.as_stock or not modes.queries_can_be_divided(model, features):
+        return mini_batches(features, mini_batch_size)
     tokens = max(call["input_ids"].numel() for call in plan.calls)
     calls = -(-count // max(mini_batch_size, tokens // length))
     if group:
-        calls = calls_of_all_ranks(calls, count, features["input_ids"].device, group)
+        calls = calls_of_all_ranks(calls, features["input_ids"].device, group, texts=count)
     queries = [rows_of(features, count * call // calls, count * (call + 1) // calls) for call in range(calls)]
-    if is_compiled(model):
-        for call in queries:
-            compilation_layers.mark_varying(call)
+    compilation_layers.mark_varying(model, queries)
     return queries
 
 
 def _texts_within(tokens: int, columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None) -> int:
-    """How many padded texts hold at most so many tokens, at least 1; among the ranks of a group the smallest number."""
+    """Padded texts that hold at most so many tokens, at least 1; among the ranks of a group the smallest number."""
     ids = max((column["input_ids"] for column in columns), key=lambda ids: ids.shape[1])
     texts = max(1, tokens // max(1, ids.shape[1]))
     return least_of_all_ranks(texts, ids.device, group) if group else texts
-
-
-def counting_tokens(features: dict[str, Tensor], skiplist: list[int]) -> Tensor:
-    """Which tokens of padded documents are scored, ``[N, L]``, bool: attended to and not in the skiplist."""
-    return counting(features, partial(_skipped, skiplist=tuple(skiplist)))
 
 
 def release() -> None:
@@ -220,18 +177,3 @@ def release() -> None:
     token_counts.reset()
     masks.forget()
     modes.forget()
-
-
-@lru_cache(maxsize=16)
-def _skip_table(ids: tuple[int, ...], device: torch.device) -> Tensor:
-    """Whether each token id is in ``ids``, up to one beyond the largest of them."""
-    # Kept on the device: copying it there in every step would wait for the device.
-    table = torch.zeros(max((-1, *ids)) + 2, dtype=torch.bool, device="cpu")
-    table[list(ids)] = True
-    return table.to(device)
-
-
-def _skipped(input_ids: Tensor, skiplist: tuple[int, ...]) -> Tensor:
-    # torch.isin waits for the device for some sizes; comparing with each id takes memory for each.
-    table = _skip_table(skiplist, input_ids.device)
-    return table[input_ids.clamp(max=len(table) - 1).long()]

@@ -80,7 +80,7 @@ def replay(find: Callable[[], Found], of_texts: bool = False) -> Found:
 
 
 def inside() -> bool:
-    """Whether a mini-batch is encoded, which is to have a backward of its own."""
+    """True while a mini-batch is encoded, which is to have a backward of its own."""
     return _pass.get() is not None
 
 

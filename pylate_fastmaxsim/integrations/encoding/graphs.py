@@ -15,16 +15,15 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from pylate_fastmaxsim.integrations.compilation.checkpointing import can_be_traced, checkpointed_layers
 from pylate_fastmaxsim.integrations.compilation.layers import has_compiled_layers
 from pylate_fastmaxsim.integrations.encoding import gradcache
-from pylate_fastmaxsim.integrations.encoding.attention import is_packed_mask, packed_mask, packed_mask_with_keys
+from pylate_fastmaxsim.integrations.encoding.attention import is_packed_mask, packed_mask
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of
-from pylate_fastmaxsim.integrations.models.user_code import GLOBAL_HOOKS, has_hooks
-from pylate_fastmaxsim.integrations.models.wrappers import unwrap
+from pylate_fastmaxsim.integrations.models.user_code import has_global_hooks, has_hooks
+from pylate_fastmaxsim.integrations.models.wrappers import sharded_by_fsdp, unwrap
 from pylate_fastmaxsim.integrations.patching.known_sources import defined_in
 
 # With more tokens the GPU is busy while the host launches.
@@ -39,38 +38,29 @@ _installed: WeakSet[nn.Module] = WeakSet()
 
 
 class Size(NamedTuple):
-    """What a graph is made for.
-
-    Parameters
-    ----------
-    tokens
-        Rows of the encoder's input.
-    texts
-        Texts, those that fill up among them.
-    longest
-        An upper bound on the length of a text.
-    """
+    """Sizes that a graph is made for: rows of the encoder's input, texts with those that fill up, and a bound on their length."""
 
     tokens: int
     texts: int
     longest: int
 
     @classmethod
-    def that_holds(cls, tokens: int, texts: int, longest: int) -> Size:
-        """The smallest size for a batch.
+    def smallest_for(cls, tokens: int, texts: int, longest: int) -> Size:
+        """The smallest size that holds a batch.
 
         Examples
         --------
-        >>> Size.that_holds(tokens=5475, texts=128, longest=180)
+        >>> Size.smallest_for(tokens=5475, texts=128, longest=180)
         Size(tokens=5632, texts=192, longest=256)
         """
         # What is compiled for a size of 1 or of a head's dimensions holds for that size alone.
         longest = max(256, 2 ** (longest - 1).bit_length())
-        rows = _rounded_up(tokens)
+        step = max(64, 2 ** (tokens - 1).bit_length() // 32)
+        rows = -(-tokens // step) * step
         return cls(rows, -(-(texts + -(-(rows - tokens) // longest)) // 64) * 64, longest)
 
     def borders(self, borders: Tensor, tokens: int) -> Tensor:
-        """``cu_seqlens`` of a batch ``[kinds, N + 1]`` with texts that fill it up, ``[kinds, texts + 1]``.
+        """``cu_seqlens`` of a batch ``[..., N + 1]`` with texts that fill it up, ``[..., texts + 1]``.
 
         Examples
         --------
@@ -83,33 +73,22 @@ class Size(NamedTuple):
 
 
 class Replays(NamedTuple):
-    """An encoder's forward and backward for one size.
+    """An encoder's forward and backward for one size."""
 
-    Parameters
-    ----------
-    forward, backward
-        Compute ``states`` from the inputs, and the gradients of all weights from ``gradient``.
-    states, gradient
-        ``[1, tokens, d]``.
-    used
-        Which weights have a gradient.
-    """
-
+    # Compute `states` from the inputs, and the gradients of all weights from `gradient`.
     forward: Callable[[], None]
     backward: Callable[[], None]
+    # [1, tokens, d]
     states: Tensor
     gradient: Tensor
+    # Which weights have a gradient.
     used: list[bool]
 
 
 def install(model: nn.Module) -> None:
     """Have the encoder of a model whose layers are compiled run small batches as CUDA graphs.
 
-    Parameters
-    ----------
-    model
-        A ``pylate.models.ColBERT``, possibly wrapped, or a Transformer of Sentence Transformers. An encoder that the user
-        compiled is left as it is, and so is one whose weights FSDP divides.
+    An encoder that the user compiled is left as it is, and so is one whose weights FSDP divides.
     """
     if not has_compiled_layers(model):
         return
@@ -117,7 +96,9 @@ def install(model: nn.Module) -> None:
     encoder = encoder_of(core)
     # Below the head of a masked language model.
     encoder = getattr(encoder, "base_model", encoder)
-    if encoder._compiled_call_impl is None and not _is_sharded(core):
+    # Only with processes: to look at all modules takes a millisecond.
+    is_sharded = torch.distributed.is_initialized() and sharded_by_fsdp(core)
+    if encoder._compiled_call_impl is None and not is_sharded:
         encoder._compiled_call_impl = EncoderGraphs(encoder)
         _installed.add(encoder)
 
@@ -131,34 +112,24 @@ def release() -> None:
 
 
 def can_record(device: torch.device) -> bool:
-    """Whether calls on this device can be recorded now."""
+    """Check whether calls on this device can be recorded now."""
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 class Memory(NamedTuple):
-    """What graphs share: memory is reused only by graphs that were recorded on the same stream."""
+    """Memory that graphs share: it is reused only by graphs that were recorded on the same stream."""
 
     pool: tuple[int, int]
     stream: torch.cuda.Stream
-
-    @classmethod
-    def of(cls, device: torch.device) -> Memory:
-        return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
 
 
 def record(
     forward: Callable[[], Tensor], weights: Sequence[Tensor], gradients: Sequence[Tensor], memory: Memory
 ) -> Replays:
-    """Record a forward, and the backward that writes the gradients of weights. Waits for the device.
+    """Record a forward, and the backward that writes the ``gradients`` of weights. Waits for the device.
 
-    Parameters
-    ----------
-    forward
-        Computes states ``[1, tokens, d]`` from tensors that stay where they are.
-    weights, gradients
-        What to differentiate by, and where to write it.
-    memory
-        The same for all graphs of an encoder.
+    ``forward`` computes states ``[1, tokens, d]`` from tensors that stay where they are. All graphs of an encoder have
+    one ``memory``.
     """
     current, stream = torch.cuda.current_stream(), memory.stream
 
@@ -214,25 +185,25 @@ class EncoderGraphs:
         self._encoder = encoder
         self._works = True
         self._state: tuple | None = None
-        self._waiting: ref[_Turn] | None = None
+        self._waiting: ref[_PendingForward] | None = None
         self._drop()
 
     def __call__(self, *args, **kwargs):
         if torch.compiler.is_compiling() or args:
             return self._encoder._call_impl(*args, **kwargs)
         batch = self._batch(kwargs)
-        found = None if batch is None else self._recorded.get(batch.kind) or self._record(batch)
+        found = None if batch is None else self._recorded.get(batch.signature) or self._record(batch)
         if found is None:
             return self._encoder._call_impl(**kwargs)
         filled, replays, outputs = found
         batch.write_to(filled)
-        turn = _Turn(filled)
-        self._waiting = ref(turn)
-        states = _Replay.apply(turn, replays, self._gradients, batch.tokens, *self._weights)
+        pending = _PendingForward(filled)
+        self._waiting = ref(pending)
+        states = _Replay.apply(pending, replays, self._gradients, batch.tokens, *self._aliases)
         return outputs(last_hidden_state=states)
 
     def _batch(self, kwargs: dict[str, object]) -> _Batch | None:
-        """What to replay, or None where the encoder has to be called."""
+        """The batch to replay, or None where the encoder has to be called."""
         mask = kwargs.get("attention_mask")
         if not (self._works and torch.is_grad_enabled() and is_packed_mask(mask) and can_record(mask.device)):
             return None
@@ -253,26 +224,27 @@ class EncoderGraphs:
         return batch
 
     def _record(self, batch: _Batch) -> tuple[_Batch, Replays, type] | None:
-        """Record graphs for a kind of batches that was met before. The first time everything is compiled."""
-        if batch.kind not in self._met or len(self._recorded) == MOST_GRAPHS:
-            self._met.add(batch.kind)
+        """Record graphs for a signature that was met before. The first time everything is compiled."""
+        if batch.signature not in self._met or len(self._recorded) == MOST_GRAPHS:
+            self._met.add(batch.signature)
             return None
         encoder = self._encoder
-        if not self._weights:
-            self._memory = Memory.of(batch.borders.device) if batch.borders.is_cuda else None
-            self._weights = [weight for weight in encoder.parameters() if weight.requires_grad]
-            self._gradients = [torch.empty_like(weight) for weight in self._weights]
-            self._aliases = {weight: _alias_of(weight) for weight in self._weights}
-        if not self._weights:
+        if not self._aliases:
+            device = batch.borders.device
+            if device.type == "cuda":
+                self._memory = Memory(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
+            self._aliases = {weight: _alias_of(weight) for weight in encoder.parameters() if weight.requires_grad}
+            self._gradients = [torch.empty_like(weight) for weight in self._aliases]
+        if not self._aliases:
             return None
-        filled, kinds = batch.filled_up(), []
+        filled, classes = batch.filled_up(), []
 
         def forward() -> Tensor:
-            with _in_place_of(encoder, self._aliases):
+            with _substituted(encoder, self._aliases):
                 outputs = encoder._call_impl(**filled.inputs, **filled.others, attention_mask=filled.mask())
             if more := outputs.keys() - {"last_hidden_state", "pooler_output"}:
                 raise RuntimeError(f"{type(encoder).__name__} returns {', '.join(sorted(more))}")
-            kinds.append(type(outputs))
+            classes.append(type(outputs))
             return outputs.last_hidden_state
 
         try:
@@ -287,17 +259,17 @@ class EncoderGraphs:
                 error = error.__context__
             log_once(_WITHOUT, str(error).partition("\n")[0].rstrip("."), about=encoder)
             return None
-        self._recorded[batch.kind] = found = filled, replays, kinds[0]
+        self._recorded[batch.signature] = found = filled, replays, classes[0]
         return found
 
     def _drop(self) -> None:
         self._recorded: dict[tuple, tuple[_Batch, Replays, type]] = {}
         self._met: set[tuple] = set()
-        self._weights, self._gradients, self._memory, self._aliases = [], [], None, {}
+        self._aliases, self._gradients, self._memory = {}, [], None
 
 
 def _alias_of(weight: nn.Parameter) -> nn.Parameter:
-    """The same weight without a past.
+    """A parameter for the same weight, without a past.
 
     A loss that is still referred to keeps nodes of the weights, which belong to the stream of its backward. A recorded
     backward would have to wait for that stream.
@@ -308,8 +280,8 @@ def _alias_of(weight: nn.Parameter) -> nn.Parameter:
 
 
 @contextlib.contextmanager
-def _in_place_of(model: nn.Module, aliases: dict[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-    """Within this, a model has aliases for weights."""
+def _substituted(model: nn.Module, aliases: dict[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+    """Context in which a model has aliases for weights."""
     replaced = [
         (module._parameters, name, weight)
         for module in model.modules()
@@ -325,7 +297,7 @@ def _in_place_of(model: nn.Module, aliases: dict[nn.Parameter, nn.Parameter]) ->
             parameters[name] = weight
 
 
-class _Turn:
+class _PendingForward:
     """A forward, until its backward. Nobody will make one once it is collected."""
 
     def __init__(self, filled: _Batch) -> None:
@@ -336,20 +308,22 @@ class _Turn:
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, turn: _Turn, replays: Replays, gradients: list[Tensor], tokens: int, *weights: Tensor) -> Tensor:
-        ctx.turn, ctx.replays, ctx.gradients, ctx.tokens = turn, replays, gradients, tokens
+    def forward(
+        ctx, pending: _PendingForward, replays: Replays, gradients: list[Tensor], tokens: int, *weights: Tensor
+    ) -> Tensor:
+        ctx.pending, ctx.replays, ctx.gradients, ctx.tokens = pending, replays, gradients, tokens
         replays.forward()
         return replays.states[:, :tokens].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.turn.done:
+        if ctx.pending.done:
             raise RuntimeError(
                 "A batch that ran as a CUDA graph has one backward, which overwrites what it needs. Train without "
                 "compile=True to call backward() twice."
             )
-        ctx.turn.done = True
+        ctx.pending.done = True
         ctx.replays.gradient[:, : ctx.tokens].copy_(grad)
         ctx.replays.gradient[:, ctx.tokens :].zero_()
         ctx.replays.backward()
@@ -362,30 +336,18 @@ class _Replay(torch.autograd.Function):
 
 
 class _Batch(NamedTuple):
-    """A call of an encoder on packed texts.
+    """A call of an encoder on packed texts."""
 
-    Parameters
-    ----------
-    inputs
-        Ids and positions ``[1, tokens]`` by name.
-    others
-        Arguments that are no tensors.
-    borders
-        ``cu_seqlens`` and, where it differs, that of the keys: ``[1 or 2, N + 1]``.
-    longest_apart
-        As in :func:`~pylate_fastmaxsim.integrations.encoding.attention.packed_mask_with_keys`.
-    size
-        That of the graph.
-    kind
-        Of all batches that one graph runs.
-    """
-
+    # Ids and positions [1, tokens] by name, and arguments that are no tensors.
     inputs: dict[str, Tensor]
     others: dict[str, object]
+    # cu_seqlens and, where it differs, that of the keys: [1 or 2, N + 1].
     borders: Tensor
+    # As in packed_mask; 0 without keys.
     longest_apart: int
+    # Of the graph, and what else all batches have in common that it runs.
     size: Size
-    kind: tuple
+    signature: tuple
 
     @property
     def tokens(self) -> int:
@@ -393,25 +355,26 @@ class _Batch(NamedTuple):
 
     @classmethod
     def of(cls, attention_mask: Tensor, **arguments: object) -> _Batch | None:
-        """None if the call has arguments of other kinds."""
+        """The batch of a call, or None if that has other arguments."""
         inputs = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         others = {name: value for name, value in arguments.items() if name not in inputs}
-        shapes = {(value.shape[:1], value.shape[1:], value.is_floating_point()) for value in inputs.values()}
-        if len(shapes) != 1 or any(value not in (None, False, True) for value in others.values()):
+        if not inputs or any(value not in (None, False, True) for value in others.values()):
             return None
         if others.get("output_hidden_states") or others.get("output_attentions"):
             return None
         rows = next(iter(inputs.values()))
-        if rows.dim() != 2 or len(rows) != 1 or rows.is_floating_point():
+        if any(value.shape != rows.shape or value.is_floating_point() for value in inputs.values()):
             return None
-        kinds, apart, longest, ends = attention_mask.shape
-        apart = apart if kinds > 1 else 0
-        size = Size.that_holds(rows.shape[1], ends - 1, longest)
-        dtypes = sorted((name, value.dtype) for name, value in inputs.items())
+        if rows.dim() != 2 or len(rows) != 1:
+            return None
+        sides, apart, longest, ends = attention_mask.shape
+        apart = apart if sides > 1 else 0
+        size = Size.smallest_for(rows.shape[1], ends - 1, longest)
+        dtypes = sorted((name, str(value.dtype)) for name, value in inputs.items())
         device = rows.device.type
         precision = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        kind = size, kinds, apart, precision, rows.device, *map(str, dtypes), *sorted(others.items())
-        return cls(inputs, others, attention_mask[:, 0, 0], apart, size, kind)
+        signature = size, sides, apart, precision, rows.device, *dtypes, *sorted(others.items())
+        return cls(inputs, others, attention_mask[:, 0, 0], apart, size, signature)
 
     def filled_up(self) -> _Batch:
         """A batch of the whole size."""
@@ -432,21 +395,13 @@ class _Batch(NamedTuple):
     def mask(self) -> Tensor:
         rows, keys = self.borders[0], self.borders[-1]
         if self.longest_apart:
-            return packed_mask_with_keys(rows, keys, self.longest_apart, self.size.longest)
+            return packed_mask(rows, self.size.longest, keys, self.longest_apart)
         return packed_mask(rows, self.size.longest)
 
 
-def _is_sharded(core: nn.Module) -> bool:
-    """Whether FSDP gathers weights while a module runs."""
-    # Only with processes: to look at all modules takes a millisecond.
-    return torch.distributed.is_initialized() and any(
-        isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in core.modules()
-    )
-
-
 def _state_of(encoder: nn.Module) -> tuple | None:
-    """What graphs of an encoder depend on beside a batch; None if something is called that graphs would leave out."""
-    if any(getattr(nn.modules.module, name) for name in GLOBAL_HOOKS):
+    """State that graphs of an encoder depend on beside a batch; None if something is called that graphs would leave out."""
+    if has_global_hooks():
         return None
     state = []
     for module in encoder.modules():
@@ -460,7 +415,7 @@ def _state_of(encoder: nn.Module) -> tuple | None:
 
 
 def _only_requires_gradients(module: nn.Module) -> bool:
-    """Whether its only hook is what transformers adds for gradient checkpointing, which runs nothing on a GPU."""
+    """Check whether its only hook is what transformers adds for gradient checkpointing, which runs nothing on a GPU."""
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return False
     hooks = module._forward_hooks.values()
@@ -468,8 +423,3 @@ def _only_requires_gradients(module: nn.Module) -> bool:
         getattr(hook, "__qualname__", "").endswith("make_inputs_require_grads") and defined_in(hook, ("transformers",))
         for hook in hooks
     )
-
-
-def _rounded_up(count: int) -> int:
-    step = max(64, 2 ** (count - 1).bit_length() // 32)
-    return -(-count // step) * step

@@ -1,13 +1,13 @@
-"""Detect models that change ids or masks in their forward, as learned token pruning does.
+"""Attention masks on the way through a model: it may change them, and transformers need not read them on a GPU.
 
 PyLate's Contrastive and Distillation read ids and masks after the model, the losses here before it. A model that
-changes them is detected in the first batch, and its losses then run as PyLate's own.
+changes them, as learned token pruning does, is detected in the first batch, and its losses then run as PyLate's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from weakref import WeakKeyDictionary
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 
@@ -23,15 +24,10 @@ try:
 except ImportError:  # transformers before 4.53
     masking_utils = None
 
-_uninspected: ContextVar[bool] = ContextVar("uninspected", default=False)
-
 _MASKS = ("input_ids", "attention_mask")
 
 # For each loss, whether its first batch was changed: in training or evaluation, with gradients or without.
 _changes: WeakKeyDictionary[nn.Module, dict[tuple[bool, bool], bool]] = WeakKeyDictionary()
-
-# Ids and mask, and their versions.
-Masks = dict[str, tuple[Tensor, int]]
 
 
 class MasksChanged(Exception):
@@ -43,25 +39,17 @@ class MasksChanged(Exception):
 
 @torch.compiler.disable
 def changes_masks(loss: nn.Module) -> bool | None:
-    """Whether the model of a loss changes masks in its present phase; None before the first batch."""
+    """Say whether the model of a loss changes masks in its present phase; None before the first batch."""
     return _changes.get(loss, {}).get(_phase(loss))
 
 
 @torch.compiler.disable
-def settle(loss: nn.Module, here: bool, device: torch.device, group: dist.ProcessGroup | None) -> None:
+def agree_on_mask_changes(loss: nn.Module, here: bool, device: torch.device, group: dist.ProcessGroup | None) -> None:
     """Decide in the first batch of a loss whether its model changes masks, for all ranks of ``group`` alike.
 
-    Parameters
-    ----------
-    here
-        Whether it did on this rank, in this batch.
+    ``here``: whether it did on this rank, in this batch.
 
-    Raises
-    ------
-    MasksChanged
-        It did on one of the ranks.
-    ValueError
-        It does now, and did not in the first batch.
+    Raises MasksChanged if it did on one of them, and ValueError if it does now, and did not in the first batch.
     """
     if changes_masks(loss) is None:
         anywhere = torch.tensor(int(here), device=device)
@@ -88,45 +76,32 @@ def forget() -> None:
     _changes.clear()
 
 
-def as_given(features: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """A copy of the columns to run stock with after :class:`MasksChanged`: a model may write to ids and masks."""
+def with_copied_masks(features: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Copy the columns to run stock with after :class:`MasksChanged`: a model may write to ids and masks."""
     return [{**column, **{key: column[key].clone() for key in _MASKS}} for column in features]
 
 
 # Not compiled, as below: dynamo cannot trace the versions of tensors.
 @torch.compiler.disable
-def masks_of(features: Mapping[str, Tensor]) -> Masks:
-    """Ids and mask of a column before a call of the model."""
+def masks_of(features: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+    """Ids and mask of a column before a call of the model, and their versions."""
     return {key: (features[key], writes_to(features[key])) for key in _MASKS}
 
 
 @torch.compiler.disable
-def changed(features: Mapping[str, Tensor], before: Masks) -> bool:
-    """Whether the column holds other tensors now, even equal ones, or these were written to.
+def changed(features: Mapping[str, Tensor], before: dict[str, tuple[Tensor, int]]) -> bool:
+    """Check whether the column holds other tensors now, even equal ones, or these were written to.
 
     Contents are not compared: that would wait for the device, and ranks could differ. Another tensor with the same
     memory, as DeepSpeed's hooks leave it, is no change.
-
-    Examples
-    --------
-    >>> column = {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
-    >>> before = masks_of(column)
-    >>> changed(column, before)
-    False
-    >>> column["attention_mask"][0, 1] = 0
-    >>> changed(column, before)
-    True
     """
-    return any(
-        not _same_memory(features.get(key), tensor) or writes_to(tensor) != writes
-        for key, (tensor, writes) in before.items()
-    )
 
+    def differs(now: Tensor | None, tensor: Tensor, writes: int) -> bool:
+        if now is not tensor and (now is None or not now.is_set_to(tensor)):
+            return True
+        return writes_to(tensor) != writes
 
-def _same_memory(now: Tensor | None, tensor: Tensor) -> bool:
-    if now is tensor or now is None:
-        return now is tensor
-    return now.is_set_to(tensor)
+    return any(differs(features.get(key), tensor, writes) for key, (tensor, writes) in before.items())
 
 
 def writes_to(tensor: Tensor) -> int:
@@ -134,14 +109,22 @@ def writes_to(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _or_uninspected(stock: Callable[..., bool]) -> Callable[..., bool]:
+_unread: ContextVar[bool] = ContextVar("unread", default=False)
+
+
+def masks_unread() -> AbstractContextManager[None]:
+    """Context in which transformers reads no mask on a GPU, for which the host would wait in every step."""
+    return setting(_unread, True)
+
+
+def _without_reading(stock: Callable[..., bool]) -> Callable[..., bool]:
     def can_leave_out(padding_mask: Tensor | None, *args, **kwargs) -> bool:
-        """Whether attention may go without a mask. False inside :func:`uninspected`, for masks on a GPU.
+        """Say whether attention may go without a mask. False inside :func:`masks_unread`, for masks on a GPU.
 
         A mask that masks nothing changes no result, and queries are usually padded.
         """
         on_gpu = padding_mask is not None and padding_mask.is_cuda
-        if on_gpu and _uninspected.get() and not torch.compiler.is_compiling():
+        if on_gpu and _unread.get() and not torch.compiler.is_compiling():
             return False
         return stock(padding_mask, *args, **kwargs)
 
@@ -150,22 +133,12 @@ def _or_uninspected(stock: Callable[..., bool]) -> Callable[..., bool]:
 
 # For encoders and for decoders. The replacement calls a copy of the original.
 _replacements = {
-    name: _or_uninspected(detached(getattr(masking_utils, name)))
+    name: _without_reading(detached(getattr(masking_utils, name)))
     for name in ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa")
     if hasattr(masking_utils, name)
 }
 
 
 def patches() -> list[Patch]:
-    """What to replace in transformers, if the version has these functions."""
+    """Replacements in transformers, if the version has these functions."""
     return [Patch(masking_utils, name, replacement) for name, replacement in _replacements.items()]
-
-
-@contextmanager
-def uninspected() -> Iterator[None]:
-    """Context in which transformers reads no mask on a GPU."""
-    token = _uninspected.set(True)
-    try:
-        yield
-    finally:
-        _uninspected.reset(token)

@@ -1,11 +1,14 @@
-"""Choose how a model encodes its texts, on its first batch: packed, grouped or padded, queries joined or apart."""
+"""Choose how a model encodes its texts, on its first batch: packed, grouped or padded, queries joined or apart.
+
+A decision is made once, by each rank or by all ranks that have to make the same calls, and again when the model changes.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -14,20 +17,25 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel
 
-from pylate_fastmaxsim.integrations.encoding.attention import is_packed_mask
 from pylate_fastmaxsim.integrations.encoding.batch import Documents, column_has_gaps
 from pylate_fastmaxsim.integrations.encoding.equivalence import (
-    holds_up_to,
-    short_to_long,
-    why_not_divided,
-    why_not_grouped,
-    why_not_joint,
-    why_not_packed,
+    checked_width,
+    reason_against_dividing,
+    reason_against_groups,
+    reason_against_joining,
+    reason_against_packing,
+    sample_documents,
 )
 from pylate_fastmaxsim.integrations.encoding.plans import EncodingPlan
 from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL
 from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers, encoder_of, inputs_of, with_adapters
+from pylate_fastmaxsim.integrations.models.encoders import (
+    checkpoints_layers,
+    encoder_of,
+    inputs_of,
+    is_packed_mask,
+    with_adapters,
+)
 from pylate_fastmaxsim.integrations.models.user_code import custom_module, has_class_forward, user_code, user_wrapper
 from pylate_fastmaxsim.integrations.models.wrappers import (
     group_in_step,
@@ -43,7 +51,7 @@ Agree = Callable[[bool], bool]
 
 Decision = TypeVar("Decision")
 
-# A decision is made again if one part of its key changes.
+# Of each unwrapped model, by the state that it was decided in.
 Decisions = WeakKeyDictionary[nn.Module, dict[Hashable, Decision]]
 
 # "packed", "grouped" or "padded".
@@ -56,18 +64,17 @@ joined: Decisions[bool] = WeakKeyDictionary()
 divisible: Decisions[bool] = WeakKeyDictionary()
 
 _PADDED = "Documents are encoded with padding, as stock {} does: %s."
-
+_GROUPED = "Documents are not packed but encoded in groups of similar length: %s."
 APART = "Queries are not encoded with the documents but in a call of their own: %s."
-
 _DIVIDED_AS_STOCK = "Queries are divided into calls as stock PyLate does: %s."
 
 # Features that are encoded without padding. An encoder that takes more is given padded texts.
 UNDERSTOOD = {"input_ids", "attention_mask", "token_type_ids"}
 
-GAP = "one has a gap in its attention_mask"
-
 # Features that no encoder takes: token counts, and the keys of texts that are dictionaries, from PyLate's tokenizer.
 _LEFT_OUT = {TOKEN_TOTAL, "text_keys"}
+
+GAP = "one has a gap in its attention_mask"
 
 # With more document tokens a GPU is busy while the host launches a call for the queries. Queries then cost less apart:
 # FlashAttention starts as many blocks for every text of a call as the longest one needs.
@@ -82,63 +89,87 @@ def mode_for(
     host: str = "PyLate",
     whole: nn.Module | None = None,
     task: str | None = None,
-    why_not_behind: Callable[[Documents], str | None] = lambda samples: None,
+    reason_behind: Callable[[Documents], str | None] = lambda samples: None,
 ) -> str:
-    """The mode of a model.
+    """Decide how a model encodes documents: "packed", "grouped" or "padded".
 
-    ``backwards``: whether each call has a backward of its own, as in GradCache. ``whole``: what the model is the
-    encoder of, and ``why_not_behind`` says why its modules behind the encoder need the states of padding, for a
-    ``task`` that it may route by.
+    The ranks of a ``group`` decide together. ``backwards``: whether each call has a backward of its own, as in GradCache.
+    ``whole``: what the model is the encoder of, with a ``task`` that it may route by, and ``reason_behind``, which says
+    why its modules behind the encoder need the states of padding.
     """
+    whole_model = whole or model
     # A single process decides anew when hooks come or go. Several would all have to see the change.
-    own = None if group else reason_in_user_code(whole or model, backwards)
-    decide = partial(_fastest_mode, model, whole or model, columns, backwards, _PADDED.format(host), why_not_behind)
-    more = _features_that_differ(columns, group), backwards, own, task, whole and state_of(whole)
-    return decided(chosen, model, columns, decide, group, more)
+    own_code = None if group else _reason_in_user_code(whole_model, backwards)
+
+    def decide(agree: Agree) -> str:
+        # Ranks agree on each check before the next one: a rank that runs a sharded model alone waits for ever.
+        core, padded = unwrap(model), _PADDED.format(host)
+        reason = _reason_to_leave(model, columns) or _reason_in_user_code(whole_model, backwards)
+        if not _holds(core, agree, reason, padded):
+            return "padded"
+        samples = sample_documents(core, Documents.from_columns(columns))
+        if not _holds(core, agree, reason_behind(samples), padded):
+            return "padded"
+        # On a CPU groups are the rule.
+        level = logging.INFO if samples.input_ids.device.type == "cpu" else logging.WARNING
+        if _holds(core, agree, reason_against_packing(core, samples), _GROUPED, level):
+            return "packed"
+        return "grouped" if _holds(core, agree, reason_against_groups(core, samples), padded) else "padded"
+
+    more = _varying_features(columns, group), backwards, own_code, task, whole and _state_of(whole)
+    return _decided(chosen, model, columns, decide, group, more)
 
 
 # Never traced, as plan_documents.
 @torch.compiler.disable
-def joins(
+def encodes_jointly(
     model: nn.Module, queries: dict[str, Tensor], columns: Sequence[dict[str, Tensor]], plan: EncodingPlan
 ) -> bool:
-    """Whether the queries go into the call of the documents."""
+    """Decide whether the queries go into the call of the documents."""
     if not is_packed_mask(plan.calls[0]["attention_mask"]):
         return False
     core, group = unwrap(model), group_in_step(model)
     tokens = plan.calls[0]["input_ids"].shape[1]
-    decide = partial(_should_join, model, queries, columns, tokens)
-    more = _features_that_differ(columns, group), core.query_length
-    if not decided(joined, model, columns, decide, group, more):
+
+    def decide(agree: Agree) -> bool:
+        if not agree(tokens <= MOST_TOKENS_BESIDE_QUERIES):
+            return False
+        if not _holds(core, agree, _reason_against_queries(core, queries), APART):
+            return False
+        samples = sample_documents(core, Documents.from_columns(columns))
+        return _holds(core, agree, reason_against_joining(core, samples, understood(queries)), APART)
+
+    more = _varying_features(columns, group), core.query_length
+    if not _decided(joined, model, columns, decide, group, more):
         return False
-    reason = reason_not_to_join(core, queries)
+    reason = _reason_against_queries(core, queries)
     if reason is not None and group:
-        raise ValueError(
-            f"The queries of this batch need a call of their own, and those of earlier batches did not: {reason}. All "
-            "processes must encode alike. Leave out such queries, or train with enable(padding_free=False)."
+        _refuse(
+            f"The queries of this batch need a call of their own, and those of earlier batches did not: {reason}.",
+            "Leave out such queries",
         )
-    return _works(core, bool, reason, APART)
+    return _holds(core, bool, reason, APART)
 
 
 # Never traced, as plan_documents.
 @torch.compiler.disable
-def can_be_divided(model: nn.Module, queries: dict[str, Tensor]) -> bool:
-    """Whether a query gets the same embeddings whatever else is in its call."""
+def queries_can_be_divided(model: nn.Module, queries: dict[str, Tensor]) -> bool:
+    """Decide whether a query gets the same embeddings whatever else is in its call."""
     core, group = unwrap(model), group_in_step(model, backwards=True)
-    more = core.do_query_expansion, core.attend_to_expansion_tokens
 
     def decide(agree: Agree) -> bool:
-        return _works(core, agree, why_not_divided(core, carried(queries)), _DIVIDED_AS_STOCK)
+        return _holds(core, agree, reason_against_dividing(core, understood(queries)), _DIVIDED_AS_STOCK)
 
-    return decided(divisible, model, [queries], decide, group, more)
+    more = core.do_query_expansion, core.attend_to_expansion_tokens
+    return _decided(divisible, model, [queries], decide, group, more)
 
 
 def mode_with_gaps(model: nn.Module, mode: str, group: dist.ProcessGroup | None) -> str:
-    """The mode for documents with gaps in their attention masks, for a model that has this ``mode`` for others."""
+    """Choose the mode for documents with gaps in their masks, for a model that has this ``mode`` for others."""
     if group:
-        raise ValueError(
-            f"A document of this batch has a gap in its attention_mask and cannot be {mode}, as earlier batches were. "
-            "All processes must encode alike. Leave out such documents, or train with enable(padding_free=False)."
+        _refuse(
+            f"A document of this batch has a gap in its attention_mask and cannot be {mode}, as earlier batches were.",
+            "Leave out such documents",
         )
     if mode == "packed":
         return "grouped"
@@ -147,71 +178,36 @@ def mode_with_gaps(model: nn.Module, mode: str, group: dist.ProcessGroup | None)
     return "padded"
 
 
+def require_features_without_padding(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> None:
+    """Refuse features that need padding, where all ranks decided without."""
+    if (reason := _reason_in_features(unwrap(model), columns)) is not None:
+        _refuse(
+            f"The documents of this batch need padding, and those of earlier batches did not: {reason}.",
+            "Give every batch the same features",
+        )
+
+
 def forget() -> None:
     """Decide anew about every model."""
     for decisions in (chosen, joined, divisible):
         decisions.clear()
 
 
-def _fastest_mode(
-    model: nn.Module,
-    whole: nn.Module,
-    columns: Sequence[dict[str, Tensor]],
-    backwards: bool,
-    padded: str,
-    why_not_behind: Callable[[Documents], str | None],
-    agree: Agree,
-) -> str:
-    """The first mode that works on all ranks.
-
-    They agree on each check before the next one: a rank that runs a sharded model alone waits for ever.
-    """
-    core = unwrap(model)
-    works = partial(_works, core, agree)
-    if not works(reason_to_leave(model, columns) or reason_in_user_code(whole, backwards), padded):
-        return "padded"
-    samples = short_to_long(core, Documents.from_columns(columns))
-    if not works(why_not_behind(samples), padded):
-        return "padded"
-    if works(
-        why_not_packed(core, samples),
-        "Documents are not packed but encoded in groups of similar length: %s.",
-        # On a CPU this is the rule.
-        logging.INFO if samples.input_ids.device.type == "cpu" else logging.WARNING,
-    ):
-        return "packed"
-    return "grouped" if works(why_not_grouped(core, samples), padded) else "padded"
+def _refuse(found: str, advice: str) -> NoReturn:
+    raise ValueError(f"{found} All processes must encode alike. {advice}, or train with enable(padding_free=False).")
 
 
-def _should_join(
-    model: nn.Module, queries: dict[str, Tensor], columns: Sequence[dict[str, Tensor]], tokens: int, agree: Agree
+def _holds(
+    core: nn.Module, agree: Agree, reason_against: str | None, message: str, level: int = logging.WARNING
 ) -> bool:
-    core = unwrap(model)
-    if not agree(tokens <= MOST_TOKENS_BESIDE_QUERIES):
-        return False
-    if not _works(core, agree, reason_not_to_join(core, queries), APART):
-        return False
-    samples = short_to_long(core, Documents.from_columns(columns))
-    return _works(core, agree, why_not_joint(core, samples, carried(queries)), APART)
-
-
-def _works(
-    core: nn.Module, agree: Agree, reason_not_to: str | None, message: str, level: int = logging.WARNING
-) -> bool:
-    """Whether no rank has a reason not to. Logs the reason otherwise."""
-    everywhere = agree(reason_not_to is None)
+    """Check that no rank has a reason against it. Logs the reason otherwise."""
+    everywhere = agree(reason_against is None)
     if not everywhere:
-        reason = reason_not_to or "another process of this run needs it"
-        log_once(message, reason, level=level, about=core)
+        log_once(message, reason_against or "another process of this run needs it", level=level, about=core)
     return everywhere
 
 
-def _features_that_differ(columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None) -> frozenset[str]:
-    """Features that only some batches may have. A rank must not decide about them without the others."""
-    return frozenset() if group else not_carried(columns)
-
-
-def decided(
+def _decided(
     decisions: Decisions[Decision],
     model: nn.Module,
     columns: Sequence[dict[str, Tensor]],
@@ -219,65 +215,38 @@ def decided(
     group: dist.ProcessGroup | None,
     more: Hashable,
 ) -> Decision:
-    """The decision about a model in its present state, made at first use.
-
-    Parameters
-    ----------
-    decisions
-        Those made so far, by unwrapped model.
-    model
-        A ``pylate.models.ColBERT``, possibly wrapped.
-    columns
-        The tokenized texts that it is given.
-    decide
-        Makes the decision, given a function to agree with the other ranks.
-    group
-        The ranks that decide together; ``None`` if each decides by itself.
-    more
-        What else the decision depends on.
-    """
+    """The decision about a model in its present state, and in what else (``more``) it depends on, made at first use."""
     core = unwrap(model)
     device = columns[0]["input_ids"].device
-    situation = (
+    state = (
         # One rank may have used the model alone before all decide together.
         group is not None,
         *(type(layer) for layer in layers_of_wrapping(model)),
-        counts_checkpoints(model),
+        _counts_checkpoints(model),
         core.training,
         device.type,
         torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
         # accelerate replaces this attribute for mixed precision. Users may replace it in every step.
         id(vars(core).get("forward")) if has_class_forward(core) else "replaced",
-        *state_of(core),
+        *_state_of(core),
         # Much wider batches may have longer documents than the check had. A rank must not decide about them alone.
-        0 if group else holds_up_to(max(column["input_ids"].shape[1] for column in columns)),
+        0 if group else checked_width(max(column["input_ids"].shape[1] for column in columns)),
         more,
     )
     found = decisions.setdefault(core, {})
-    if situation not in found:
+    if state not in found:
         # The check makes a few calls of odd shapes, which are not worth compiling.
         with torch.compiler.set_stance("force_eager"):
-            found[situation] = decide(partial(_on_all_ranks, device=device, group=group) if group else bool)
-    return found[situation]
-
-
-def counts_checkpoints(model: nn.Module) -> bool:
-    """Whether DistributedDataParallel with ``static_graph`` counts the calls of layers that are checkpointed."""
-    *around, core = layers_of_wrapping(model)
-    if not any(getattr(layer, "static_graph", False) for layer in around):
-        return False
-    try:
-        return checkpoints_layers(core)
-    except AttributeError:  # no encoder that could be packed
-        return False
+            found[state] = decide(partial(_on_all_ranks, device=device, group=group) if group else bool)
+    return found[state]
 
 
 def _on_all_ranks(here: bool, device: torch.device, group: dist.ProcessGroup) -> bool:
     return bool(least_of_all_ranks(int(here), device, group))
 
 
-def state_of(core: nn.Module) -> tuple[Hashable, ...]:
-    """What users change in a model between batches.
+def _state_of(core: nn.Module) -> tuple[Hashable, ...]:
+    """State that users change in a model between batches.
 
     Its modules and, behind the encoder, all in them and which are in training; the encoder, PEFT around it, the dtype
     of its parameters, its attention, and NEFTune's noise.
@@ -297,8 +266,22 @@ def state_of(core: nn.Module) -> tuple[Hashable, ...]:
     return *map(ref, children), *behind, *of_encoder
 
 
-def reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str | None:
-    """Why documents need padding whatever the encoder gives without it."""
+def _counts_checkpoints(model: nn.Module) -> bool:
+    """Check whether DistributedDataParallel with ``static_graph`` counts the calls of layers that are checkpointed."""
+    *around, core = layers_of_wrapping(model)
+    if not any(getattr(layer, "static_graph", False) for layer in around):
+        return False
+    try:
+        return checkpoints_layers(core)
+    except AttributeError:  # no encoder that could be packed
+        return False
+
+
+# Reasons that are known without running the model.
+
+
+def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str | None:
+    """Reason to pad documents whatever the encoder gives without padding."""
     *around, core = layers_of_wrapping(model)
     if any(isinstance(layer, DataParallel) for layer in around):
         return "DataParallel splits a batch by rows; start the script with accelerate launch or torchrun"
@@ -308,20 +291,25 @@ def reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> s
     if not has_class_forward(core):
         return f"the forward of {type(core).__name__} was replaced"
     try:
-        reason = reason_in_features(core, columns)
+        reason = _reason_in_features(core, columns)
     except AttributeError:
         return f"{type(core).__name__} does not begin with a Transformer of Sentence Transformers"
     if reason is not None:
         return reason
-    if counts_checkpoints(model):
+    if _counts_checkpoints(model):
         return "DistributedDataParallel with static_graph counts the calls of checkpointed layers"
     if getattr(core.tokenizer, "padding_side", "right") != "right":
         return "the tokenizer pads on the left"
-    return _reason_in_training(core)
+    for module in core.modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            return f"{type(module).__name__} normalises by all tokens of a call"
+        if module.training and getattr(module, "neftune_noise_alpha", None):
+            return "NEFTune scales its noise by the width of a call"
+    return None
 
 
-def reason_in_user_code(model: nn.Module, backwards: bool) -> str | None:
-    """Which module or hook of the user's may depend on the other texts of a call."""
+def _reason_in_user_code(model: nn.Module, backwards: bool) -> str | None:
+    """Reason in a module or hook of the user's, which may depend on the other texts of a call."""
     options = current_options()
     if options is not None and options.padding_free == "always":
         return None
@@ -331,9 +319,9 @@ def reason_in_user_code(model: nn.Module, backwards: bool) -> str | None:
     )
 
 
-def reason_in_features(core: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str | None:
-    """Which features of the texts would be lost without padding."""
-    more = not_carried(columns)
+def _reason_in_features(core: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str | None:
+    """Reason in features of the texts that would be lost without padding."""
+    more = _other_features(columns)
     unknown = more & inputs_of(core)
     if unknown:
         return f"the encoder is given {', '.join(sorted(unknown))}"
@@ -342,31 +330,26 @@ def reason_in_features(core: nn.Module, columns: Sequence[dict[str, Tensor]]) ->
     return None
 
 
-def reason_not_to_join(core: nn.Module, queries: dict[str, Tensor]) -> str | None:
-    """Why queries need a call of their own."""
+def _reason_against_queries(core: nn.Module, queries: dict[str, Tensor]) -> str | None:
+    """Reason to give queries a call of their own."""
     length = queries["input_ids"].shape[1]
     if length > core.query_length:
         return f"they have {length} tokens, more than the model's query_length of {core.query_length}"
     if column_has_gaps(queries):
         return GAP
-    return reason_in_features(core, [queries])
+    return _reason_in_features(core, [queries])
 
 
-def not_carried(columns: Sequence[dict[str, Tensor]]) -> frozenset[str]:
+def understood(features: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The features that are encoded without padding."""
+    return {key: features[key] for key in UNDERSTOOD.intersection(features)}
+
+
+def _other_features(columns: Sequence[dict[str, Tensor]]) -> frozenset[str]:
     """Features of a batch that are not encoded without padding."""
     return frozenset().union(*columns) - UNDERSTOOD - _LEFT_OUT
 
 
-def carried(features: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those that are."""
-    return {key: features[key] for key in UNDERSTOOD.intersection(features)}
-
-
-def _reason_in_training(core: nn.Module) -> str | None:
-    """What in a model depends, in training, on all texts of a call."""
-    for module in core.modules():
-        if isinstance(module, _BatchNorm) and module.training:
-            return f"{type(module).__name__} normalises by all tokens of a call"
-        if module.training and getattr(module, "neftune_noise_alpha", None):
-            return "NEFTune scales its noise by the width of a call"
-    return None
+def _varying_features(columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None) -> frozenset[str]:
+    """Features that only some batches may have. A rank must not decide about them without the others."""
+    return frozenset() if group else _other_features(columns)

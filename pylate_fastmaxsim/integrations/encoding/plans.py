@@ -1,22 +1,27 @@
-"""The encoder calls that encode the documents of a batch, with and without padding."""
+"""The encoder calls that encode the documents of a batch: packed in a row, grouped by length, or padded.
+
+Groups and mini-batches are chosen on the host, from lists of lengths.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.encoding.attention import packed_mask
-from pylate_fastmaxsim.integrations.encoding.batch import Documents, counting, extents, rows_of
+from pylate_fastmaxsim.integrations.encoding.batch import Documents, attended_tokens
+from pylate_fastmaxsim.integrations.encoding.masks import masks_unread
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
+from pylate_fastmaxsim.integrations.models.encoders import positions, takes_token_types
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # From the number of calls that this process would make to the number that all processes make.
 AgreeOnNumber = Callable[[int], int]
-
 
 # Tokens that a GPU encodes while the host launches a call and its backward. Measured for 12 layers of 768 in bf16 on an
 # H100: 40 ms to launch, 5 us a token.
@@ -25,27 +30,16 @@ TOKENS_PER_CALL = 2**13
 
 @dataclass(frozen=True)
 class EncodingPlan:
-    """The encoder calls that together encode the documents of a batch.
-
-    Parameters
-    ----------
-    calls
-        Features to call the model with, one dictionary per call.
-    keep
-        For each call, which of its token embeddings are scored, flattened, bool.
-    starts, lengths
-        Where each document lies in the token embeddings of all calls together, ``[N]``, int64.
-    max_length
-        An upper bound on ``lengths``.
-    as_stock
-        Whether these are the calls that stock PyLate makes.
-    """
+    """The encoder calls that together encode the documents of a batch."""
 
     calls: list[dict[str, Tensor]]
+    # For each call, which of its token embeddings are scored, flattened, bool.
     keep: list[Tensor]
+    # Where each document lies in the token embeddings of all calls together, [N], int64, and a bound on the lengths.
     starts: Tensor
     lengths: Tensor
     max_length: int
+    # Whether these are the calls that stock PyLate makes.
     as_stock: bool = False
 
     def batch(self, values: Sequence[Tensor]) -> TokenBatch:
@@ -61,32 +55,26 @@ class EncodingPlan:
 
 
 def packed_plan(
+    core: nn.Module,
     documents: Documents,
-    position_ids: Tensor,
-    skipped: Callable[[Tensor], Tensor],
+    skiplist: Sequence[int] = (),
     token_budget: int | None = None,
     agree: AgreeOnNumber = int,
 ) -> EncodingPlan:
     """Encode the attended tokens of all documents in one row, or in mini-batches of ``token_budget`` tokens.
 
-    Parameters
-    ----------
-    documents
-        What to encode.
-    position_ids
-        Position of each token in the encoder's own counting, ``[N, L]``.
-    skipped
-        Whether each token id is not scored, bool.
-    token_budget
-        Tokens per mini-batch. Dividing waits for the device once.
-    agree
-        From the number of calls that this process would make to the number that all make: with a budget at least as
-        many, without one at most.
+    The model says how it counts positions and whether it takes token types: what an encoder would make up from the shape
+    of its input would be wrong for packed documents. Tokens of the skiplist are not scored. Dividing waits for the device
+    once. ``agree`` goes from the number of calls that this process would make to the number that all make: with a budget
+    at least as many, without one at most.
     """
+    types = documents.token_type_ids
+    if types is None and takes_token_types(core):
+        types = torch.zeros_like(documents.input_ids)
     padded = {
         "input_ids": documents.input_ids,
-        "position_ids": position_ids,
-        "token_type_ids": documents.token_type_ids,
+        "position_ids": positions(core, documents.input_ids),
+        "token_type_ids": types,
     }
     packed = {
         key: values.reshape(-1)[documents.token_index].unsqueeze(0)
@@ -98,7 +86,7 @@ def packed_plan(
         bounds = [(0, len(documents), 0, len(documents.token_index))]
     else:
         ends = cu_seqlens.tolist()
-        parts = fill_in_order([end - start for start, end in zip(ends, ends[1:], strict=False)], token_budget)
+        parts = fill_in_order(np.diff(ends).tolist(), token_budget)
         parts = split_until(parts, agree(len(parts)))
         bounds = [(part[0], part[-1] + 1, ends[part[0]], ends[part[-1] + 1]) for part in parts]
     calls = [
@@ -108,20 +96,55 @@ def packed_plan(
         }
         for first, last, start, end in bounds
     ]
+    keep = [~skipped(call["input_ids"].squeeze(0), skiplist) for call in calls]
     offsets = cu_seqlens.long()
-    return EncodingPlan(
-        calls,
-        [~skipped(call["input_ids"].squeeze(0)) for call in calls],
-        offsets[:-1],
-        offsets.diff(),
-        documents.max_length,
-    )
+    return EncodingPlan(calls, keep, offsets[:-1], offsets.diff(), documents.max_length)
+
+
+# Never traced: as a part of a compiled loss it would be compiled again as batches vary.
+@torch.compiler.disable
+def joint_call(core: nn.Module, documents: dict[str, Tensor], queries: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The call that encodes queries behind packed documents, in the same row.
+
+    All tokens of a query are encoded, and only those in its mask are attended to, as in the padded batch: query
+    expansion scores masked tokens. These must come last. Waits for the device if the queries have no token counts.
+
+    The documents are the call of :func:`packed_plan`; the model's ``query_length`` bounds the length of queries.
+    """
+    ids = queries["input_ids"]
+    count, length = ids.shape
+    attended, ends, _ = attended_tokens([queries], queries["attention_mask"])
+    appended = {
+        "input_ids": ids,
+        "position_ids": positions(core, ids),
+        "token_type_ids": queries.get("token_type_ids", torch.zeros_like(ids)),
+    }
+    call = {
+        key: torch.cat([values, appended[key].reshape(1, -1)], dim=1)
+        for key, values in documents.items()
+        if key != "attention_mask"
+    }
+    cu_seqlens, max_length = documents["attention_mask"][0, 0, -1], documents["attention_mask"].shape[2]
+    max_length = max(max_length, length)
+    rows = torch.arange(1, count + 1, device=ends.device, dtype=ends.dtype) * length + documents["input_ids"].shape[1]
+    if len(attended) == count * length:
+        call["attention_mask"] = packed_mask(torch.cat([cu_seqlens, rows]), max_length)
+    else:
+        # The masked rows of a query are the keys of an empty text behind it.
+        keys = torch.stack([rows - length + ends.diff(), rows], dim=1).reshape(-1)
+        call["attention_mask"] = packed_mask(
+            torch.cat([cu_seqlens, rows.repeat_interleave(2)]),
+            max_length,
+            torch.cat([cu_seqlens, keys]),
+            core.query_length,
+        )
+    return call
 
 
 def grouped_plan(
     documents: Documents,
-    skipped: Callable[[Tensor], Tensor],
-    token_budget: int | None,
+    skiplist: Sequence[int] = (),
+    token_budget: int | None = None,
     agree: AgreeOnNumber = int,
 ) -> EncodingPlan:
     """Encode documents of similar length together, each group cut to its longest document.
@@ -129,63 +152,103 @@ def grouped_plan(
     Arguments as in :func:`packed_plan`. Waits for the device once, for the lengths.
     """
     device = documents.input_ids.device
-    spans = extents(documents.attention_mask)
+    spans = _extents(documents.attention_mask)
     lengths = spans.clamp(min=1).tolist()
     if token_budget is None:
         groups = group_by_length(lengths, agree(number_of_groups(lengths, on_gpu=device.type != "cpu")))
     else:
         groups = fill_by_length(lengths, token_budget)
         groups = split_until(groups, agree(len(groups)))
-    calls, keep, starts, rows = [], [], [0] * len(documents), 0
+    calls, starts, rows = [], [0] * len(documents), 0
     for group in groups:
         longest = max(lengths[document] for document in group)
         for row, document in enumerate(group):
             starts[document] = rows + row * longest
         rows += len(group) * longest
         index = torch.tensor(group, device=device)
-        call = {
-            "input_ids": documents.input_ids[index, :longest],
-            "attention_mask": documents.attention_mask[index, :longest],
-        }
-        if documents.token_type_ids is not None:
-            call["token_type_ids"] = documents.token_type_ids[index, :longest]
-        calls.append(call)
-        keep.append(counting(call, skipped).reshape(-1))
+        calls.append({key: values[index, :longest] for key, values in documents.column.items()})
+    keep = [live_tokens(call, skiplist).reshape(-1) for call in calls]
     return EncodingPlan(calls, keep, torch.tensor(starts, device=device), spans, max(lengths))
 
 
 def padded_plan(
-    columns: Sequence[dict[str, Tensor]],
-    skipped: Callable[[Tensor], Tensor],
-    mini_batch_size: int | None,
+    columns: Sequence[dict[str, Tensor]], skiplist: Sequence[int], mini_batch_size: int | None
 ) -> EncodingPlan:
     """Encode the columns as stock PyLate does: as they are, one after the other."""
-    columns = [without_total(column) for column in columns]
-    calls = [
-        rows_of(column, begin, begin + size)
-        for column in columns
-        for size in [mini_batch_size or max(1, len(column["input_ids"]))]
-        for begin in range(0, len(column["input_ids"]), size)
-    ]
-    keep = [counting(call, skipped).reshape(-1) for call in calls]
-    device = columns[0]["input_ids"].device
+    calls = [call for column in columns for call in mini_batches(without_total(column), mini_batch_size)]
+    keep = [live_tokens(call, skiplist).reshape(-1) for call in calls]
     starts, rows = [], 0
     for column in columns:
         count, width = column["input_ids"].shape
-        starts.append(torch.arange(count, device=device) * width + rows)
+        starts.append(torch.arange(count, device=column["input_ids"].device) * width + rows)
         rows += count * width
-    lengths = [extents(column["attention_mask"]) for column in columns]
+    lengths = [_extents(column["attention_mask"]) for column in columns]
     longest = max(column["input_ids"].shape[1] for column in columns)
     return EncodingPlan(calls, keep, torch.cat(starts), torch.cat(lengths), longest, as_stock=True)
 
 
-def nothing_skipped(input_ids: Tensor) -> Tensor:
-    """``skipped`` for a plan in which every attended token counts."""
-    return torch.zeros_like(input_ids, dtype=torch.bool)
+def mini_batches(features: dict[str, Tensor], size: int | None) -> list[dict[str, Tensor]]:
+    """Divide the texts of a column into mini-batches of ``size``, or leave them in one."""
+    count = len(features["input_ids"])
+    size = size or max(1, count)
+    return [rows_of(features, begin, begin + size) for begin in range(0, count, size)]
+
+
+def rows_of(features: dict[str, object], begin: int, end: int) -> dict[str, object]:
+    """Take some texts of a column. Features that are not one value per text, such as a scalar, are kept whole.
+
+    Examples
+    --------
+    >>> rows_of({"input_ids": torch.tensor([[1], [2]]), "keys": ["a", "b"], "prompt_length": 3}, 1, 2)
+    {'input_ids': tensor([[2]]), 'keys': ['b'], 'prompt_length': 3}
+    """
+    count = len(features["input_ids"])
+
+    def has_rows(value: object) -> bool:
+        if isinstance(value, Tensor):
+            return value.shape[:1] == (count,)
+        return isinstance(value, list) and len(value) == count
+
+    return {key: value[begin:end] if has_rows(value) else value for key, value in features.items()}
+
+
+def token_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
+    """Token embeddings ``[N, L, d]`` of one call of the model. ``features`` is not changed."""
+    with masks_unread():
+        return model(dict(features))["token_embeddings"]
+
+
+def live_tokens(column: dict[str, Tensor], skiplist: Sequence[int]) -> Tensor:
+    """Tokens of padded texts that are attended to and not in the skiplist, ``[N, L]``, bool."""
+    return column["attention_mask"].bool() & ~skipped(column["input_ids"], skiplist)
+
+
+def skipped(input_ids: Tensor, skiplist: Sequence[int]) -> Tensor:
+    """Tokens of the skiplist, bool."""
+    if not skiplist:
+        return torch.zeros_like(input_ids, dtype=torch.bool)
+    # torch.isin waits for the device for some sizes; comparing with each id takes memory for each.
+    table = _skip_table(tuple(skiplist), input_ids.device)
+    return table[input_ids.clamp(max=len(table) - 1).long()]
+
+
+# Kept on the device: copying it there in every step would wait for the device.
+@lru_cache(maxsize=16)
+def _skip_table(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """The ids as a bool tensor, up to one beyond the largest of them."""
+    table = torch.zeros(max(ids) + 2, dtype=torch.bool, device="cpu")
+    table[list(ids)] = True
+    return table.to(device)
+
+
+def _extents(attention_mask: Tensor) -> Tensor:
+    """Columns up to and with the last attended one, ``[N]``, int64."""
+    columns = torch.arange(1, attention_mask.shape[1] + 1, device=attention_mask.device)
+    return (attention_mask.bool() * columns).amax(dim=1)
 
 
 def number_of_groups(lengths: Sequence[int], on_gpu: bool) -> int:
-    """Into how many groups to divide documents of these lengths.
+    """Choose into how many groups to divide documents of these lengths.
 
     More groups leave less padding, and each is one more call. On a CPU a call costs little. On a GPU the best number
     minimizes the larger of two times: launching the calls, and encoding their tokens.
@@ -214,21 +277,9 @@ def number_of_groups(lengths: Sequence[int], on_gpu: bool) -> int:
 
 
 def group_by_length(lengths: Sequence[int], groups: int) -> list[list[int]]:
-    """Divide documents into exactly ``groups`` groups of similar length, with the least padding.
+    """Divide documents into exactly ``groups`` groups of similar length, by ascending length, with the least padding.
 
     Groups are intervals of the sorted lengths. Dynamic programming over the distinct lengths finds the best boundaries.
-
-    Parameters
-    ----------
-    lengths
-        Length of each document.
-    groups
-        From 1 to ``len(lengths)``.
-
-    Returns
-    -------
-    list of list of int
-        Indices of the documents of each group, none empty, by ascending length.
 
     Examples
     --------
@@ -256,7 +307,7 @@ def _sizes(lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     of ``best[i] + size[j, i]``.
     """
     order = np.argsort(np.asarray(lengths), kind="stable")
-    distinct, counts = np.unique(np.asarray(lengths)[order], return_counts=True)
+    distinct, counts = np.unique(np.asarray(lengths), return_counts=True)
     ends = np.concatenate([[0], np.cumsum(counts)])
     size = (ends[1:, None] - ends[None, :-1]) * distinct[:, None].astype(np.float64)
     size = np.concatenate([np.full((1, len(distinct)), np.inf), np.where(size > 0, size, np.inf)])
@@ -264,9 +315,7 @@ def _sizes(lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def fill_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Divide documents, in their order, into mini-batches of at most ``budget`` tokens.
-
-    A document longer than the budget is a mini-batch of its own.
+    """Divide documents, in their order, into mini-batches of at most ``budget`` tokens, or of one longer document.
 
     Examples
     --------
@@ -285,9 +334,7 @@ def fill_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def fill_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Divide documents of similar length into mini-batches of at most ``budget`` tokens, padding included.
-
-    A document longer than the budget is a mini-batch of its own.
+    """Divide documents of similar length as :func:`fill_in_order` does, with padding counted.
 
     Examples
     --------
@@ -306,11 +353,6 @@ def fill_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 def split_until(parts: list[list[int]], count: int) -> list[list[int]]:
     """Halve the part with the most documents until there are ``count`` parts.
-
-    Raises
-    ------
-    ValueError
-        There are fewer documents than ``count``.
 
     Examples
     --------

@@ -1,10 +1,9 @@
-"""How many tokens each text of a column has, counted by the host's collator, so that nobody waits for the GPU to count."""
+"""Counts of the tokens of each text, made by the host's collator, so that nobody waits for the GPU to count."""
 
 from __future__ import annotations
 
 from collections import deque
 from copy import copy
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,29 +56,23 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 
 def attach_token_counts(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch as the host's own collator makes it. Its masks carry the counts, until somebody makes others of them.
-
-    Examples
-    --------
-    >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    >>> batch = {"query_input_ids": mask, "query_attention_mask": mask, "query_token_total": TokenCounts.of(mask)}
-    >>> batch = attach_token_counts(batch)
-    >>> sorted(batch), known_total({"input_ids": mask, "attention_mask": batch["query_attention_mask"]})
-    (['query_attention_mask', 'query_input_ids'], 3)
-    """
-    attached = set()
-    for key, mask in batch.items():
-        counts = key.removesuffix("attention_mask") + TOKEN_TOTAL
-        if key.endswith("_attention_mask") and counts in batch:
-            mask.fastmaxsim_counts = batch[counts], writes_to(mask)
-            attached.add(counts)
-    if not attached:
+    """Take the counts out of a batch, for its masks to carry them until somebody makes others of these."""
+    counted = {
+        mask: counts
+        for mask in batch
+        if mask.endswith("_attention_mask") and (counts := mask.removesuffix("attention_mask") + TOKEN_TOTAL) in batch
+    }
+    if not counted:
         return batch
     # A copy has the type of the batch, which a compute_loss of the user's may know.
     batch = copy(batch)
-    for key in attached:
-        del batch[key]
+    for mask, counts in counted.items():
+        _attach(batch.pop(counts), batch[mask])
     return batch
+
+
+def _attach(counts: Tensor, mask: Tensor) -> None:
+    mask.fastmaxsim_counts = counts, writes_to(mask)
 
 
 def without_total(features: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -91,11 +84,11 @@ def take_total(features: dict[str, Tensor]) -> None:
     """Take the counts of a column out of it, for its mask to carry them: a model may be given what it finds there."""
     counts = features.pop(TOKEN_TOTAL, None)
     if counts is not None and isinstance(mask := features.get("attention_mask"), Tensor):
-        mask.fastmaxsim_counts = counts, writes_to(mask)
+        _attach(counts, mask)
 
 
 def known_total(column: dict[str, Tensor]) -> int | None:
-    """How many tokens of a column are attended to, if it has counts that fit its mask; else None.
+    """The attended tokens of a column, if it has counts that fit its mask; else None.
 
     On a GPU only shapes are compared. :func:`verify_async` has it check the rest.
     """
@@ -115,22 +108,12 @@ def known_total(column: dict[str, Tensor]) -> int | None:
     return total if mask.device.type != "cpu" or matches(mask, total) else None
 
 
-class _Answer(NamedTuple):
-    matches: Tensor  # on the host
-    ready: torch.cuda.Event
-
-
-_answers: deque[_Answer] = deque()
+# Of checks that may be running: the answer on the host, and when it is there.
+_answers: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
 
 def matches(attention_mask: Tensor, total: int) -> Tensor:
-    """Whether a mask ``[N, L]`` attends to ``total`` tokens and has no gaps: a bool tensor on its device.
-
-    Examples
-    --------
-    >>> matches(torch.tensor([[1, 1], [1, 0]]), 3), matches(torch.tensor([[1, 1], [0, 1]]), 3)
-    (tensor(True), tensor(False))
-    """
+    """Compare a mask ``[N, L]`` with a number of tokens in texts without gaps: a bool tensor on its device."""
     attended = attention_mask != 0
     return (attended.sum() == total) & ~(attended[:, 1:] & ~attended[:, :-1]).any()
 
@@ -143,23 +126,22 @@ def verify_async(attention_mask: Tensor, total: int) -> None:
     ValueError
         The count of an earlier batch did not match.
     """
-    if attention_mask.is_cuda:
-        _poll(matches(attention_mask, total))
-
-
-def _poll(answer: Tensor) -> None:
-    while _answers and _answers[0].ready.query():
-        if not _answers.popleft().matches:
+    if not attention_mask.is_cuda:
+        return
+    while _answers and _answers[0][1].query():
+        answer, _ = _answers.popleft()
+        if not answer:
             reset()
             raise ValueError(
                 "An attention_mask of an earlier batch was changed after the collator, which had counted its tokens "
                 "(pylate_fastmaxsim adds them to a column as token_total). Losses since then are wrong. Remove "
                 "token_total from columns whose masks you change, or train with enable(padding_free=False)."
             )
-    host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(answer, non_blocking=True)
+    answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
+    answer.copy_(matches(attention_mask, total), non_blocking=True)
     ready = torch.cuda.Event()
-    ready.record(torch.cuda.current_stream(answer.device))
-    _answers.append(_Answer(host, ready))
+    ready.record(torch.cuda.current_stream(attention_mask.device))
+    _answers.append((answer, ready))
 
 
 def reset() -> None:

@@ -11,33 +11,30 @@ from torch import Tensor
 
 from pylate_fastmaxsim.tokens import TokenBatch
 
-# Of queries [Nq, Lq, d], documents, and which documents have a floor of 0, [Nd] or None.
-LossOf = Callable[[Tensor, TokenBatch, Tensor | None], Tensor]
+# Queries [Nq, Lq, d], documents, and which documents have a floor of 0, [Nd] or None.
+Embedded = tuple[Tensor, TokenBatch, Tensor | None]
 
 
 class View(Protocol):
     """A part of each embedding."""
 
     weight: float
-
-    def of(
-        self, queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None
-    ) -> tuple[Tensor, TokenBatch, Tensor | None]: ...
+    of: Callable[[Tensor, TokenBatch, Tensor | None], Embedded]
 
 
 class Views(Protocol):
-    """The views of the loss that is running."""
+    """The views of the loss that is running, and its weighted sum if it knows none and calls its model itself."""
 
     views: Sequence[View]
-
-    def of_stock(self, stock: Callable[..., Tensor], features: list[dict[str, Tensor]], *labels) -> Tensor:
-        """The weighted sum of a loss that knows no views, and calls its model itself."""
+    of_stock: Callable[..., Tensor]
 
 
 current: ContextVar[Views | None] = ContextVar("views", default=None)
 
 
-def sum_over_views(loss_of: LossOf, queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None = None) -> Tensor:
+def sum_over_views(
+    loss_of: Callable[..., Tensor], queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None = None
+) -> Tensor:
     """A loss of the embeddings, or the weighted sum over the views that are to be taken of them."""
     views = current.get()
     if views is None:
@@ -46,9 +43,9 @@ def sum_over_views(loss_of: LossOf, queries: Tensor, documents: TokenBatch, zero
 
 
 def sum_over_views_of_leaves(
-    loss_of: LossOf, queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None = None
+    loss_of: Callable[..., Tensor], queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None = None
 ) -> Tensor:
-    """The same of a loss that leaves gradients at its arguments itself; they are passed on to these."""
+    """A sum over views of a loss that leaves gradients at its arguments itself; they are passed on to these."""
     views = current.get()
     if views is None:
         return loss_of(queries, documents, zero_floor)

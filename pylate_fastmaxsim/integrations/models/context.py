@@ -12,17 +12,7 @@ Value = TypeVar("Value")
 
 @contextmanager
 def setting(variable: ContextVar[Value], value: Value) -> Iterator[None]:
-    """Give a variable a value for the length of a block.
-
-    Examples
-    --------
-    >>> depth = ContextVar("depth", default=0)
-    >>> with setting(depth, 1):
-    ...     depth.get()
-    1
-    >>> depth.get()
-    0
-    """
+    """Give a variable a value for the length of a block."""
     token = variable.set(value)
     try:
         yield

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 # Of each encoder, the position of its padding token if positions are counted from there (RoBERTa), and whether it has
 # token types.
-_counting: WeakKeyDictionary[nn.Module, tuple[int | None, bool]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[nn.Module, tuple[int | None, bool]] = WeakKeyDictionary()
+
+_made: WeakKeyDictionary[nn.Module, HiddenStates] = WeakKeyDictionary()
 
 
 def transformer_of(core: nn.Module) -> nn.Module:
@@ -41,7 +43,7 @@ def inputs_of(core: nn.Module) -> set[str]:
 
 
 def layers_share_keys(transformer: nn.Module) -> bool:
-    """Whether layers of a Transformer read keys and values of other layers from the cache (Gemma 3n)."""
+    """Check whether layers of a Transformer read keys and values of other layers from the cache (Gemma 3n)."""
     config = getattr(getattr(transformer, "auto_model", None), "config", None)
     if hasattr(config, "get_text_config"):  # not in transformers before 4.46, nor such layers
         config = config.get_text_config()
@@ -49,19 +51,19 @@ def layers_share_keys(transformer: nn.Module) -> bool:
 
 
 def checkpoints_layers(core: nn.Module) -> bool:
-    """Whether gradient checkpointing is on."""
+    """Check whether gradient checkpointing is on."""
     # transformers' own property has changed its name.
     return any(getattr(module, "gradient_checkpointing", False) for module in encoder_of(core).modules())
 
 
 def takes_token_types(core: nn.Module) -> bool:
-    """Whether the encoder has embeddings of token types."""
-    return _counting_of(core)[1]
+    """Check whether the encoder has embeddings of token types. GPT-2 takes token types, but embeds them as words."""
+    return _of_encoder(core)[1]
 
 
 def positions(core: nn.Module, input_ids: Tensor) -> Tensor:
     """The encoder's position of each token of padded texts, ``[N, L]``."""
-    padding, _ = _counting_of(core)
+    padding, _ = _of_encoder(core)
     if padding is None:
         return torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     # RoBERTa counts from the position after its padding token, and skips padding tokens.
@@ -78,20 +80,44 @@ def position_table(core: nn.Module) -> nn.Embedding | None:
     return None
 
 
-def _has_token_types(encoder: nn.Module) -> bool:
-    """Whether it has embeddings of token types. GPT-2 also takes token types, but embeds them as words."""
-    return any("token_type" in name.rpartition(".")[2] for name, _ in encoder.named_modules())
-
-
-def _counting_of(core: nn.Module) -> tuple[int | None, bool]:
+def _of_encoder(core: nn.Module) -> tuple[int | None, bool]:
     encoder = encoder_of(core)
-    if encoder not in _counting:
+    if encoder not in _found:
         table = position_table(core)
-        takes_types = "token_type_ids" in inspect.signature(encoder.forward).parameters and _has_token_types(encoder)
-        _counting[encoder] = (None if table is None else table.padding_idx, takes_types)
-    return _counting[encoder]
+        takes_types = "token_type_ids" in inspect.signature(encoder.forward).parameters and any(
+            "token_type" in name.rpartition(".")[2] for name, _ in encoder.named_modules()
+        )
+        _found[encoder] = (None if table is None else table.padding_idx, takes_types)
+    return _found[encoder]
 
 
 def is_packed_mask(attention_mask: object) -> bool:
-    """Whether a mask is one of :mod:`~pylate_fastmaxsim.integrations.encoding.attention`: a real mask is never int32."""
+    """Check whether a mask is that of a row of many texts (``encoding/attention.py``): a real mask is never int32."""
     return isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int32 and attention_mask.dim() == 4
+
+
+class HiddenStates(nn.Module):
+    """Hidden states in the place of what the head makes of them: for a masked language model, of logits.
+
+    It shares the modules of the encoder, and stands in for a Transformer of Sentence Transformers.
+    """
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.auto_model = encoder
+        self.model_forward_params = set(inspect.signature(encoder.forward).parameters)
+        self.tokenizer = None
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        given = {key: value for key, value in features.items() if key in self.model_forward_params}
+        return {"token_embeddings": self.auto_model(**given, return_dict=True).last_hidden_state}
+
+
+def hidden_states_of(transformer: nn.Module) -> HiddenStates:
+    """Hidden states for a Transformer of Sentence Transformers, with its present tokenizer and mode."""
+    encoder = encoder_of(transformer).base_model
+    found = _made.get(transformer)
+    if found is None or found.auto_model is not encoder:
+        found = _made[transformer] = HiddenStates(encoder)
+    found.training, found.tokenizer = transformer.training, transformer.tokenizer
+    return found

@@ -32,7 +32,7 @@ _FUNCTIONS = "forward", "activation_function"
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 # Of all modules, in torch.nn.modules.module.
-GLOBAL_HOOKS = (
+_GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks"),
     *("_global_backward_hooks", "_global_backward_pre_hooks"),
 )
@@ -43,28 +43,24 @@ GLOBAL_HOOKS = (
 def user_code(model: nn.Module, backwards: bool) -> str | None:
     """The first module or hook of a model that no known library defines, as the beginning of a sentence.
 
-    Parameters
-    ----------
-    model
-        A ``pylate.models.ColBERT``, possibly wrapped.
-    backwards
-        Whether each call has a backward of its own, as in GradCache. Hooks on weights then see the gradients of each.
+    ``backwards``: whether each call has a backward of its own, as in GradCache. Hooks on weights then see the gradients
+    of each.
     """
-    if any(_of_user(hook) for name in GLOBAL_HOOKS for hook in getattr(nn.modules.module, name).values()):
+    if any(_of_user(hook) for name in _GLOBAL_HOOKS for hook in getattr(nn.modules.module, name).values()):
         return "a hook of your own is on all modules"
     *around, core = layers_of_wrapping(model)
     modules = *around, *core.modules()
     for module in modules:
-        kind = type(module)
-        if _is_user_class(kind, kind.forward, _KNOWN):
-            return f"{kind.__name__} is a module of your own"
+        cls = type(module)
+        if _is_user_class(cls, cls.forward, _KNOWN):
+            return f"{cls.__name__} is a module of your own"
         for name in _FUNCTIONS:
             function = vars(module).get(name)
             # Written in C, as torch.tanh is, it does not say which library it is from.
             if function is not None and type(function) is not BuiltinFunctionType and _of_user(function):
-                return f"the {name} of {kind.__name__} is a function of your own"
+                return f"the {name} of {cls.__name__} is a function of your own"
         if has_user_hooks(module):
-            return f"a hook of your own is on {kind.__name__}"
+            return f"a hook of your own is on {cls.__name__}"
     # Checkpointing may run the backward of each layer's call apart.
     if backwards or any(vars(module).get("gradient_checkpointing") for module in modules):
         for name, weight in core.named_parameters():
@@ -100,7 +96,7 @@ def custom_module(core: nn.Module) -> nn.Module | None:
 
 
 def has_class_forward(module: nn.Module) -> bool:
-    """Whether a module has the forward of its class, or what accelerate makes of that for mixed precision."""
+    """Check whether a module has the forward of its class, or what accelerate makes of that for mixed precision."""
     forward, of_class = vars(module).get("forward"), type(module).forward
     while forward is not None and getattr(forward, "__func__", forward) is not of_class:
         if not defined_in(forward, ("torch", "accelerate")) or not hasattr(forward, "__wrapped__"):
@@ -109,8 +105,13 @@ def has_class_forward(module: nn.Module) -> bool:
     return True
 
 
+def has_global_hooks() -> bool:
+    """Check whether anything is called before or after the forward or the backward of all modules."""
+    return any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS)
+
+
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anything is called before or after its forward or its backward."""
+    """Check whether anything is called before or after its forward or its backward."""
     # Written out, since all modules of a model are asked in every step.
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
@@ -118,7 +119,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def has_user_hooks(module: nn.Module) -> bool:
-    """Whether a hook on its forward or its backward is of no known library."""
+    """Check whether a hook on its forward or its backward is of no known library."""
     return has_hooks(module) and any(_of_user(hook) for name in _HOOKS for hook in getattr(module, name).values())
 
 
@@ -139,14 +140,14 @@ def without_user_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def _of_user(function: Callable, libraries: Iterable[str] = _KNOWN) -> bool:
-    """Whether a function, or what it decorates (as ``torch.no_grad()`` may a hook), is of none of these libraries."""
+    """Check whether a function, or what it decorates (as ``torch.no_grad()`` may a hook), is of none of these libraries."""
     return not (defined_in(function, libraries) and defined_in(inspect.unwrap(function), libraries))
 
 
 # With the forward, which somebody may replace on the class.
 @lru_cache(maxsize=1024)
-def _is_user_class(kind: type[nn.Module], forward: Callable, libraries: tuple[str, ...]) -> bool:
-    modules = [each.__module__ for each in kind.__mro__ if issubclass(each, nn.Module)]
+def _is_user_class(cls: type[nn.Module], forward: Callable, libraries: tuple[str, ...]) -> bool:
+    modules = [each.__module__ for each in cls.__mro__ if issubclass(each, nn.Module)]
     return _of_user(forward, libraries) or any(name.partition(".")[0] not in libraries for name in modules)
 
 

@@ -16,7 +16,7 @@ from pylate_fastmaxsim.integrations.patching.known_sources import defined_in
 
 
 class StandIn(nn.Module):
-    """In the place of a model while a loss runs: ``answer`` returns for each call what the model would.
+    """Substitute for a model while a loss runs: ``answer`` returns for each call what the model would.
 
     It has the attributes of the model, which is not a part of it.
     """
@@ -63,18 +63,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def wrapper_attribute(model: nn.Module, name: str) -> object:
-    """An attribute of a PyLate model, from the outermost wrapper that has it, as PyLate's losses read it.
-
-    Examples
-    --------
-    >>> model = nn.Linear(2, 1)
-    >>> wrapper = nn.DataParallel(model)
-    >>> wrapper_attribute(wrapper, "in_features")
-    2
-    >>> wrapper.in_features = 3
-    >>> wrapper_attribute(wrapper, "in_features")
-    3
-    """
+    """An attribute of a PyLate model, from the outermost wrapper that has it, as PyLate's losses read it."""
     layers = layers_of_wrapping(model)
     return getattr(next((layer for layer in layers if hasattr(layer, name)), layers[-1]), name)
 
@@ -84,37 +73,42 @@ def unsharded(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, FullyShardedDataParallel) else module
 
 
-def divided_by_deepspeed(module: nn.Module) -> bool:
-    """Whether each rank holds a part of its weights (ZeRO 3), which hooks gather while the module runs."""
+def sharded_by_fsdp(model: nn.Module) -> bool:
+    """Check whether FSDP divides the weights of a module in a model."""
+    return any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in model.modules())
+
+
+def sharded_by_deepspeed(module: nn.Module) -> bool:
+    """Check whether each rank holds a part of a module's weights (ZeRO 3), which hooks gather while the module runs."""
     # To look at all weights takes a millisecond.
     return "deepspeed" in sys.modules and any(hasattr(weight, "ds_id") for weight in module.parameters())
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether ``torch.compile(model)`` or ``model.compile()`` was called for the whole model."""
+    """Check whether ``torch.compile(model)`` or ``model.compile()`` was called for the whole model."""
     return any(
         hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None for layer in layers_of_wrapping(model)
     )
 
 
 def group_in_step(model: nn.Module, backwards: bool = False) -> dist.ProcessGroup | None:
-    """The ranks that must call a model equally often, because each call waits for all of them; else ``None``.
+    """Ranks that must call a model equally often, because each call waits for all of them; else ``None``.
 
     ``backwards``: each call has a backward of its own, which may wait as well.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     *around, core = layers_of_wrapping(model)
-    waiting = (layer for layer in around if _waits(layer, backwards))
+    waiting = (layer for layer in around if _waits_for_ranks(layer, backwards))
     group = next((getattr(layer, "process_group", dist.group.WORLD) for layer in waiting), None)
     # Perhaps only the encoder is sharded, and with copies in other groups.
-    if any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in core.modules()):
+    if sharded_by_fsdp(core):
         group = dist.group.WORLD
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
 
 def no_grad_sync(model: nn.Module) -> AbstractContextManager:
-    """Within this, a backward does not exchange gradients; the next one outside sends them too.
+    """Context in which a backward does not exchange gradients; the next one outside sends them too.
 
     Only under DistributedDataParallel. FSDP would have to hold whole gradients, a static graph needs the exchange of
     its first backward, and a compiled model would be compiled twice.
@@ -124,7 +118,7 @@ def no_grad_sync(model: nn.Module) -> AbstractContextManager:
     return nullcontext()
 
 
-def _waits(layer: nn.Module, backwards: bool) -> bool:
+def _waits_for_ranks(layer: nn.Module, backwards: bool) -> bool:
     if isinstance(layer, DistributedDataParallel):
         # One backward of many calls exchanges gradients once. Buffers are broadcast in every call that will exchange
         # gradients; the Sentence Transformers trainer switches that off.
@@ -133,18 +127,10 @@ def _waits(layer: nn.Module, backwards: bool) -> bool:
     return defined_in(type(layer).forward, ("deepspeed",))
 
 
-def calls_of_all_ranks(calls: int, texts: int, device: torch.device, group: dist.ProcessGroup) -> int:
-    """The largest number of mini-batches that a rank needs. Waits for the device.
+def calls_of_all_ranks(calls: int, device: torch.device, group: dist.ProcessGroup, texts: int) -> int:
+    """The largest number of mini-batches that a rank would make, of its number of texts. Waits for the device.
 
-    Parameters
-    ----------
-    calls, texts
-        The mini-batches that this rank would make, and its number of texts.
-
-    Raises
-    ------
-    ValueError
-        On all ranks: one of them has fewer texts than mini-batches.
+    Raises ValueError on all ranks if one of them has fewer texts than mini-batches.
     """
     most, fewest = _most_of_all_ranks([calls, -texts], device, group)
     if most > -fewest:

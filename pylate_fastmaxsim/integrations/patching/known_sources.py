@@ -176,7 +176,7 @@ def _code_on(instance: object, name: str) -> CodeType | None:
 
 
 def _is_compiled(function: object) -> bool:
-    """Whether torch.compile made it: a function of PyTorch's that remembers what it compiles."""
+    """True of what torch.compile made: a function of PyTorch's that remembers what it compiles."""
     return (
         type(function) is FunctionType
         and function.__globals__.get("__name__", "").startswith("torch._dynamo")
@@ -260,7 +260,7 @@ def _is_docstring(node: ast.AST) -> bool:
 # Dynamo cannot trace it.
 @torch.compiler.disable
 def defined_in(function: Callable, libraries: Iterable[str]) -> bool:
-    """Whether a function is from one of these libraries, by the module of its code; of a ``partial``, what it calls.
+    """Check that a function is from one of these libraries, by the module of its code; of a ``partial``, what it calls.
 
     Examples
     --------
@@ -276,14 +276,3 @@ def defined_in(function: Callable, libraries: Iterable[str]) -> bool:
     # Not by __module__, which functools.wraps copies from what is decorated.
     written = function.__globals__ if type(function) is FunctionType else {}
     return written.get("__name__", type(function).__module__).partition(".")[0] in libraries
-
-
-def full_name(thing: object) -> str:
-    """The class of an object with its module: PEFT's layers are called as PyTorch's are.
-
-    Examples
-    --------
-    >>> full_name(torch.nn.Linear(1, 1))
-    'torch.nn.modules.linear.Linear'
-    """
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"

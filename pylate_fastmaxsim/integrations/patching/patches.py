@@ -95,13 +95,13 @@ class PatchSet:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._redirected: dict[str, Redirection] = {}
-        self._replaced: dict[str, tuple[Patch, object]] = {}
+        # Of each dotted name how to put it back, which is False where somebody else has replaced it since.
+        self._put_back: dict[str, Callable[[], bool]] = {}
 
     @property
     def targets(self) -> list[str]:
         """Dotted names of what is replaced now."""
-        return [*self._redirected, *self._replaced]
+        return list(self._put_back)
 
     def apply(self, patches: Iterable[Patch]) -> None:
         """Apply the patches that are not applied yet; all of them or, where a name is missing, none.
@@ -112,40 +112,44 @@ class PatchSet:
             An owner has no attribute of that name.
         """
         with self._lock:
-            applied = self.targets
-            fresh = {patch.target: (patch, _original(patch)) for patch in patches if patch.target not in applied}
-            for target, (patch, original) in fresh.items():
-                if isinstance(patch.owner, ModuleType) and can_redirect(original):
-                    self._redirected[target] = Redirection(original, patch.replacement)
-                else:
-                    setattr(patch.owner, patch.name, patch.replacement)
-                    self._replaced[target] = patch, original
+            fresh = {patch.target: patch for patch in patches if patch.target not in self._put_back}
+            for target, patch in fresh.items():
+                if patch.original is None:
+                    raise AttributeError(f"Cannot replace {target}: there is no such name.")
+            for target, patch in fresh.items():
+                self._put_back[target] = _replace(patch)
 
     def undo(self) -> None:
         """Put back every original."""
         with self._lock:
-            for target, redirection in self._redirected.items():
-                if not redirection.undo():
+            for target, put_back in self._put_back.items():
+                if not put_back():
                     _logger.warning(_REPLACED_SINCE, target)
-            for patch, original in self._replaced.values():
-                if vars(patch.owner).get(patch.name) is not patch.replacement:
-                    # Whoever patched after us wraps our replacement; to overwrite that would undo theirs.
-                    _logger.warning(_REPLACED_SINCE, patch.target)
-                elif original is _INHERITED:
-                    delattr(patch.owner, patch.name)
-                else:
-                    setattr(patch.owner, patch.name, original)
-            self._redirected, self._replaced = {}, {}
+            self._put_back = {}
 
 
-def _original(patch: Patch) -> object:
-    if patch.original is None:
-        raise AttributeError(f"Cannot replace {patch.target}: there is no such name.")
-    return vars(patch.owner).get(patch.name, _INHERITED)
+def _replace(patch: Patch) -> Callable[[], bool]:
+    """Apply a patch, and return how to undo it."""
+    owner, name, original = patch.owner, patch.name, vars(patch.owner).get(patch.name, _INHERITED)
+    if isinstance(owner, ModuleType) and can_redirect(original):
+        return Redirection(original, patch.replacement).undo
+    setattr(owner, name, patch.replacement)
+
+    def put_back() -> bool:
+        # Whoever patched after us wraps our replacement; to overwrite that would undo theirs.
+        if vars(owner).get(name) is not patch.replacement:
+            return False
+        if original is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+        return True
+
+    return put_back
 
 
 def can_redirect(function: object) -> bool:
-    """Whether it is a plain Python function: undecorated, without free variables, no generator or coroutine."""
+    """True of a plain Python function: undecorated, without free variables, no generator or coroutine."""
     return (
         isinstance(function, FunctionType)
         and not function.__code__.co_freevars

@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel
 from torch.utils import _pytree
 
-from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged, changed, masks_of, uninspected
+from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged, changed, masks_of, masks_unread
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.user_code import (
-    GLOBAL_HOOKS,
     custom_module,
     has_class_forward,
     has_hooks,
@@ -28,14 +27,14 @@ from pylate_fastmaxsim.integrations.models.user_code import (
     user_wrapper,
 )
 from pylate_fastmaxsim.integrations.models.wrappers import (
-    divided_by_deepspeed,
     is_compiled,
     layers_of_wrapping,
+    sharded_by_deepspeed,
     unsharded,
     unwrap,
 )
 from pylate_fastmaxsim.integrations.options import current_options
-from pylate_fastmaxsim.integrations.patching.known_sources import LIBRARIES, defined_in, full_name, unknown_part
+from pylate_fastmaxsim.integrations.patching.known_sources import LIBRARIES, defined_in, unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.pylate.normalize import unit
 from pylate_fastmaxsim.ops.projection import project_normalize
@@ -100,7 +99,7 @@ def unit_embeddings(model: nn.Module, features: dict[str, Tensor], masks_stay: b
     head = _head(model)
     given = {**features, **({} if head is None else {_ASKED: id(head)})}
     before = masks_of(given)
-    with uninspected():
+    with masks_unread():
         output = model(given)
     if masks_stay and changed(given, before):
         raise MasksChanged(output["token_embeddings"].shape[-1])
@@ -152,20 +151,15 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
     # FSDP 2 has made the weight whole by the time the module runs.
     whole = (nn.Parameter, Tensor, DTensor) if isinstance(unwrap(model), FSDPModule) else (nn.Parameter, Tensor)
     if type(linear) is not nn.Linear:
-        return f"the linear layer of Dense is a {full_name(linear)}"
+        return f"the linear layer of Dense is a {torch.typename(type(linear))}"
     if type(linear.weight) not in whole:
-        return f"the weight of Dense's linear layer is a {full_name(linear.weight)}"
+        return f"the weight of Dense's linear layer is a {torch.typename(type(linear.weight))}"
     if "forward" in vars(linear) or not defined_in(nn.Linear.forward, LIBRARIES):
         return "the forward of Dense's linear layer was replaced"
-    if divided_by_deepspeed(linear):
+    if sharded_by_deepspeed(linear):
         return "DeepSpeed divides the weights of the model (ZeRO 3)"
     if has_hooks(linear):
         return "the linear layer of Dense has hooks, which would not be called"
-    # All models of PyLate share one, also with a model that DeepSpeed divided, which leaves hooks of its own there.
-    if has_user_hooks(activation):
-        return "the activation of Dense has hooks, which would not be called"
-    if any(getattr(nn.modules.module, name) for name in GLOBAL_HOOKS):
-        return "hooks of all modules would not be called for the linear layer of Dense"
     return None
 
 
@@ -176,8 +170,6 @@ def _reason_to_expect_changes(module: nn.Module) -> str | None:
         return f"the forward of {name} is not PyLate's own"
     if not has_class_forward(module):
         return f"the forward of {name} was replaced"
-    if not defined_in(type(module).__call__, LIBRARIES):
-        return f"the __call__ of {name} is not PyTorch's own"
     if has_user_hooks(module):
         return f"{name} has hooks of your own, which may change what it takes or returns"
     return None

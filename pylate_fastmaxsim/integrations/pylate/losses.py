@@ -23,7 +23,13 @@ from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding.collated import counting_tokens_of_batches
 from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
-from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged, as_given, changes_masks, settle
+from pylate_fastmaxsim.integrations.encoding.masks import (
+    MasksChanged,
+    agree_on_mask_changes,
+    changes_masks,
+    with_copied_masks,
+)
+from pylate_fastmaxsim.integrations.encoding.plans import live_tokens
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
 from pylate_fastmaxsim.integrations.encoding.views import current as current_views
 from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_over_views_of_leaves
@@ -36,8 +42,7 @@ from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.pylate.gradcache import CachedBatch
 from pylate_fastmaxsim.integrations.pylate.xtr import passing_tokens
-from pylate_fastmaxsim.ops.distributed.gather import gather_documents
-from pylate_fastmaxsim.ops.distributed.layout import DtypesDiffer
+from pylate_fastmaxsim.ops.gathered import DtypesDiffer, gather_documents
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.pooled import state_bytes
 from pylate_fastmaxsim.ops.score_metric import PooledScores
@@ -85,7 +90,7 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
                         )
                     # CachedContrastive does not raise it, nor does any loss after the first batch.
                     first = not isinstance(self, CachedContrastive) and changes_masks(self) is None
-                    before = as_given(features) if first else features
+                    before = with_copied_masks(features) if first else features
                     try:
                         return fast(self, options, features, *labels, **named_labels)
                     except MasksChanged:
@@ -151,7 +156,6 @@ class _Scored:
     zero_floor: Tensor | None
     k: int | None
     metric: PooledScores | None
-    options: Options
 
 
 @_replaces(Contrastive.forward)
@@ -199,9 +203,12 @@ def cached_contrastive(
     queries_mask = scored_tokens(self.model, features)
     progress = partial(_progress, self, description="Embed mini-batches")
     batch = CachedBatch(self.model, features, mini_batch_size=self.mini_batch_size, progress=progress)
+    targets = _targets(len(batch.queries), len(features) - 1, self.gather_across_devices, batch.queries.device)
 
     def loss_of(queries: Tensor, scored: _Scored) -> Tensor:
-        return _loss_in_chunks(self, queries, queries_mask, scored, len(features) - 1)
+        loss = torch.stack(_losses_of_chunks(self, queries, queries_mask, scored, targets)).sum()
+        # As in PyLate, only of the loss that is reported: gradients are those of the sum over the queries.
+        return loss / len(queries) if self.size_average else loss
 
     scored = _scored(self, options, batch.documents, features)
     loss = _seen(sum_over_views_of_leaves, loss_of, batch.queries, scored)
@@ -215,19 +222,6 @@ def _seen(total: Callable, loss_of: Callable[[Tensor, _Scored], Tensor], queries
     return total(of_view, queries, scored.documents, scored.zero_floor)
 
 
-def _loss_in_chunks(
-    self: CachedContrastive, queries: Tensor, queries_mask: Tensor | None, scored: _Scored, columns: int
-) -> Tensor:
-    """The loss, computed in chunks of queries; with gradients enabled, each chunk adds its own to the leaves.
-
-    As in PyLate, ``size_average`` divides only the loss that is reported: the gradients are those of the sum over the
-    queries, so those of Contrastive times the batch size.
-    """
-    targets = _targets(len(queries), columns, self.gather_across_devices, queries.device)
-    loss = torch.stack(_losses_of_chunks(self, queries, queries_mask, scored, targets)).sum()
-    return loss / len(queries) if self.size_average else loss
-
-
 def _losses_of_chunks(
     self: CachedContrastive, queries: Tensor, queries_mask: Tensor | None, scored: _Scored, targets: Tensor
 ) -> list[Tensor]:
@@ -236,20 +230,16 @@ def _losses_of_chunks(
     documents, count = scored.documents, len(queries)
     pooling = Max() if scored.metric is None else scored.metric.pooling
     kept = state_bytes(pooling, documents.max_length, documents.values.dtype)
-    chunks = _chunks(self, count, queries_at_once(queries.shape[1], len(documents), kept))
+    # All where memory allows, and never fewer than the loss asks for.
+    step = max(self.score_mini_batch_size, queries_at_once(queries.shape[1], len(documents), kept))
+    begins = _progress(self, range(0, count, step), "Preparing caches")
 
     def loss_of(chunk: slice, values: Tensor) -> Tensor:
         mask = None if queries_mask is None else queries_mask[chunk]
         scores = _score(queries[chunk], mask, replace(scored, documents=documents.with_values(values)))
         return _sum_of_losses(self, scores, targets[chunk])
 
-    return losses_of_chunks(documents.values, count, chunks, loss_of)
-
-
-def _chunks(self: CachedContrastive, count: int, at_once: int) -> Iterator[slice]:
-    """Queries to score at a time: all where memory allows, and never fewer than the loss asks for."""
-    step = max(self.score_mini_batch_size, at_once)
-    return (slice(begin, begin + step) for begin in _progress(self, range(0, count, step), "Preparing caches"))
+    return losses_of_chunks(documents.values, count, (slice(begin, begin + step) for begin in begins), loss_of)
 
 
 def _sum_of_losses(self: CachedContrastive, scores: Tensor, targets: Tensor) -> Tensor:
@@ -279,7 +269,7 @@ def _encode(loss: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
     if changed or changes_masks(loss) is None:
         gathers = getattr(loss, "gather_across_devices", False) and dist.is_available() and dist.is_initialized()
         group = dist.group.WORLD if gathers else group_in_step(loss.model)
-        settle(loss, changed, features[0]["input_ids"].device, group)
+        agree_on_mask_changes(loss, changed, features[0]["input_ids"].device, group)
     return encoded
 
 
@@ -308,11 +298,11 @@ def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: 
     # A masked token never passes in XTR scores, and a token that does not counts as 0 there.
     if (options.stock_masking and metric is None) or k is not None:
         skiplist = wrapper_attribute(loss.model, "skiplist")
-        masked = [~encoding_encode.counting_tokens(column, skiplist).all(dim=1) for column in columns]
+        masked = [~live_tokens(column, skiplist).all(dim=1) for column in columns]
         zero_floor = torch.cat(masked)[order]
     if metric is None and not isinstance(options.pooling, Max):
         metric = PooledScores(options.pooling)
-    return _Scored(documents.select(order), zero_floor, k, metric, options)
+    return _Scored(documents.select(order), zero_floor, k, metric)
 
 
 def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candidates: Tensor | None = None) -> Tensor:

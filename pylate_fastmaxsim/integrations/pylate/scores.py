@@ -41,41 +41,18 @@ def patches() -> list[Patch]:
 
 
 @replaces(stock_scores.colbert_scores)
-def colbert_scores(
-    options: Options, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None, backend=None
-):
-    queries, documents = convert_to_tensor(queries_embeddings), convert_to_tensor(documents_embeddings)
-    _check_backend(backend)
-    check(queries, documents, 3, 3)
-    return _score(options, queries, documents, queries_mask, documents_mask)
+def colbert_scores(options: Options, *args, **kwargs):
+    return _score(options, 3, False, *args, **kwargs)
 
 
 @replaces(stock_scores.colbert_kd_scores)
-def colbert_kd_scores(
-    options: Options, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None, backend=None
-):
-    queries, documents = convert_to_tensor(queries_embeddings), convert_to_tensor(documents_embeddings)
-    _check_backend(backend)
-    check(queries, documents, 3, 4)
-    if len(queries) != len(documents):
-        raise FallbackToHost("queries and documents differ in number")
-    return _score(options, queries, documents, queries_mask, documents_mask, own_documents(documents))
+def colbert_kd_scores(options: Options, *args, **kwargs):
+    return _score(options, 4, True, *args, **kwargs)
 
 
 @replaces(stock_scores.ColBERTScores.__call__)
-def score_groups(
-    options: Options,
-    self,
-    queries_embeddings,
-    documents_embeddings,
-    queries_mask=None,
-    documents_mask=None,
-    backend=None,
-):
-    queries, documents = convert_to_tensor(queries_embeddings), convert_to_tensor(documents_embeddings)
-    _check_backend(backend)
-    check(queries, documents, 3, 4)
-    return _score(options, queries, documents, queries_mask, documents_mask)
+def score_groups(options: Options, _metric, *args, **kwargs):
+    return _score(options, 4, False, *args, **kwargs)
 
 
 @replaces(stock_scores.colbert_scores_pairwise)
@@ -136,21 +113,32 @@ def _check_backend(backend: str | None) -> None:
         raise FallbackToHost(f"the environment asks for it with PYLATE_SCORES_BACKEND={backend}")
 
 
-def _score(options: Options, queries, documents, queries_mask, documents_mask, candidates=None) -> Tensor:
+def _score(
+    options: Options,
+    documents_dim: int,
+    own: bool,
+    queries_embeddings,
+    documents_embeddings,
+    queries_mask=None,
+    documents_mask=None,
+    backend=None,
+) -> Tensor:
+    """Scores of all documents or of each query's ``own``, which come as ``[N, L, d]`` or in groups ``[B, N, L, d]``."""
+    queries, documents = convert_to_tensor(queries_embeddings), convert_to_tensor(documents_embeddings)
+    _check_backend(backend)
+    check(queries, documents, 3, documents_dim)
+    if own and len(queries) != len(documents):
+        raise FallbackToHost("queries and documents differ in number")
+    candidates = own_documents(documents) if own else None
     zero_floor = None
     if documents_mask is not None:
-        documents_mask = broadcast(documents_mask, documents)
-        if documents.dim() == 4:
-            documents_mask = documents_mask.flatten(0, 1)
+        documents_mask = broadcast(documents_mask, documents).flatten(0, -2)
         if options.stock_masking:
             zero_floor = (documents_mask == 0).any(dim=1)
-    if documents.dim() == 4:
-        documents = documents.flatten(0, 1)
     if queries_mask is not None:
         queries_mask = broadcast(queries_mask, queries)
-    return _pooled(
-        options, masked_batch(queries, queries_mask), masked_batch(documents, documents_mask), candidates, zero_floor
-    )
+    queries, documents = masked_batch(queries, queries_mask), masked_batch(documents.flatten(0, -3), documents_mask)
+    return _pooled(options, queries, documents, candidates, zero_floor)
 
 
 def _pooled(

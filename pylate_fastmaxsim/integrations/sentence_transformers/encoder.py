@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 from pylate_fastmaxsim.integrations.encoding import gradcache
 from pylate_fastmaxsim.integrations.encoding.batch import Documents, attended_index, padded_again
-from pylate_fastmaxsim.integrations.encoding.equivalence import alike, untouched, what_fails
+from pylate_fastmaxsim.integrations.encoding.equivalence import bitwise_equal, failure_of, restoring
 from pylate_fastmaxsim.integrations.encoding.modes import mode_for
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import inputs_of
@@ -34,6 +34,7 @@ from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import (
     TEXT_METADATA,
     Features,
     TransformerCall,
+    noise_outside,
     noting_model,
     pad_to_widest_seen,
     running_model,
@@ -111,7 +112,7 @@ class _Call(TransformerCall):
             host="Sentence Transformers",
             whole=self.model,
             task=self._model_kwargs.get("task"),
-            why_not_behind=self._reason_behind,
+            reason_behind=self._reason_behind,
         )
 
     def call(self, features: Features) -> Tensor:
@@ -159,7 +160,7 @@ def _reader_of_padding(
     padding = features["attention_mask"][..., None] == 0
 
     def trial() -> None:
-        for weights in ({}, _noise_behind(model, transformer)):
+        for weights in ({}, noise_outside(model, transformer)):
             states, expected = _run(model, transformer, features, kwargs, weights)
             others = torch.where(padding, _LARGE * states.flip(0, 1), states)
             _, made = _run(model, transformer, features, kwargs, weights, others)
@@ -167,19 +168,13 @@ def _reader_of_padding(
                 f"{type(module).__name__} reads the states of padding"
                 for module, output in expected.items()
                 if output.keys() != made[module].keys()
-                or not all(alike(made[module][key], output[key]) for key in output)
+                or not all(bitwise_equal(made[module][key], output[key]) for key in output)
             )
 
-    failed = what_fails(
+    failed = failure_of(
         trial, features["input_ids"].device, "the model cannot be run with other states of padding ({})"
     )
     return next(iter(found), failed)
-
-
-def _noise_behind(model: nn.Module, transformer: nn.Module) -> dict[str, Tensor]:
-    encoder = set(map(id, transformer.parameters()))
-    behind = ((name, weight) for name, weight in model.named_parameters() if id(weight) not in encoder)
-    return {name: torch.randn_like(weight) for name, weight in behind if weight.is_floating_point()}
 
 
 def _run(
@@ -204,7 +199,7 @@ def _run(
 
     device = features["input_ids"].device
     with ExitStack() as stack:
-        stack.enter_context(untouched(model))
+        stack.enter_context(restoring(model))
         stack.enter_context(_inside_of_accelerate(model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))

@@ -19,23 +19,22 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding import gradcache, graphs
 from pylate_fastmaxsim.integrations.encoding.attention import accept_packed_masks
-from pylate_fastmaxsim.integrations.encoding.batch import Documents, positioned
-from pylate_fastmaxsim.integrations.encoding.masks import uninspected
-from pylate_fastmaxsim.integrations.encoding.modes import APART, GAP, MOST_TOKENS_BESIDE_QUERIES, UNDERSTOOD
-from pylate_fastmaxsim.integrations.encoding.plans import grouped_plan, nothing_skipped, packed_plan
+from pylate_fastmaxsim.integrations.encoding.batch import Documents
+from pylate_fastmaxsim.integrations.encoding.masks import masks_unread
+from pylate_fastmaxsim.integrations.encoding.modes import APART, GAP, MOST_TOKENS_BESIDE_QUERIES, UNDERSTOOD, understood
+from pylate_fastmaxsim.integrations.encoding.plans import grouped_plan, packed_plan
 from pylate_fastmaxsim.integrations.encoding.token_counts import take_total
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers, encoder_of, inputs_of
 from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, has_user_hooks
-from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed, layers_of_wrapping
+from pylate_fastmaxsim.integrations.models.wrappers import layers_of_wrapping, sharded_by_deepspeed, sharded_by_fsdp
 from pylate_fastmaxsim.integrations.options import Options, current_options
 
 Features = dict[str, Tensor]
@@ -108,7 +107,7 @@ class LossColumns:
 
     def keep(self, transformer: nn.Module, made: Tensor, lengths: list[int]) -> Tensor:
         """Keep the rows of all texts for later calls, and return those of the queries."""
-        self._made, self._lengths, self._made_by = made, lengths, _circumstances(transformer, made)
+        self._made, self._lengths, self._origin = made, lengths, _origin_of(transformer, made)
         return self._next(len(self.columns[0]["input_ids"]))
 
     def take(self, transformer: nn.Module, features: Features) -> Tensor | None:
@@ -118,7 +117,7 @@ class LossColumns:
         count, width = features["input_ids"].shape
         lengths = self._lengths[:count]
         is_next = len(lengths) == count and max(lengths) <= width
-        if is_next and self._made_by == _circumstances(transformer, self._made):
+        if is_next and self._origin == _origin_of(transformer, self._made):
             return self._next(count)
         self._made, self._lengths = None, []
         return None
@@ -131,7 +130,7 @@ class LossColumns:
         return taken
 
 
-def _circumstances(transformer: nn.Module, made: Tensor) -> tuple:
+def _origin_of(transformer: nn.Module, made: Tensor) -> tuple:
     return transformer, torch.is_grad_enabled(), torch.is_autocast_enabled(made.device.type)
 
 
@@ -191,7 +190,7 @@ class TransformerCall(ABC):
 
     @abstractmethod
     def applies(self, options: Options) -> bool:
-        """Whether these texts are to be encoded here."""
+        """True if these texts are to be encoded here."""
 
     @abstractmethod
     def mode(self, columns: list[Features]) -> str:
@@ -233,7 +232,7 @@ class TransformerCall(ABC):
 
     @property
     def _is_copy(self) -> bool:
-        """Whether DataParallel made the Transformer for one step."""
+        """True if DataParallel made the Transformer for one step."""
         return getattr(self.transformer, "_is_replica", False)
 
     def _run(self, options: Options, features: Features) -> Tensor | None:
@@ -297,14 +296,14 @@ class TransformerCall(ABC):
     def _packed_states(self, documents: Documents) -> Tensor:
         # Options that changed since GradCache's first pass have restored the attention function.
         accept_packed_masks(encoder_of(self.encoder))
-        plan = packed_plan(*positioned(self.encoder, documents), nothing_skipped)
-        with uninspected():
+        plan = packed_plan(self.encoder, documents)
+        with masks_unread():
             return plan.batch(list(map(self.call, plan.calls))).values
 
     def _grouped_states(self, documents: Documents) -> Tensor:
-        plan = grouped_plan(documents, nothing_skipped, token_budget=None)
+        plan = grouped_plan(documents)
         text, place = documents.token_index // documents.max_length, documents.token_index % documents.max_length
-        with uninspected():
+        with masks_unread():
             return plan.batch(list(map(self.call, plan.calls))).values[plan.starts[text] + place]
 
     def _compile_layers(self) -> None:
@@ -323,9 +322,9 @@ class TransformerCall(ABC):
             return "DataParallel copies the model in every step; start the script with accelerate launch or torchrun"
         # Only with processes: to look at all modules takes a millisecond.
         if dist.is_available() and dist.is_initialized():
-            if any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in self.model.modules()):
+            if sharded_by_fsdp(self.model):
                 return "FSDP divides the weights of the model"
-            if divided_by_deepspeed(self.model):
+            if sharded_by_deepspeed(self.model):
                 return "DeepSpeed divides the weights of the model (ZeRO 3)"
         if getattr(encoder_of(self.transformer).config, "output_hidden_states", False):
             return "it returns the hidden states of all layers"
@@ -369,14 +368,9 @@ class TransformerCall(ABC):
         return None
 
     def _counts_calls(self) -> bool:
-        """Whether DistributedDataParallel may count the calls of checkpointed layers. Groups make more."""
+        """True if DistributedDataParallel may count the calls of checkpointed layers. Groups make more."""
         in_processes = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         return in_processes and checkpoints_layers(self.transformer)
-
-
-def understood(features: Features) -> Features:
-    """The features that are encoded without padding."""
-    return {key: features[key] for key in UNDERSTOOD.intersection(features)}
 
 
 def pad_to_widest_seen(encoder: nn.Module, columns: list[Features]) -> list[Features]:
@@ -390,6 +384,13 @@ def pad_to_widest_seen(encoder: nn.Module, columns: list[Features]) -> list[Feat
         return columns
     first = {key: F.pad(values, (0, widest - values.shape[1])) for key, values in columns[0].items()}
     return [first, *columns[1:]]
+
+
+def noise_outside(model: nn.Module, *parts: nn.Module) -> dict[str, Tensor]:
+    """Noise in the place of the weights of a model that are in none of its parts, by name."""
+    known = {id(weight) for part in parts for weight in part.parameters()}
+    others = ((name, weight) for name, weight in model.named_parameters() if id(weight) not in known)
+    return {name: torch.randn_like(weight) for name, weight in others if weight.is_floating_point()}
 
 
 def _has_texts(features: Features) -> bool:

@@ -160,16 +160,13 @@ def _side(embeddings, mask, of_queries: bool = False) -> TokenBatch:
 
 
 def _listed(sequences: list[Tensor]) -> TokenBatch:
-    first = sequences[0]
-    if (
-        any(
-            each.dim() != 2 or (each.shape[1], each.dtype, each.device) != (first.shape[1], first.dtype, first.device)
-            for each in sequences
-        )
-        or not first.is_floating_point()
-    ):
+    try:
+        batch = TokenBatch.from_list(sequences)
+    except ValueError:
+        batch = None
+    if batch is None or not batch.values.is_floating_point():
         raise FallbackToHost("embeddings in a list are not all floating point [L, d] of one d, dtype and device")
-    return TokenBatch.from_list(sequences)
+    return batch
 
 
 def _counts(queries, mask) -> Tensor:

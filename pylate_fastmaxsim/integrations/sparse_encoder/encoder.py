@@ -17,9 +17,8 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.encoding import gradcache
 from pylate_fastmaxsim.integrations.encoding.batch import Documents
-from pylate_fastmaxsim.integrations.encoding.modes import UNDERSTOOD, mode_for
-from pylate_fastmaxsim.integrations.models.encoders import encoder_of, inputs_of
-from pylate_fastmaxsim.integrations.models.hidden_states import HiddenStates, hidden_states_of
+from pylate_fastmaxsim.integrations.encoding.modes import UNDERSTOOD, mode_for, understood
+from pylate_fastmaxsim.integrations.models.encoders import HiddenStates, encoder_of, hidden_states_of, inputs_of
 from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, has_hooks, has_user_hooks
 from pylate_fastmaxsim.integrations.models.wrappers import is_compiled
 from pylate_fastmaxsim.integrations.options import Options, current_options
@@ -31,7 +30,6 @@ from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import (
     noting_model,
     pad_to_widest_seen,
     running_model,
-    understood,
 )
 from pylate_fastmaxsim.integrations.sparse_encoder.heads import head_of, reason_to_compute_logits
 from pylate_fastmaxsim.integrations.sparse_encoder.names import (

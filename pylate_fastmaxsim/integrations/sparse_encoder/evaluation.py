@@ -16,7 +16,7 @@ from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.sparse_encoder.search import preparation, replaces, top, vectors
+from pylate_fastmaxsim.integrations.sparse_encoder.search import reader_for, replaces, top
 
 # It encodes, searches and computes metrics for dense embeddings too.
 _Evaluator = SparseInformationRetrievalEvaluator.__base__
@@ -86,12 +86,12 @@ class _Search:
 
     def __init__(self, score_function: Callable) -> None:
         self._score_function = score_function
-        self._prepare = preparation(score_function)
+        self._read = reader_for(score_function)
 
     def __call__(self, queries: Tensor, documents: Tensor, order: Tensor, k: int, device: torch.device) -> Ranking:
         """Scores and positions in ``order`` of the best documents of each query, ``[Nq, at most k]`` on the CPU."""
         try:
-            of_queries, of_documents = self._prepare(vectors(queries)), self._prepare(vectors(documents))
+            of_queries, of_documents = self._read(queries), self._read(documents)
             found = top(of_queries.to(device) if device.type == "cuda" else of_queries, of_documents.select(order), k)
         except FallbackToHost as reason:
             # Not the whole function of the host, which would encode again.

@@ -12,11 +12,11 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.encoding.attention import PackingUnsupported
-from pylate_fastmaxsim.integrations.encoding.equivalence import evaluating, untouched, what_fails
-from pylate_fastmaxsim.integrations.models.encoders import encoder_of, with_adapters
-from pylate_fastmaxsim.integrations.models.hidden_states import HiddenStates
+from pylate_fastmaxsim.integrations.encoding.equivalence import evaluating, failure_of, restoring
+from pylate_fastmaxsim.integrations.models.encoders import HiddenStates, encoder_of, with_adapters
 from pylate_fastmaxsim.integrations.models.user_code import has_hooks, user_code, without_user_hooks
-from pylate_fastmaxsim.integrations.patching.known_sources import defined_in, full_name
+from pylate_fastmaxsim.integrations.patching.known_sources import defined_in
+from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import noise_outside
 
 # Texts and tokens that the check by numbers computes logits of.
 _SAMPLE = 2, 16
@@ -102,7 +102,7 @@ def reason_to_compute_logits(transformer: nn.Module, hidden: HiddenStates, featu
     if head is None or not defined_in(type(model).forward, ("transformers",)):
         return f"{name} has no head that is known"
     if type(head.decoder) is not nn.Linear:
-        return f"the decoder of {name} is a {full_name(head.decoder)}"
+        return f"the decoder of {name} is a {torch.typename(type(head.decoder))}"
     for module in (model, *head.modules):
         if getattr(module, "_is_fsdp_managed_module", False):
             return f"FSDP divides the weights of {name}"
@@ -126,7 +126,7 @@ def reason_to_compute_logits(transformer: nn.Module, hidden: HiddenStates, featu
             _compare_logits(transformer, hidden, head, features)
 
         with torch.compiler.set_stance("force_eager"):
-            found[situation] = what_fails(trial, torch.device(device), f"{name} cannot run in parts ({{}})")
+            found[situation] = failure_of(trial, torch.device(device), f"{name} cannot run in parts ({{}})")
     return found[situation]
 
 
@@ -134,19 +134,12 @@ def _compare_logits(transformer: nn.Module, hidden: HiddenStates, head: Head, fe
     """Raise PackingUnsupported if logits of a few tokens are not those of the model."""
     texts, tokens = _SAMPLE
     sample = {key: value[:texts, :tokens] for key, value in features.items()}
-    with untouched(transformer), evaluating(transformer), without_user_hooks(transformer):
-        expected = functional_call(transformer, _noise_elsewhere(transformer, hidden, head), dict(sample))
-        expected = expected["token_embeddings"]
+    # Also a bias behind the decoder, which may be 0 now and trained later.
+    noise = noise_outside(transformer, hidden, *head.modules[len(head.holders) :])
+    with restoring(transformer), evaluating(transformer), without_user_hooks(transformer):
+        expected = functional_call(transformer, noise, dict(sample))["token_embeddings"]
         ours = F.linear(head(hidden(sample)["token_embeddings"]), head.decoder.weight, head.decoder.bias)
     tolerance = _TOLERANCE[expected.dtype] * expected.double().abs().max()
     alike = ours.shape == expected.shape and ours.dtype == expected.dtype
     if not alike or not (ours.double() - expected.double()).abs().max() <= tolerance:
         raise PackingUnsupported(f"{type(encoder_of(transformer)).__name__} gives other logits than its parts")
-
-
-def _noise_elsewhere(transformer: nn.Module, hidden: HiddenStates, head: Head) -> dict[str, Tensor]:
-    """Noise for parameters that are in none of the parts: a bias behind the decoder may be 0 now, and trained later."""
-    parts = hidden, *head.modules[len(head.holders) :]
-    known = {id(weight) for part in parts for weight in part.parameters()}
-    others = ((name, weight) for name, weight in transformer.named_parameters() if id(weight) not in known)
-    return {name: torch.randn_like(weight) for name, weight in others if weight.is_floating_point()}

@@ -34,5 +34,5 @@ __all__ = [
 
 
 def gives_logits(transformer: nn.Module) -> bool:
-    """Whether a module is a masked language model. From release 5.4 on the class has other models as well."""
+    """True of a masked language model. From release 5.4 on the class has other models as well."""
     return getattr(transformer, "transformer_task", "fill-mask") == "fill-mask"

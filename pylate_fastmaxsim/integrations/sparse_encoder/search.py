@@ -42,11 +42,11 @@ def _exact_search(
 ) -> list[list[dict[str, int | float]]]:
     if not len(query_embeddings) or not len(corpus_embeddings):
         return _exact_search.__wrapped__(query_embeddings, corpus_embeddings)
-    prepare = preparation(score_function)
+    read = reader_for(score_function)
     if type(top_k) is not int or top_k < 1:
         raise FallbackToHost(f"top_k is {top_k!r}")
-    documents = prepare(vectors(corpus_embeddings))
-    queries = prepare(vectors(query_embeddings)).to(documents.device)
+    documents = read(corpus_embeddings)
+    queries = read(query_embeddings).to(documents.device)
     scores, positions = top(queries, documents, top_k)
     return [
         [{"corpus_id": position, "score": score} for position, score in zip(*row, strict=True)]
@@ -62,13 +62,16 @@ def semantic_search(query_embeddings, corpus_embeddings, *options) -> list[list[
     return search(query_embeddings, corpus_embeddings, *options)
 
 
-def preparation(score_function: Callable) -> Callable[[SparseBatch], SparseBatch]:
-    """Transformation of vectors after which inner products are the scores of a function of Sentence Transformers.
+def reader_for(score_function: Callable) -> Callable[[Tensor | list[Tensor]], SparseBatch]:
+    """A reader of vectors whose inner products are the scores of a function of Sentence Transformers.
+
+    It takes sparse embeddings ``[N, vocabulary]``, one ``[vocabulary]``, or a list of these.
 
     Raises
     ------
     FallbackToHost
-        It is neither the dot product nor the cosine, or its code was edited.
+        The function is neither the dot product nor the cosine, or its code was edited; by the reader: embeddings are not
+        sparse or of another shape, or a weight is negative or not finite.
     """
     if getattr(score_function, "__func__", None) is SparseEncoder.similarity:
         # Before release 6 a property that returns the function.
@@ -78,17 +81,10 @@ def preparation(score_function: Callable) -> Callable[[SparseBatch], SparseBatch
         name = getattr(score_function, "__name__", type(score_function).__name__)
         raise FallbackToHost(f"the score function {name} is neither dot_score nor cos_sim")
     _refuse_unknown(score_function)
-    return normalized if score_function is cos_sim else _as_it_is
+    return _read if score_function is dot_score else _read_normalized
 
 
-def vectors(embeddings: Tensor | list[Tensor]) -> SparseBatch:
-    """Sparse embeddings ``[N, vocabulary]``, one ``[vocabulary]``, or a list of these, as a batch.
-
-    Raises
-    ------
-    FallbackToHost
-        They are not sparse or of another shape, or a weight is negative or not finite.
-    """
+def _read(embeddings: Tensor | list[Tensor]) -> SparseBatch:
     if not _is_sparse(embeddings):
         raise FallbackToHost("some embeddings are dense")
     if isinstance(embeddings, list):
@@ -101,8 +97,9 @@ def vectors(embeddings: Tensor | list[Tensor]) -> SparseBatch:
         raise FallbackToHost("embeddings have weights that are negative, not finite or no real numbers") from None
 
 
-def normalized(batch: SparseBatch) -> SparseBatch:
+def _read_normalized(embeddings: Tensor | list[Tensor]) -> SparseBatch:
     """Each vector divided by its L2 norm, computed in float64 and rounded once."""
+    batch = _read(embeddings)
     weights = batch.weights.double()
     norms = torch.segment_reduce(weights.square(), "sum", offsets=batch.offsets).sqrt()
     weights = (weights / norms.repeat_interleave(batch.offsets.diff())).float()
@@ -147,10 +144,6 @@ def top(queries: SparseBatch, documents: SparseBatch, k: int) -> tuple[Tensor, T
     free = taken[:, :k].sort(dim=1, stable=True).indices
     rest = free.gather(1, (columns - found.sum(dim=1, keepdim=True)).clamp(min=0))
     return torch.where(found, scores, 0), torch.where(found, positions, rest)
-
-
-def _as_it_is(batch: SparseBatch) -> SparseBatch:
-    return batch
 
 
 def _refuse_unknown(function: Callable) -> None:

@@ -6,10 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.kernels.attention.long import long_attention_gradient_kernel, long_attention_kernel
-from pylate_fastmaxsim.kernels.attention.rotary import rotary_kernel
-from pylate_fastmaxsim.kernels.attention.short import short_attention_gradient_kernel, short_attention_kernel
-from pylate_fastmaxsim.kernels.runtime.arch import cdiv
+from pylate_fastmaxsim.kernels.attention.forward import attention_kernel, rotary_kernel
+from pylate_fastmaxsim.kernels.attention.gradient import attention_gradient_kernel
+from pylate_fastmaxsim.kernels.runtime.arch import cdiv, launch_options
 from pylate_fastmaxsim.kernels.runtime.tensors import on_device_of
 
 
@@ -29,7 +28,7 @@ class Tiles(NamedTuple):
 
 
 # By the columns of a tile, for 16-bit vectors, chosen on an H100 (benchmarks/results/attention_tiles.json).
-# The tiles of BACKWARD for short texts hold what those of FORWARD do: only `long_attention_kernel` writes log-sums.
+# The tiles of BACKWARD for short texts hold what those of FORWARD do: only long texts have log-sums.
 FORWARD = {
     32: Tiles((Tile(64, 4), Tile(128, 4)), Tile(64, 4)),
     64: Tiles((Tile(32, 2), Tile(64, 4), Tile(128, 8)), Tile(64, 4, 128)),
@@ -74,7 +73,7 @@ def forward(
 def rotary_forward(
     qkv: Tensor, cos: Tensor, sin: Tensor, *texts, tiles: Tiles | None = None, **dropout
 ) -> tuple[Tensor, Tensor]:
-    """The same of ``qkv [T, 3, heads, d]``, contiguous, whose queries and keys are turned in place first."""
+    """States and log-sums of ``qkv [T, 3, heads, d]``, contiguous, whose queries and keys are turned in place first."""
     rows, _, heads, dim = qkv.shape
     with on_device_of(qkv):
         grid = (cdiv(rows * 2 * heads, TURNED),)
@@ -129,11 +128,8 @@ def _forward(vectors: tuple[Tensor, ...], texts: Texts, tiles: Tiles | None) -> 
     arguments += (query.stride(1), key.stride(1), value.stride(1), query.shape[0], max(texts.reach, 0))
     rows = {"Q_ROW": query.stride(0), "K_ROW": key.stride(0), "V_ROW": value.stride(0)}
     with on_device_of(query):
-        for is_long, grid, constants in _launches(query, texts, tiles or FORWARD):
-            if is_long:
-                long_attention_kernel[grid](*arguments, **rows, **constants)
-            else:
-                short_attention_kernel[grid](*arguments, **rows, **constants)
+        for grid, constants in _launches(query, texts, tiles or FORWARD):
+            attention_kernel[grid](*arguments, **rows, **constants)
     return out, log_sums
 
 
@@ -155,11 +151,8 @@ def _backward(
     arguments += (query.shape[0], key.shape[0], max(texts.reach, 0))
     rows = {"Q_ROW": query.stride(0), "K_ROW": key.stride(0), "V_ROW": value.stride(0), "GRAD_ROW": grad.stride(0)}
     with on_device_of(query):
-        for is_long, grid, constants in _launches(query, texts, tiles):
-            if is_long:
-                long_attention_gradient_kernel[grid](*arguments, **rows, **constants)
-            else:
-                short_attention_gradient_kernel[grid](*arguments, **rows, **constants)
+        for grid, constants in _launches(query, texts, tiles):
+            attention_gradient_kernel[grid](*arguments, **rows, **constants)
 
 
 def laid_out(values: Tensor) -> Tensor:
@@ -178,8 +171,8 @@ def columns_of(values: Tensor) -> int:
 
 def _launches(
     query: Tensor, texts: Texts, tiles: Tiles | dict[int, Tiles]
-) -> Iterator[tuple[bool, tuple[int, ...], dict[str, object]]]:
-    """Whether a launch is of long texts, its grid, and its constants, always in one order. ``tiles`` may be a table."""
+) -> Iterator[tuple[tuple[int, int], dict[str, object]]]:
+    """The grid of each launch, and its constants, always in one order. ``tiles`` may be a table."""
     rows, heads, dim = query.shape
     columns, count = columns_of(query), len(texts.cu_seqlens) - 1
     if isinstance(tiles, dict):
@@ -194,21 +187,7 @@ def _launches(
             # MOST_PROGRAMS in all, whichever is more.
             most = max(1, rows // max(1, count * tile.block), MOST_PROGRAMS // max(1, count * heads))
             programs = min(cdiv(texts.max_length, tile.block), most)
-        grid = (count * heads, programs)
-        yield (
-            is_long,
-            grid,
-            {
-                "HEADS": heads,
-                "DIM": dim,
-                "COLUMNS": columns,
-                "SCALE": texts.scale,
-                "HAS_WINDOW": texts.reach >= 0,
-                "DROPOUT": texts.dropout,
-                "LONGER_THAN": longer_than,
-                "BLOCK": tile.block,
-                "num_warps": tile.num_warps,
-                "maxnreg": tile.max_registers,
-            },
-        )
+        constants = {"HEADS": heads, "DIM": dim, "COLUMNS": columns, "SCALE": texts.scale}
+        constants |= {"HAS_WINDOW": texts.reach >= 0, "DROPOUT": texts.dropout, "LONGER_THAN": longer_than}
+        yield (count * heads, programs), constants | {"LONG": is_long, **launch_options(tile)}
         longer_than = tile.block

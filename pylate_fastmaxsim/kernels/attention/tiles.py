@@ -1,4 +1,4 @@
-"""What the attention kernels share: where a text begins, loads and stores of tiles, rotary positions, and logits."""
+"""Parts of the attention kernels: bounds of a text, loads and stores of tiles, rotary positions, logits, dropout."""
 
 import triton
 import triton.language as tl
@@ -48,7 +48,7 @@ def store_rows(values, rows, length, tile, ROW: tl.constexpr, DIM: tl.constexpr,
 
 @triton.jit
 def is_last(HEADS: tl.constexpr):
-    """Whether this is the program of a head, and of the first rows, of the last text."""
+    """Say whether this is the program of a head, and of the first rows, of the last text."""
     return (tl.program_id(0) + HEADS >= tl.num_programs(0)) & (tl.program_id(1) == 0)
 
 
@@ -100,8 +100,19 @@ def logits(q, k, rows, columns, key_length, reach, SCALE: tl.constexpr, HAS_WIND
 
 
 @triton.jit
+def seen(first, length, reach, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+    """Begin and end of the tiles that the BLOCK rows from `first` on see, or that see them."""
+    low = 0
+    high = length
+    if HAS_WINDOW:
+        low = tl.maximum(first - reach, 0) // BLOCK * BLOCK
+        high = tl.minimum(first + BLOCK + reach, length)
+    return low, high
+
+
+@triton.jit
 def kept(seed, head, row, column, BLOCK: tl.constexpr, DROPOUT: tl.constexpr):
-    """Whether dropout keeps each weight of a tile of BLOCK rows by as many keys, by their positions alone.
+    """Say whether dropout keeps each weight of a tile of BLOCK rows by as many keys, by their positions alone.
 
     `row` is the tile's first row among those of all texts, `column` its first key in the text, a multiple of 4: a call of
     Philox decides on 4 keys.

@@ -8,15 +8,23 @@ from torch import Tensor
 from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.compressed import rounded_queries
-from pylate_fastmaxsim.kernels.compressed.decompress import decompress_kernel
-from pylate_fastmaxsim.kernels.compressed.forward import compressed_forward_kernel
+from pylate_fastmaxsim.kernels.compressed.conversions import decompress_kernel, round_rows_kernel
 from pylate_fastmaxsim.kernels.compressed.query_gradient import compressed_query_gradient_kernel
-from pylate_fastmaxsim.kernels.compressed.round_rows import round_rows_kernel
 from pylate_fastmaxsim.kernels.compressed.tiles import forward_tiles, gradient_rows, is_fused
 from pylate_fastmaxsim.kernels.maxsim import launch as maxsim
-from pylate_fastmaxsim.kernels.maxsim.plan import ForwardPlan, plan_of_tiles, query_rows
+from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel
+from pylate_fastmaxsim.kernels.maxsim.plan import (
+    ForwardPlan,
+    ForwardSizes,
+    forward_arguments,
+    forward_plan,
+    new_winners,
+    nothing_to_score,
+    sizes_of,
+    sum_of_blocks,
+    zero_scores,
+)
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
-from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_of
 from pylate_fastmaxsim.kernels.runtime.arch import architecture, cdiv, next_power_of_2
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
 
@@ -29,75 +37,33 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]``, which are ``None`` unless wanted."""
     operands = contiguous(operands)
-    q_values, d_lengths = operands.q_values, operands.d_lengths
-    num_queries, num_slots = operands.q_starts.shape[0], operands.num_slots
-    num_rows, dim = q_values.shape
-    index_dtype = winner_dtype(operands.max_d_length)
-    nothing_to_score = 0 in (
-        num_queries, num_slots, operands.max_q_length, operands.max_d_length, operands.stored.shape[0], dim
-    )  # fmt: skip
-    with_candidates = operands.candidates is not None
-    rows_in_all = query_rows(num_queries, operands.max_q_length, with_candidates)
-    if not nothing_to_score and not _in_tiles(operands, rows_in_all):
+    q_values = operands.q_values
+    sizes = sizes_of(operands)
+    nothing = nothing_to_score(operands, operands.stored, sizes)
+    if not nothing and not _in_tiles(operands, sizes.query_rows):
         with on_device_of(q_values):
             return _decompressed_forward(operands, want_winners, precision)
-    winners = None
-    if want_winners:
-        winners = torch.empty((num_slots, num_rows), dtype=index_dtype, device=q_values.device)
-        if nothing_to_score or not operands.q_gapless or operands.q_keep is not None:
-            winners.fill_(no_winner(index_dtype))
-    if nothing_to_score:
-        return torch.zeros((num_queries, num_slots), dtype=torch.float32, device=q_values.device), winners
-
+    winners = new_winners(operands, (sizes.num_slots, q_values.shape[0]), not nothing) if want_winners else None
+    if nothing:
+        return zero_scores(operands, sizes), winners
+    index_dtype = winner_dtype(operands.max_d_length) if want_winners else None
+    plan = _plan(
+        architecture(q_values.device), operands.format, operands.per_token, operands.bits, sizes, index_dtype, tiles
+    )
     with on_device_of(q_values):
-        kind = "int8 by token" if operands.per_token else operands.format
-        plan = _plan(
-            architecture(q_values.device), kind, dim, num_queries, operands.max_q_length, num_slots,
-            with_candidates, tiles,
-        )  # fmt: skip
         q_scales = None
         if operands.format != "residual":
             q_values, q_scales = round_rows(q_values, operands.stored.dtype, operands.scale)
-        live_tokens = None
-        if operands.d_keep is not None:
-            live_tokens, d_lengths = live_tokens_of(operands.d_starts, d_lengths, operands.d_keep)
-        size = (num_queries, num_slots) if plan.row_blocks == 1 else (plan.row_blocks, num_queries, num_slots)
-        scores = torch.empty(size, dtype=torch.float32, device=q_values.device)
-        compressed_forward_kernel[(plan.programs,)](
-            q_values,
-            q_scales,
-            operands.q_starts,
-            operands.q_lengths,
-            as_bytes(operands.q_keep),
-            operands.stored,
-            operands.scales,
-            operands.codes,
-            operands.centroids,
-            _words(operands),
-            operands.d_starts,
-            d_lengths,
-            live_tokens,
-            operands.candidates,
-            scores,
-            winners,
-            num_queries,
-            num_slots,
-            plan.num_tiles,
-            num_rows,
-            plan.row_blocks,
-            plan.documents_per_program,
-            FORMAT=operands.format,
-            PER_TOKEN=operands.per_token,
-            BITS=operands.bits,
-            WANT_WINNERS=want_winners,
-            SENTINEL=no_winner(index_dtype),
-            **plan.constants,
-        )
-    return (scores if plan.row_blocks == 1 else scores.sum(dim=0)), winners
+        queries, documents, numbers, scores = forward_arguments(operands, plan)
+        forward_kernel[(plan.programs,)](
+            q_values, q_scales, *queries, operands.stored, *_decoding(operands), *documents, None,
+            scores, winners, None, None, *numbers, None, **plan.constants,
+        )  # fmt: skip
+        return sum_of_blocks(scores, plan), winners
 
 
 def _in_tiles(operands: CompressedOperands, rows_in_all: int) -> bool:
-    """Whether a kernel of this format scores documents as they are stored."""
+    """Say whether a kernel of this format scores documents as they are stored."""
     q_values = operands.q_values
     if operands.format == "residual":
         of_16_bits = q_values.dtype != torch.float32
@@ -108,27 +74,24 @@ def _in_tiles(operands: CompressedOperands, rows_in_all: int) -> bool:
 
 @functools.cache
 def has_fp8(device: torch.device) -> bool:
-    """Whether the GPU multiplies e4m3."""
+    """Say whether the GPU multiplies e4m3."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
     arch: int,
-    kind: str,
-    dim: int,
-    num_queries: int,
-    max_q_length: int,
-    num_slots: int,
-    with_candidates: bool,
+    format: str,
+    per_token: bool,
+    bits: int,
+    sizes: ForwardSizes,
+    winners: torch.dtype | None,
     tiles: ForwardTiles | None,
 ) -> ForwardPlan:
-    rows_in_all = query_rows(num_queries, max_q_length, with_candidates)
-    tile = tiles or forward_tiles(arch, kind, dim, rows_in_all)
-    plan = plan_of_tiles(tile, "highest", dim, num_queries, max_q_length, num_slots, with_candidates)
-    constants = dict(plan.constants)
-    del constants["PRECISION"]  # of float32 products
-    return plan._replace(constants=constants)
+    tile = tiles or forward_tiles(arch, "int8 by token" if per_token else format, sizes.dim, sizes.query_rows)
+    stored = {"FORMAT": format, "PER_TOKEN": per_token, "BITS": bits}
+    # No product is of float32, whose precision would make another program.
+    return forward_plan(tile, "highest", sizes, winners, **stored, POOLING="max", K=1)
 
 
 def round_rows(values: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -145,15 +108,16 @@ def round_rows(values: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple
     return rounded, scales
 
 
-def _words(operands: CompressedOperands) -> Tensor | None:
-    """The weights of the numbers of each byte, two to a word, which the kernels take."""
-    return None if operands.byte_values is None else operands.byte_values.view(torch.int32)
+def _decoding(operands: CompressedOperands) -> tuple[Tensor | None, ...]:
+    """Tensors that decode stored numbers: scales, codes, centroids, and the numbers of each byte, two to a word."""
+    words = None if operands.byte_values is None else operands.byte_values.view(torch.int32)
+    return operands.scales, operands.codes, operands.centroids, words
 
 
 def _decompressed_forward(
     operands: CompressedOperands, want_winners: bool, precision: str
 ) -> tuple[Tensor, Tensor | None]:
-    """The same by documents that are decompressed, some at a time, and scored as MaxSim scores vectors."""
+    """Scores and winners of documents that are decompressed, some at a time, and scored as vectors."""
     q_values = operands.q_values
     if operands.format == "fp8":
         rounded, scales = rounded_queries(q_values, "fp8")
@@ -195,7 +159,7 @@ def _decompress(
     block_n = max(1, min(32, 4096 // block_k))
     blocks = cdiv(operands.max_d_length, block_n)
     decompress_kernel[(starts.shape[0] * blocks,)](
-        _stored(operands), operands.scales, operands.codes, operands.centroids, _words(operands),
+        _stored(operands), *_decoding(operands),
         starts, lengths, as_bytes(operands.d_keep), vectors, kept, blocks, operands.max_d_length, operands.scale,
         FORMAT=operands.format, BITS=operands.bits, DIM=dim, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4,
     )  # fmt: skip
@@ -222,7 +186,7 @@ def backward(grad_scores: Tensor, winners: Tensor, operands: CompressedOperands)
     with on_device_of(q_values):
         compressed_query_gradient_kernel[(operands.q_starts.shape[0] * row_blocks,)](
             grad_scores.contiguous(), winners, operands.q_starts, operands.q_lengths,
-            _stored(operands), operands.scales, operands.codes, operands.centroids, _words(operands),
+            _stored(operands), *_decoding(operands),
             operands.d_starts, operands.candidates, grad_q,
             grad_scores.shape[1], winners.shape[1], row_blocks, operands.scale,
             FORMAT=operands.format, PER_TOKEN=operands.per_token, BITS=operands.bits, DIM=dim,

@@ -1,14 +1,12 @@
 """Query gradient of MaxSim over compressed documents: each query row decompresses the document tokens that won for it."""
 
-import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.compressed.decoded import from_e4m3, residual_vectors
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.primitives.stored import from_e4m3, residual_vectors
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_slots", "num_rows", "row_blocks"])
+@kernel("num_slots", "num_rows", "row_blocks")
 def compressed_query_gradient_kernel(
     grad_scores,
     winners,

@@ -45,7 +45,7 @@ def forward_tiles(arch: int, kind: str, dim: int, rows_in_all: int) -> ForwardTi
 
 
 def is_fused(rows_in_all: int, dim: int, of_16_bits: bool) -> bool:
-    """Whether residual codes are decompressed in the tiles of the forward rather than in a kernel before it."""
+    """Say whether residual codes are decompressed in the tiles of the forward rather than in a kernel before it."""
     return of_16_bits and dim <= LARGEST_FUSED_DIM and rows_in_all <= _FUSED_ROWS
 
 

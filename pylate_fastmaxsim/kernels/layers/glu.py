@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 
 @triton.jit
@@ -25,8 +25,7 @@ def _load_both(x, block, num_rows, F: tl.constexpr, BLOCK: tl.constexpr):
     return place, of_x, inside, input, gate
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel("num_rows")
 def glu_kernel(x, hidden, num_rows, F: tl.constexpr, BLOCK: tl.constexpr):
     """``hidden [num_rows, F]`` of ``x [num_rows, 2 * F]``, BLOCK numbers in a program."""
     place, _, inside, input, gate = _load_both(x, tl.program_id(0), num_rows, F, BLOCK)
@@ -36,8 +35,7 @@ def glu_kernel(x, hidden, num_rows, F: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(hidden + place, (value * gate).to(hidden.dtype.element_ty), mask=inside)
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel("num_rows")
 def glu_gradient_kernel(x, grad_hidden, grad_x, hidden, num_rows, F: tl.constexpr, BLOCK: tl.constexpr):
     """``grad_x`` of ``grad_hidden``, and ``hidden`` again unless it is None."""
     place, of_x, inside, input, gate = _load_both(x, tl.program_id(0), num_rows, F, BLOCK)

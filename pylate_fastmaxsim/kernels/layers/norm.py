@@ -3,12 +3,12 @@
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 
 @triton.jit
 def _row(grad, total, grad_total, mean, rstd, row, num_rows, columns, DIM: tl.constexpr):
-    """What the kernel reads of a row, as it is stored; 0 behind the last row."""
+    """Load the numbers of a row as they are stored; 0 behind the last row."""
     inside = (columns < DIM) & (row < num_rows)
     place = row * DIM + columns
     return (
@@ -20,8 +20,7 @@ def _row(grad, total, grad_total, mean, rstd, row, num_rows, columns, DIM: tl.co
     )
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel("num_rows")
 def norm_gradient_kernel(
     total,
     weight,
@@ -76,8 +75,7 @@ def norm_gradient_kernel(
         tl.store(bias_parts + part, bias_sum, mask=within)
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_parts"])
+@kernel("num_parts")
 def sum_parts_kernel(parts, sums, num_parts, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK columns of ``sums [DIM]``, those of ``parts [num_parts, DIM]``."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

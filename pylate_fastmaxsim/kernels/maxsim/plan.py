@@ -1,81 +1,111 @@
-"""The launch of the forward, cached by sizes, so that a training step looks it up."""
+"""The launch of the forward of MaxSim, of compressed MaxSim and of the other poolings, from sizes and tiles."""
 
-import functools
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from pylate_fastmaxsim._winners import no_winner
-from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles, documents_per_program, forward_tiles
-from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, arithmetic, cdiv, next_power_of_2
+from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
+from pylate_fastmaxsim._winners import no_winner, winner_dtype
+from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles, documents_per_program
+from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_of
+from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, cdiv, launch_options, next_power_of_2
+from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes
+
+# Constants of documents that are not compressed.
+VECTORS = {"FORMAT": "vectors", "PER_TOKEN": False, "BITS": 8}
+
+
+class ForwardSizes(NamedTuple):
+    """Each query scores `num_slots` documents, with candidates its own ones."""
+
+    dim: int
+    num_queries: int
+    max_q_length: int
+    num_slots: int
+    with_candidates: bool
+
+    @property
+    def query_rows(self) -> int:
+        """Query rows that share their documents, padded so that queries fill a tile."""
+        rows_per_query = next_power_of_2(self.max_q_length)
+        return rows_per_query if self.with_candidates else rows_per_query * self.num_queries
 
 
 class ForwardPlan(NamedTuple):
+    """The grid, and the constants of the kernel and of Triton by name, which all calls of these sizes share."""
+
     programs: int
     num_tiles: int
     # Blocks of rows that each query is cut into. Each adds its part to the query's scores.
     row_blocks: int
     documents_per_program: int
-    # Of the kernel and of Triton, by name. Shared by all calls of these sizes: do not change it.
     constants: dict[str, int | bool | str | None]
 
 
-@functools.lru_cache(maxsize=1024)
-def forward_plan(
-    architecture: int,
-    dtype: torch.dtype,
-    precision: str,
-    dim: int,
-    num_queries: int,
-    max_q_length: int,
-    num_slots: int,
-    with_candidates: bool,
-    want_winners: bool,
-    index_dtype: torch.dtype,
-    tiles: ForwardTiles | None,
-) -> ForwardPlan:
-    """Each query scores `num_slots` documents, with candidates its own ones. ``tiles=None``: those of the tables."""
-    rows_in_all = query_rows(num_queries, max_q_length, with_candidates)
-    kind = arithmetic(dtype, precision)
-    tile = tiles or forward_tiles(
-        architecture, kind, dim, rows_in_all, want_winners, next_power_of_2(max_q_length)
+def sizes_of(operands: ScoringOperands | CompressedOperands) -> ForwardSizes:
+    return ForwardSizes(
+        operands.q_values.shape[1], operands.q_starts.shape[0], operands.max_q_length, operands.num_slots,
+        operands.candidates is not None,
     )  # fmt: skip
-    plan = plan_of_tiles(tile, precision, dim, num_queries, max_q_length, num_slots, with_candidates)
-    constants = plan.constants | {"WANT_WINNERS": want_winners, "SENTINEL": no_winner(index_dtype)}
-    return plan._replace(constants=constants)
 
 
-def query_rows(num_queries: int, max_q_length: int, with_candidates: bool) -> int:
-    """Query rows that share their documents, padded so that queries fill a tile."""
-    rows_per_query = next_power_of_2(max_q_length)
-    return rows_per_query if with_candidates else rows_per_query * num_queries
+def nothing_to_score(operands: ScoringOperands | CompressedOperands, documents: Tensor, sizes: ForwardSizes) -> bool:
+    return 0 in (*sizes[:4], operands.max_d_length, documents.shape[0])
 
 
-def plan_of_tiles(
-    tile: ForwardTiles,
-    precision: str,
-    dim: int,
-    num_queries: int,
-    max_q_length: int,
-    num_slots: int,
-    with_candidates: bool,
+def new_winners(operands: ScoringOperands | CompressedOperands, shape: tuple[int, ...], written: bool) -> Tensor:
+    """Memory for winners. The kernel writes neither rows of no query nor dead rows, and none unless `written`."""
+    dtype = winner_dtype(operands.max_d_length)
+    winners = operands.q_values.new_empty(shape, dtype=dtype)
+    if not written or not operands.q_gapless or operands.q_keep is not None:
+        winners.fill_(no_winner(dtype))
+    return winners
+
+
+def zero_scores(operands: ScoringOperands | CompressedOperands, sizes: ForwardSizes) -> Tensor:
+    return operands.q_values.new_zeros((sizes.num_queries, sizes.num_slots), dtype=torch.float32)
+
+
+def forward_plan(
+    tile: ForwardTiles, precision: str, sizes: ForwardSizes, winners: torch.dtype | None, **constants: int | bool | str
 ) -> ForwardPlan:
-    """The launch of a forward with such tiles: the constants that all of them have."""
-    rows_per_query = next_power_of_2(max_q_length)
-    one_query = with_candidates or rows_per_query >= tile.block_m
-    row_blocks = cdiv(max_q_length, tile.block_m)
-    num_tiles = num_queries * row_blocks if one_query else cdiv(num_queries, tile.block_m // rows_per_query)
-    per_program = documents_per_program(tile, num_tiles, num_slots)
+    """The launch with such tiles. It writes `winners` unless None; `constants` are further ones of the kernel."""
+    rows_per_query = next_power_of_2(sizes.max_q_length)
+    one_query = sizes.with_candidates or rows_per_query >= tile.block_m
+    row_blocks = cdiv(sizes.max_q_length, tile.block_m)
+    queries_per_tile = 1 if one_query else tile.block_m // rows_per_query
+    num_tiles = cdiv(sizes.num_queries, queries_per_tile) * row_blocks
+    per_program = documents_per_program(tile, num_tiles, sizes.num_slots)
     constants = {
-        "DIM": dim,
+        **constants,
+        "DIM": sizes.dim,
         "ROWS_PER_QUERY": tile.block_m if one_query else rows_per_query,
         "ONE_QUERY": one_query,
+        "WANT_WINNERS": winners is not None,
+        "SENTINEL": no_winner(winners or torch.uint8),
         "PRECISION": INPUT_PRECISION[precision],
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        "maxnreg": tile.max_registers,
+        **launch_options(tile),
     }
-    return ForwardPlan(num_tiles * cdiv(num_slots, per_program), num_tiles, row_blocks, per_program, constants)
+    return ForwardPlan(num_tiles * cdiv(sizes.num_slots, per_program), num_tiles, row_blocks, per_program, constants)
+
+
+def forward_arguments(operands: ScoringOperands | CompressedOperands, plan: ForwardPlan) -> tuple[tuple, ...]:
+    """Arguments of the forward: of queries, of documents behind their vectors, and sizes; and memory for scores."""
+    queries = operands.q_starts, operands.q_lengths, as_bytes(operands.q_keep)
+    live_tokens, d_lengths = None, operands.d_lengths
+    if operands.d_keep is not None:
+        live_tokens, d_lengths = live_tokens_of(operands.d_starts, d_lengths, operands.d_keep)
+    documents = operands.d_starts, d_lengths, live_tokens, operands.candidates
+    num_queries, num_slots = operands.q_starts.shape[0], operands.num_slots
+    num_rows = operands.q_values.shape[0]
+    sizes = num_queries, num_slots, plan.num_tiles, num_rows, plan.row_blocks, plan.documents_per_program
+    # Of a query that is cut into blocks, what each of them adds to its scores.
+    shape = (num_queries, num_slots) if plan.row_blocks == 1 else (plan.row_blocks, num_queries, num_slots)
+    return queries, documents, sizes, operands.q_values.new_empty(shape, dtype=torch.float32)
+
+
+def sum_of_blocks(scores: Tensor, plan: ForwardPlan) -> Tensor:
+    return scores if plan.row_blocks == 1 else scores.sum(dim=0)

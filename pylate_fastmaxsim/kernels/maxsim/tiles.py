@@ -4,7 +4,7 @@ import functools
 from typing import NamedTuple
 
 from pylate_fastmaxsim.kernels.runtime.arch import ALL_REGISTERS, cdiv, next_power_of_2, table_row
-from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE
+from pylate_fastmaxsim.kernels.runtime.cached_launch import RELEASE
 
 
 class ForwardTiles(NamedTuple):

@@ -7,10 +7,20 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._operands import PoolingNumbers, ScoringOperands
-from pylate_fastmaxsim._winners import no_winner, winner_dtype
-from pylate_fastmaxsim.kernels.maxsim.plan import ForwardPlan, plan_of_tiles, query_rows
+from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel
+from pylate_fastmaxsim.kernels.maxsim.plan import (
+    VECTORS,
+    ForwardPlan,
+    ForwardSizes,
+    forward_arguments,
+    forward_plan,
+    new_winners,
+    nothing_to_score,
+    sizes_of,
+    sum_of_blocks,
+    zero_scores,
+)
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
-from pylate_fastmaxsim.kernels.pooled.smooth_forward import smooth_forward_kernel
 from pylate_fastmaxsim.kernels.pooled.smooth_gradients import (
     coefficients_kernel,
     smooth_document_gradient_kernel,
@@ -25,12 +35,18 @@ from pylate_fastmaxsim.kernels.pooled.tiles import (
     gradient_kind,
     query_gradient_tiles,
 )
-from pylate_fastmaxsim.kernels.pooled.top_few_forward import top_few_kernel
 from pylate_fastmaxsim.kernels.pooled.top_many_forward import top_many_kernel
 from pylate_fastmaxsim.kernels.primitives.live_rows import live_rows_of, live_tokens_of
-from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, architecture, arithmetic, cdiv, next_power_of_2
+from pylate_fastmaxsim.kernels.runtime.arch import (
+    INPUT_PRECISION,
+    architecture,
+    arithmetic,
+    cdiv,
+    launch_options,
+    next_power_of_2,
+)
+from pylate_fastmaxsim.kernels.runtime.cached_launch import RELEASE
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
-from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE
 from pylate_fastmaxsim.kernels.winner_backward import launch as winner_backward
 
 # The most winners of a row. Sorting and merging are in Triton from 3.4 on.
@@ -52,86 +68,59 @@ def forward(
     exponentials in base 2, and for softmax the pooled similarity.
     """
     operands = contiguous(operands)
-    q_values, d_lengths, candidates = operands.q_values, operands.d_lengths, operands.candidates
-    num_queries, num_slots = operands.q_starts.shape[0], operands.num_slots
-    num_rows, dim = q_values.shape
-    nothing_to_score = 0 in (
-        num_queries, num_slots, operands.max_q_length, operands.max_d_length, operands.d_values.shape[0], dim
-    )  # fmt: skip
-    all_written = not nothing_to_score and operands.q_gapless and operands.q_keep is None
-    state = None
-    if want_state:
-        state = _state(operands, pooling, all_written)
-    if nothing_to_score:
-        return torch.zeros((num_queries, num_slots), dtype=torch.float32, device=q_values.device), state
+    q_values, d_values = operands.q_values, operands.d_values
+    sizes, num_rows = sizes_of(operands), q_values.shape[0]
+    nothing = nothing_to_score(operands, d_values, sizes)
+    state = winners = log_sums = pooled = None
+    if want_state and pooling.k:
+        state = winners = new_winners(operands, (sizes.num_slots, pooling.k, num_rows), not nothing)
+    elif want_state:
+        # Rows of no query and dead rows are not written, and not read.
+        shape = (1 if pooling.log_sum_exp else 2, sizes.num_slots, num_rows)
+        state = q_values.new_empty(shape, dtype=torch.float32)
+        log_sums, pooled = state if len(state) == 2 else (state[0], None)
+    if nothing:
+        return zero_scores(operands, sizes), state
+    index_dtype = None if winners is None else winners.dtype
     plan = _plan(
-        architecture(q_values.device), q_values.dtype, precision, dim, num_queries, operands.max_q_length, num_slots,
-        candidates is not None, pooling.k, tiles.forward,
+        architecture(q_values.device), q_values.dtype, precision, sizes, pooling.k, pooling.log_sum_exp, index_dtype,
+        tiles.forward,
     )  # fmt: skip
-    size = (num_queries, num_slots) if plan.row_blocks == 1 else (plan.row_blocks, num_queries, num_slots)
-    scores = q_values.new_empty(size, dtype=torch.float32)
     with on_device_of(q_values):
-        live_tokens = None
-        if operands.d_keep is not None:
-            live_tokens, d_lengths = live_tokens_of(operands.d_starts, d_lengths, operands.d_keep)
-        inputs = (
-            q_values, operands.q_starts, operands.q_lengths, as_bytes(operands.q_keep),
-            operands.d_values, operands.d_starts, d_lengths, live_tokens, candidates, scores,
-        )  # fmt: skip
-        sizes = (num_queries, num_slots, plan.num_tiles, num_rows, plan.row_blocks, plan.documents_per_program)
-        k, sentinel = pooling.k, no_winner(winner_dtype(operands.max_d_length))
-        if k == 0:
-            log_sums = state[0] if want_state else None
-            pooled = state[1] if want_state and not pooling.log_sum_exp else None
-            smooth_forward_kernel[(plan.programs,)](
-                *inputs, log_sums, pooled, *sizes, _scale(pooling), LOG_SUM_EXP=pooling.log_sum_exp, **plan.constants
-            )
-        elif k <= MOST_OF_FEW:
-            top_few_kernel[(plan.programs,)](
-                *inputs, state, *sizes, K=k, WANT_WINNERS=want_state, SENTINEL=sentinel, **plan.constants
+        queries, documents, numbers, scores = forward_arguments(operands, plan)
+        if pooling.k > MOST_OF_FEW:
+            top_many_kernel[(plan.programs,)](
+                q_values, *queries, d_values, *documents, scores, winners, *numbers, **plan.constants
             )
         else:
-            top_many_kernel[(plan.programs,)](
-                *inputs, state, *sizes,
-                K=k, KEPT=next_power_of_2(k), WANT_WINNERS=want_state, SENTINEL=sentinel, **plan.constants,
+            forward_kernel[(plan.programs,)](
+                q_values, None, *queries, d_values, None, None, None, None, *documents, None,
+                scores, winners, log_sums, pooled, *numbers, None if pooling.k else _scale(pooling), **plan.constants,
             )  # fmt: skip
-    return (scores if plan.row_blocks == 1 else scores.sum(dim=0)), state
+        return sum_of_blocks(scores, plan), state
 
 
 def _scale(pooling: PoolingNumbers) -> float:
-    """What a similarity is multiplied by to be an exponent of 2."""
+    """Factor that makes a similarity an exponent of 2."""
     return math.log2(math.e) / pooling.temperature
-
-
-def _state(operands: ScoringOperands, pooling: PoolingNumbers, all_written: bool) -> Tensor:
-    q_values = operands.q_values
-    if not pooling.k:
-        # Rows of no query and dead rows are not written, and not read.
-        return q_values.new_empty(
-            (1 if pooling.log_sum_exp else 2, operands.num_slots, q_values.shape[0]), dtype=torch.float32
-        )
-    dtype = winner_dtype(operands.max_d_length)
-    winners = q_values.new_empty((operands.num_slots, pooling.k, q_values.shape[0]), dtype=dtype)
-    return winners if all_written else winners.fill_(no_winner(dtype))
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    architecture: int,
+    arch: int,
     dtype: torch.dtype,
     precision: str,
-    dim: int,
-    num_queries: int,
-    max_q_length: int,
-    num_slots: int,
-    with_candidates: bool,
+    sizes: ForwardSizes,
     k: int,
+    log_sum_exp: bool,
+    winners: torch.dtype | None,
     tiles: ForwardTiles | None,
 ) -> ForwardPlan:
-    """As MaxSim's plan. ``tiles=None``: those of the tables."""
-    rows_in_all = query_rows(num_queries, max_q_length, with_candidates)
-    tile = tiles or forward_tiles(architecture, arithmetic(dtype, precision), dim, rows_in_all, k)
-    return plan_of_tiles(tile, precision, dim, num_queries, max_q_length, num_slots, with_candidates)
+    tile = tiles or forward_tiles(arch, arithmetic(dtype, precision), sizes.dim, sizes.query_rows, k)
+    if k > MOST_OF_FEW:
+        return forward_plan(tile, precision, sizes, winners, K=k, KEPT=next_power_of_2(k))
+    pooling = "top k" if k else "log-sum-exp" if log_sum_exp else "softmax"
+    return forward_plan(tile, precision, sizes, winners, **VECTORS, POOLING=pooling, K=k)
 
 
 def backward(
@@ -202,15 +191,9 @@ def backward(
             smooth_document_gradient_kernel[grid](
                 *queries, *documents, pairs, pair_offsets, *coefficients, grad_d,
                 num_slots, num_queries, num_rows, tiles_per_document, _scale(pooling),
-                **common, **_options(tile),
+                **common, **launch_options(tile),
             )  # fmt: skip
     return grad_q, grad_d
-
-
-def _options(tile) -> dict[str, int | None]:
-    """Constants of a kernel and options of Triton, from a tile."""
-    names = {"num_warps": "num_warps", "num_stages": "num_stages", "max_registers": "maxnreg"}
-    return {names.get(name, name.upper()): value for name, value in tile._asdict().items()}
 
 
 def _query_gradient(operands, queries, documents, coefficients, pooling, tile, common) -> Tensor:
@@ -229,6 +212,6 @@ def _query_gradient(operands, queries, documents, coefficients, pooling, tile, c
     smooth_query_gradient_kernel[(num_tiles * parts, chunks)](
         *queries, *documents, candidates, *coefficients, grad_parts,
         num_slots, num_tiles, num_rows, row_blocks, num_queries, slots_per_part, _scale(pooling),
-        **common, **_options(tile),
+        **common, **launch_options(tile),
     )  # fmt: skip
     return grad_parts.sum(dim=0).to(q_values.dtype)

@@ -10,11 +10,10 @@ import triton.language as tl
 from pylate_fastmaxsim.kernels.primitives.documents import span_of_slot, tiles_of_slots
 from pylate_fastmaxsim.kernels.primitives.matmul import product, split
 from pylate_fastmaxsim.kernels.primitives.similarities import inner_products
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_slots", "num_rows", "row_blocks"])
+@kernel("num_slots", "num_rows", "row_blocks")
 def coefficients_kernel(
     grad_scores,
     pooled,
@@ -79,8 +78,7 @@ def _coefficients(log_sums, constants, slopes, here, mask):
     return log_sum, constant, slope
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_slots", "num_tiles", "num_rows", "row_blocks", "num_queries", "slots_per_part"])
+@kernel("num_slots", "num_tiles", "num_rows", "row_blocks", "num_queries", "slots_per_part")
 def smooth_query_gradient_kernel(
     q_values,
     q_rows,
@@ -230,8 +228,7 @@ def _add_rows_of_queries(
     return _add_product(total, weight, rows, PRECISION)
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_slots", "num_queries", "num_rows", "tiles_per_document"])
+@kernel("num_slots", "num_queries", "num_rows", "tiles_per_document")
 def smooth_document_gradient_kernel(
     q_values,
     q_rows,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles, fitted
-from pylate_fastmaxsim.kernels.runtime.arch import ALL_REGISTERS, arithmetic, next_power_of_2, table_row
+from pylate_fastmaxsim.kernels.runtime.arch import ALL_REGISTERS, arithmetic, shrunk, table_row
 
 
 class QueryGradientTiles(NamedTuple):
@@ -110,6 +110,5 @@ def document_gradient_tiles(arch: int, kind: str, dim: int, of_candidates: bool)
 
 def _fitted(tiles, dim: int):
     """A vector that fits into one chunk of a product is loaded once for it and for the gradient."""
-    block_k = max(16, min(tiles.block_k, next_power_of_2(dim)))
-    block_d = block_k if dim <= block_k else max(16, min(tiles.block_d, next_power_of_2(dim)))
-    return tiles._replace(block_k=block_k, block_d=block_d)
+    tiles = shrunk(tiles, block_k=dim, block_d=dim)
+    return tiles._replace(block_d=tiles.block_k) if dim <= tiles.block_k else tiles

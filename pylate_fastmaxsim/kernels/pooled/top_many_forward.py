@@ -1,12 +1,11 @@
 """Forward of top-k pooling for k up to 64: the k best of a tile of similarities are merged with the k best so far."""
 
-import triton
 import triton.language as tl
 
 from pylate_fastmaxsim.kernels.primitives.documents import similarities_of_document, span_of_slot
 from pylate_fastmaxsim.kernels.primitives.query_tiles import rows_of_tile, store_scores
 from pylate_fastmaxsim.kernels.primitives.similarities import key_value, order_key
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 # Smaller than the key of any column.
 _NOTHING = tl.constexpr(-(2**63))
@@ -14,10 +13,7 @@ _NOTHING = tl.constexpr(-(2**63))
 _REVERSED = tl.constexpr(2147483647)
 
 
-@Launcher
-@triton.jit(
-    do_not_specialize=["num_queries", "num_slots", "num_tiles", "num_rows", "row_blocks", "documents_per_program"]
-)
+@kernel("num_queries", "num_slots", "num_tiles", "num_rows", "row_blocks", "documents_per_program")
 def top_many_kernel(
     q_values,
     q_starts,

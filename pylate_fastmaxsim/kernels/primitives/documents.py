@@ -32,7 +32,7 @@ def span_of_slot(slot, last_slot, d_starts, d_lengths, candidates):
 
 @triton.jit
 def tiles_of_slots(first_slot, last_slot, d_starts, d_lengths, candidates, BLOCK_N: tl.constexpr):
-    """How many tiles of BLOCK_N tokens the documents of up to 8 slots have, an empty document one.
+    """Number of tiles of BLOCK_N tokens of the documents of up to 8 slots, one of an empty document.
 
     Scalar loads rather than a sum over a vector, so that the compiler knows that all threads take as many steps.
     """

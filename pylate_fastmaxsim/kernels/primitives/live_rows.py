@@ -3,16 +3,14 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes
 
 
-@Launcher
-@triton.jit
+@kernel()
 def live_tokens_kernel(starts, lengths, keep, live_tokens, live_lengths, BLOCK: tl.constexpr):
     """Lists the live tokens of a sequence, in order, at live_tokens[start of the sequence]."""
     sequence = tl.program_id(0)
@@ -27,8 +25,7 @@ def live_tokens_kernel(starts, lengths, keep, live_tokens, live_lengths, BLOCK: 
     tl.store(live_lengths + sequence, count)
 
 
-@Launcher
-@triton.jit
+@kernel()
 def live_rows_kernel(starts, live_tokens, offsets, rows, BLOCK: tl.constexpr):
     """rows[offsets[n] : offsets[n + 1]] = rows of the live tokens of sequence n, in order.
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from pylate_fastmaxsim.kernels.primitives.matmul import product
 from pylate_fastmaxsim.kernels.projection.forward import EPSILON
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 
 @triton.jit
@@ -29,8 +29,7 @@ def _output_gradient(grad, embeddings, scale, shift, row, column, live, NORMALIZ
     return tile
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel("num_rows")
 def hidden_gradient_kernel(
     grad,
     embeddings,
@@ -116,8 +115,7 @@ def hidden_gradient_kernel(
                     tl.store(out + first, total, mask=in_rows[:, None] & (first + k[None, :] < IN))
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_rows", "rows_per_part"])
+@kernel("num_rows", "rows_per_part")
 def weight_gradient_kernel(
     grad,
     embeddings,

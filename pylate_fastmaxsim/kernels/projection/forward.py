@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from pylate_fastmaxsim.kernels.primitives.matmul import product
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 # F.normalize divides by the norm or by this, whichever is larger.
 EPSILON = tl.constexpr(1e-12)
@@ -15,8 +15,7 @@ def inverse_of_norm(squares):
     return 1.0 / tl.maximum(tl.sqrt(squares), EPSILON)
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel("num_rows")
 def project_kernel(
     hidden,
     weight,
@@ -73,8 +72,7 @@ def project_kernel(
     tl.store(embeddings + row[:, None] * OUT + column[None, :], total, mask=mask)
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel("num_rows")
 def normalize_kernel(
     embeddings,
     inverse_norms,

@@ -14,7 +14,7 @@ from pylate_fastmaxsim.kernels.projection.tiles import (
     rows_per_part,
     weight_gradient_tiles,
 )
-from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, architecture, arithmetic, cdiv
+from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, architecture, arithmetic, cdiv, launch_options
 from pylate_fastmaxsim.kernels.runtime.tensors import on_device_of
 
 
@@ -52,11 +52,7 @@ def forward(
             OUT=dim_out,
             NORMALIZE=normalize,
             PRECISION=INPUT_PRECISION[precision],
-            BLOCK_T=tile.block_t,
-            BLOCK_D=tile.block_d,
-            BLOCK_K=tile.block_k,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **launch_options(tile),
         )
         if squares is not None:
             block_t = 16
@@ -119,11 +115,7 @@ def backward(
             shifts,
             num_rows,
             **sizes,
-            BLOCK_T=tile.block_t,
-            BLOCK_D=tile.block_d,
-            BLOCK_K=tile.block_k,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **launch_options(tile),
         )
         if need_weight or need_bias:
             tile = tiles.weight_gradient or weight_gradient_tiles(arch, kind, dim_in, dim_out)
@@ -145,11 +137,7 @@ def backward(
                 num_rows,
                 rows,
                 **sizes,
-                BLOCK_R=tile.block_r,
-                BLOCK_D=tile.block_d,
-                BLOCK_K=tile.block_k,
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
+                **launch_options(tile),
             )
             if need_weight:
                 grad_weight = grad_weights.sum(dim=0).to(weight.dtype)

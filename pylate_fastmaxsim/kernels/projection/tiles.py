@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from pylate_fastmaxsim.kernels.runtime.arch import cdiv, next_power_of_2, table_row
-from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE
+from pylate_fastmaxsim.kernels.runtime.arch import cdiv, shrunk, table_row
+from pylate_fastmaxsim.kernels.runtime.cached_launch import RELEASE
 
 # Programs of a launch of the weight's gradient: a few for each multiprocessor of the largest GPU.
 _ENOUGH_PROGRAMS = 264
@@ -12,7 +12,7 @@ _FEWEST_ROWS = 512
 
 
 class ProjectionTiles(NamedTuple):
-    """Of project_kernel and hidden_gradient_kernel."""
+    """Tiles of project_kernel and hidden_gradient_kernel."""
 
     block_t: int
     block_d: int
@@ -65,19 +65,12 @@ _WEIGHT_GRADIENT = {
 }
 
 
-def _fitted(tiles, dim_in: int, dim_out: int):
-    return tiles._replace(
-        block_d=max(16, min(tiles.block_d, next_power_of_2(dim_out))),
-        block_k=max(16, min(tiles.block_k, next_power_of_2(dim_in))),
-    )
-
-
 def project_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> ProjectionTiles:
-    return _fitted(table_row(_PROJECT, arch, kind, dim_out), dim_in, dim_out)
+    return shrunk(table_row(_PROJECT, arch, kind, dim_out), block_d=dim_out, block_k=dim_in)
 
 
 def hidden_gradient_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> ProjectionTiles:
-    tiles = _fitted(table_row(_HIDDEN_GRADIENT, arch, kind, dim_out), dim_in, dim_out)
+    tiles = shrunk(table_row(_HIDDEN_GRADIENT, arch, kind, dim_out), block_d=dim_out, block_k=dim_in)
     # This release cannot pipeline loads of 16-bit gradients in the loop over parts of d.
     if RELEASE == (3, 5) and kind == "half" and dim_out > tiles.block_d:
         tiles = tiles._replace(num_stages=1)
@@ -85,7 +78,7 @@ def hidden_gradient_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> Pr
 
 
 def weight_gradient_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> WeightGradientTiles:
-    return _fitted(table_row(_WEIGHT_GRADIENT, arch, kind, dim_out), dim_in, dim_out)
+    return shrunk(table_row(_WEIGHT_GRADIENT, arch, kind, dim_out), block_d=dim_out, block_k=dim_in)
 
 
 def rows_per_part(tiles: WeightGradientTiles, num_rows: int, num_tiles: int) -> int:

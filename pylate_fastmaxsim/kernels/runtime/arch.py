@@ -1,6 +1,7 @@
 """GPU architectures, the arithmetic of float32 products, and how tile tables are looked up."""
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -37,6 +38,17 @@ def architecture(device: torch.device) -> int:
     return max((known for known in ARCHITECTURES if known <= 10 * major + minor), default=ARCHITECTURES[0])
 
 
+# Typed, since tiles of two kernels may be equal tuples.
+@functools.lru_cache(maxsize=1024, typed=True)
+def launch_options(tile: NamedTuple) -> dict[str, int | None]:
+    """The constants of a kernel (`block_...`) and the options of Triton among the fields of a tile; not to be changed."""
+    options = {"num_warps": "num_warps", "num_stages": "num_stages", "max_registers": "maxnreg"}
+    fields = tile._asdict().items()
+    return {
+        options.get(name, name.upper()): value for name, value in fields if name in options or name.startswith("block")
+    }
+
+
 def table_row(table: dict, arch: int, kind: str, dim: int):
     """The tiles of a table for vectors of `dim` numbers, or None.
 
@@ -46,3 +58,9 @@ def table_row(table: dict, arch: int, kind: str, dim: int):
     """
     rows = [*table.get((arch, kind), []), *table.get(kind, [])]
     return next((tiles for largest, tiles in rows if largest is None or dim <= largest), None)
+
+
+def shrunk(tiles: NamedTuple, **sizes: int):
+    """Tiles whose blocks, by name, are no longer than the power of 2 that holds a size; at least 16."""
+    blocks = {name: max(16, min(getattr(tiles, name), next_power_of_2(size))) for name, size in sizes.items()}
+    return tiles._replace(**blocks)

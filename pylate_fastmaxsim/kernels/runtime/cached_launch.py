@@ -6,19 +6,19 @@ import triton
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE
-
-# The release of Triton whose calling convention `Launcher` was tested with.
+# The release of Triton, as in (3, 6).
+RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
+# The one whose calling convention `Launcher` was tested with.
 _KNOWN = RELEASE == (3, 6)
 _LARGEST_INT32 = 2**31 - 1
 
 
-def _somebody_listens() -> bool:
+def _profiler_listens() -> bool:
     runtime = triton.knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
-def hash_what_it_calls_first(kernel: JITFunction) -> None:
+def hash_callees(kernel: JITFunction) -> None:
     """Make the key of a kernel in Triton's cache the same in every process.
 
     A key holds the constants of the functions that the kernel calls, but in Triton 3.6 only of those that have been hashed
@@ -27,7 +27,7 @@ def hash_what_it_calls_first(kernel: JITFunction) -> None:
     for name in kernel.fn.__code__.co_names:
         called = kernel.fn.__globals__.get(name)
         if isinstance(called, JITFunction):
-            hash_what_it_calls_first(called)
+            hash_callees(called)
     _ = kernel.cache_key
 
 
@@ -51,7 +51,7 @@ class Launcher:
     def _launch(
         self, grid: tuple[int, ...], arguments: tuple[Tensor | int | float | None, ...], constants: dict
     ) -> None:
-        if not self._direct or _somebody_listens():
+        if not self._direct or _profiler_listens():
             self.kernel[grid](*arguments, **constants)
             return
         driver = triton.runtime.driver.active
@@ -72,7 +72,7 @@ class Launcher:
         key = tuple(key)
         known = self._programs.get(key)
         if known is None:
-            hash_what_it_calls_first(self.kernel)
+            hash_callees(self.kernel)
             program = self.kernel[grid](*arguments, **constants)
             names = self.kernel.arg_names[len(arguments) :]
             self._programs[key] = (program, tuple(constants[name] for name in names))
@@ -82,3 +82,8 @@ class Launcher:
             grid[0], grid[1] if len(grid) > 1 else 1, 1, driver.get_current_stream(device),
             program.function, program.packed_metadata, None, None, None, *arguments, *values,
         )  # fmt: skip
+
+
+def kernel(*numbers: str) -> Callable[[Callable], Launcher]:
+    """Decorator of a Triton kernel: a launcher of it. `numbers` are its parameters that are integers, by name."""
+    return lambda function: Launcher(triton.jit(function, do_not_specialize=numbers))

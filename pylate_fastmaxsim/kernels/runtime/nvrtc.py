@@ -107,7 +107,7 @@ def compiled(source: str, name: str, options: list[str]) -> bytes:
 
 
 def _checked(result: tuple):
-    """What a call of the driver or of NVRTC returns, without its status."""
+    """The results of a call of the driver or of NVRTC; RuntimeError for a status that is an error."""
     status, *values = result
     if int(status) != 0:
         raise RuntimeError(f"CUDA: {status.name}")

@@ -17,9 +17,16 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.kernels.runtime.tensors import on_device_of
-from pylate_fastmaxsim.kernels.sparse.cuda_engine import SOURCE, CudaEngine, definitions
+from pylate_fastmaxsim.kernels.sparse.cuda_engine import (
+    LARGEST,
+    SOURCE,
+    CudaEngine,
+    Queries,
+    State,
+    Tables,
+    definitions,
+)
 from pylate_fastmaxsim.kernels.sparse.postings import DOCUMENTS_PER_BLOCK, Postings, make_postings
-from pylate_fastmaxsim.kernels.sparse.state import LARGEST, Queries, State, Tables
 
 # Memory of a search beyond the index. What else it needs is small beside it.
 STATE_BYTES = 384 << 20
@@ -33,21 +40,8 @@ ROOM = 32
 class DeviceBlocks:
     """Blocks of documents on one GPU, with their postings and exact rows.
 
-    The document ``i`` of block ``b`` has position ``b * DOCUMENTS_PER_BLOCK + i``.
-
-    Parameters
-    ----------
-    vocabulary
-        Number of terms V.
-    device
-        A CUDA device.
-    engine
-        An emulated one in tests. ``None``: the CUDA C++ of this package.
-
-    Raises
-    ------
-    ImportError
-        CUDA C++ cannot be compiled here: ``cuda.bindings`` or NVRTC is missing.
+    The document ``i`` of block ``b`` has position ``b * DOCUMENTS_PER_BLOCK + i``. ``engine`` is an emulated one in tests, by
+    default the CUDA C++ of this package; ImportError where that cannot be compiled: ``cuda.bindings`` or NVRTC is missing.
     """
 
     def __init__(self, vocabulary: int, device: torch.device | str, engine: CudaEngine | None = None):
@@ -75,17 +69,11 @@ class DeviceBlocks:
         return sum(postings.nbytes for postings, *_ in self._blocks.values())
 
     def set(self, block: int, offsets: Tensor, terms: Tensor, weights: Tensor, live: Tensor | None = None) -> None:
-        """Add or replace a block of up to ``DOCUMENTS_PER_BLOCK`` rows.
+        """Add or replace a block of up to ``DOCUMENTS_PER_BLOCK`` rows, which are kept, not copied.
 
-        Parameters
-        ----------
-        block
-            Its number.
-        offsets, terms, weights
-            Rows back to back, on the device: int64 ``[n + 1]``, int32 or uint16 ``[P]`` ascending in each row, positive
-            float32 or float16 ``[P]``. Of the same dtypes in all blocks. They are kept, not copied.
-        live
-            Documents that are not removed, bool ``[n]``; ``None``: all.
+        Rows lie back to back on the device: ``offsets`` int64 ``[n + 1]``, ``terms`` int32 or uint16 ``[P]`` ascending in each
+        row, ``weights`` positive float32 or float16 ``[P]``, of the same dtypes in all blocks. ``live``: documents that are not
+        removed, bool ``[n]``, or None for all.
         """
         held = self._blocks.get(block)
         if held is not None and held[2] is terms and held[3] is weights:  # only `live` is new
@@ -104,23 +92,11 @@ class DeviceBlocks:
     def search(
         self, offsets: Tensor, terms: Tensor, weights: Tensor, k: int, at_least: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The ``k`` documents with the largest inner products for each query.
+        """Scores and positions of the ``k`` documents with the largest inner products for each query.
 
-        Parameters
-        ----------
-        offsets, terms, weights
-            Queries as sparse rows, as in :meth:`set`, on the device.
-        k
-            Number of documents for each query, at least 1.
-        at_least
-            Scores that ``k`` documents elsewhere are known to reach, ``[Nq]`` float32; what lies below may be left out.
-
-        Returns
-        -------
-        scores
-            ``[Nq, k]``, float32, the largest first, of equal ones the lower position; 0 where there is no document.
-        positions
-            ``[Nq, k]``, int64; -1 where there is no document.
+        Queries are sparse rows as in :meth:`set`, on the device. ``at_least``: scores that ``k`` documents elsewhere are known to
+        reach, ``[Nq]`` float32; what lies below may be left out. Scores are ``[Nq, k]`` float32, the largest first, of equal ones
+        the lower position, positions int64; 0 and -1 where there is no document.
         """
         queries = Queries(offsets, terms.int(), weights.float())
         if self.vocabulary > LARGEST // 512 and len(queries) and int(offsets.diff().max()) > LARGEST // 512:

@@ -34,16 +34,9 @@ class Postings:
 
 
 def make_postings(offsets: Tensor, terms: Tensor, weights: Tensor, vocabulary: int) -> Postings:
-    """Postings of up to ``DOCUMENTS_PER_BLOCK`` documents.
+    """Postings of up to ``DOCUMENTS_PER_BLOCK`` documents, over ``vocabulary`` terms.
 
-    Parameters
-    ----------
-    offsets
-        Where the rows of documents begin and end, ``[n + 1]``, int64.
-    terms, weights
-        Rows back to back, ``[P]``: terms int32 or uint16, positive weights float32 or float16.
-    vocabulary
-        Number of terms V.
+    Rows lie back to back: ``offsets [n + 1]`` int64, ``terms [P]`` int32 or uint16, positive ``weights [P]`` float32 or float16.
     """
     device = offsets.device
     documents = offsets.numel() - 1

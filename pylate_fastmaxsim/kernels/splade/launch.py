@@ -6,11 +6,17 @@ from torch import Tensor
 from pylate_fastmaxsim._operands import ScoringOperands, SpladeOperands
 from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_of
-from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, architecture, arithmetic, cdiv, next_power_of_2
+from pylate_fastmaxsim.kernels.runtime.arch import (
+    INPUT_PRECISION,
+    architecture,
+    arithmetic,
+    cdiv,
+    launch_options,
+    next_power_of_2,
+)
 from pylate_fastmaxsim.kernels.runtime.tensors import contiguous, on_device_of
-from pylate_fastmaxsim.kernels.splade.maxima import NO_KEY, maxima_kernel, values_kernel
+from pylate_fastmaxsim.kernels.splade.maxima import NO_KEY, maxima_kernel, slots_kernel, values_kernel
 from pylate_fastmaxsim.kernels.splade.slopes import slopes_kernel, vocabulary_gradient_kernel
-from pylate_fastmaxsim.kernels.splade.slots import slots_kernel
 from pylate_fastmaxsim.kernels.splade.tiles import MaximaTiles, maxima_tiles
 from pylate_fastmaxsim.kernels.winner_backward.launch import document_gradient, gradient_of
 from pylate_fastmaxsim.kernels.winner_backward.tiles import FROM_TABLES
@@ -63,12 +69,7 @@ def forward(
             PRECISION=INPUT_PRECISION[precision],
             GROUP=_GROUP,
             TILES_TOGETHER=tile.tiles_together,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            maxnreg=tile.max_registers,
+            **launch_options(tile),
         )  # fmt: skip
         blocks = cdiv(num_rows, 1024)
         values_kernel[(num_texts * blocks,)](

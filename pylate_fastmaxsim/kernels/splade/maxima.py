@@ -1,11 +1,13 @@
-"""The largest product of each vocabulary row with the tokens of each text, and the token that gave it."""
+"""The largest product of each vocabulary row with the tokens of each text, and the token that gave it.
 
-import triton
+Tokens stand in slots: each text begins at a multiple of 8, so that 8 slots are of one text.
+"""
+
 import triton.language as tl
 
 from pylate_fastmaxsim.kernels.primitives.matmul import product
 from pylate_fastmaxsim.kernels.primitives.similarities import key_value, order_key
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 # The key of a text without a token, where values need not be positive.
 NO_KEY = tl.constexpr(-(2**63))
@@ -13,8 +15,7 @@ NO_KEY = tl.constexpr(-(2**63))
 KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_rows", "row_blocks", "num_tiles"])
+@kernel("num_rows", "row_blocks", "num_tiles")
 def maxima_kernel(
     hidden,
     weight,
@@ -90,8 +91,7 @@ def maxima_kernel(
         tl.atomic_max(keys + text[None, :] * num_rows + row[:, None], packed, mask=wanted, sem="relaxed")
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_rows", "row_blocks"])
+@kernel("num_rows", "row_blocks")
 def values_kernel(
     keys,
     slot_rows,
@@ -129,3 +129,40 @@ def values_kernel(
         slot = 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
         token = tl.load(slot_rows + slot, mask=has_winner, other=0).to(tl.int64) - tl.load(starts + text)
         tl.store(winners + text * num_rows + row, tl.where(has_winner, token, SENTINEL).to(tl.int32), mask=in_rows)
+
+
+@kernel("num_texts")
+def slots_kernel(
+    starts,
+    lengths,
+    live_tokens,
+    slot_rows,
+    group_texts,
+    counts,
+    num_texts,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """slot_rows[slot] = row of a token, group_texts[slot // GROUP] = its text, counts[0] = slots of all texts.
+
+    The last token of a text is repeated up to a multiple of GROUP. With `live_tokens`, which lists the live tokens of each
+    text at its start, `lengths` counts these.
+    """
+    text = tl.program_id(0)
+    begin = 0
+    for first in range(0, text, BLOCK):
+        earlier = first + tl.arange(0, BLOCK)
+        length = tl.load(lengths + earlier, mask=earlier < text, other=0).to(tl.int32)
+        begin += tl.sum(tl.cdiv(length, GROUP) * GROUP, axis=0)
+    start = tl.load(starts + text)
+    length = tl.load(lengths + text).to(tl.int32)
+    end = tl.cdiv(length, GROUP) * GROUP
+    for first in range(0, end, BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        token = tl.minimum(slot, length - 1)
+        if live_tokens is not None:
+            token = tl.load(live_tokens + start + token, mask=slot < end, other=0)
+        tl.store(slot_rows + begin + slot, (start + token).to(tl.int32), mask=slot < end)
+        tl.store(group_texts + (begin + slot) // GROUP, text, mask=(slot < end) & (slot % GROUP == 0))
+    if text == num_texts - 1:
+        tl.store(counts, begin + end)

@@ -1,13 +1,11 @@
-"""What the backward of a value passes on to the product that gave it, and the gradient of the vocabulary rows."""
+"""Gradients of the products that gave the values, and the gradient of the vocabulary rows."""
 
-import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_texts", "num_rows", "row_blocks"])
+@kernel("num_texts", "num_rows", "row_blocks")
 def slopes_kernel(
     grad_values,
     values,
@@ -38,8 +36,7 @@ def slopes_kernel(
     tl.store(slopes + transposed, tl.trans(slope), mask=tl.trans(here))
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_texts", "num_rows"])
+@kernel("num_texts", "num_rows")
 def vocabulary_gradient_kernel(
     slopes,
     winners,

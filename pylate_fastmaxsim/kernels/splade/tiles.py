@@ -3,7 +3,7 @@
 import functools
 from typing import NamedTuple
 
-from pylate_fastmaxsim.kernels.runtime.arch import ALL_REGISTERS, next_power_of_2, table_row
+from pylate_fastmaxsim.kernels.runtime.arch import ALL_REGISTERS, shrunk, table_row
 
 
 class MaximaTiles(NamedTuple):
@@ -33,5 +33,4 @@ _MAXIMA = {
 
 @functools.lru_cache(maxsize=256)
 def maxima_tiles(arch: int, kind: str, dim: int) -> MaximaTiles:
-    tiles = table_row(_MAXIMA, arch, kind, dim)
-    return tiles._replace(block_k=max(16, min(tiles.block_k, next_power_of_2(dim))))
+    return shrunk(table_row(_MAXIMA, arch, kind, dim), block_k=dim)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from pylate_fastmaxsim.kernels.primitives.matmul import product, split
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 
 @triton.jit
@@ -29,8 +29,7 @@ def _add_weighted_rows(total, here, weight, q_rows, PRECISION: tl.constexpr):
     return total
 
 
-@Launcher
-@triton.jit(do_not_specialize=["first_document", "num_entries", "num_chunks", "tiles_per_document"])
+@kernel("first_document", "num_entries", "num_chunks", "tiles_per_document")
 def document_gradient_kernel(
     q_values,
     d_starts,
@@ -125,8 +124,7 @@ def _won_tokens(
     return here
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_pairs", "num_slots", "num_rows", "programs_per_document"])
+@kernel("num_pairs", "num_slots", "num_rows", "programs_per_document")
 def candidate_document_gradient_kernel(
     grad_scores,
     winners,

@@ -11,15 +11,22 @@ from pylate_fastmaxsim.kernels.runtime.arch import (
     architecture,
     arithmetic,
     cdiv,
+    launch_options,
     next_power_of_2,
 )
 from pylate_fastmaxsim.kernels.runtime.tensors import contiguous, on_device_of
-from pylate_fastmaxsim.kernels.winner_backward.candidate_order import candidate_order_kernel
 from pylate_fastmaxsim.kernels.winner_backward.document_gradient import (
     candidate_document_gradient_kernel,
     document_gradient_kernel,
 )
 from pylate_fastmaxsim.kernels.winner_backward.query_gradient import query_gradient_kernel
+from pylate_fastmaxsim.kernels.winner_backward.sorting import (
+    LONGEST_TILE,
+    candidate_order_kernel,
+    count_kernel,
+    place_kernel,
+    row_query_kernel,
+)
 from pylate_fastmaxsim.kernels.winner_backward.tiles import (
     FROM_TABLES,
     BackwardTiles,
@@ -28,8 +35,6 @@ from pylate_fastmaxsim.kernels.winner_backward.tiles import (
     document_gradient_tiles,
     query_gradient_tiles,
 )
-from pylate_fastmaxsim.kernels.winner_backward.winner_buckets import count_kernel, place_kernel, row_query_kernel
-from pylate_fastmaxsim.kernels.winner_backward.winner_sets import LONGEST_TILE, count_sets_kernel, place_sets_kernel
 
 # Places of buckets at once: 32 MiB of entries and weights, 48 MiB where entries are sets, and seldom as much of counts.
 _BUCKET_ENTRIES = 2**22
@@ -145,10 +150,8 @@ def _query_gradient(
         row_blocks,
         DIM=dim,
         SENTINEL=no_winner(winners.dtype),
-        BLOCK_ROWS=tile.block_rows,
-        BLOCK_D=tile.block_d,
         **in_flight(tile, ranks, grid[0] * grid[1] * tile.num_warps),
-        num_warps=tile.num_warps,
+        **launch_options(tile),
         maxnreg=None if ranks == 1 else ALL_REGISTERS,
     )
 
@@ -168,39 +171,34 @@ def document_gradient(
     tile = tiles.document_gradient or document_gradient_tiles(architecture(q_values.device), kind, dim)
     device = q_values.device
     ranks = _ranks(winners)
-    block_t, block_scan = tile.block_t, tile.block_scan
     if ranks > 1:
-        block_t = min(block_t, LONGEST_TILE)
-        block_scan = min(block_scan, _WINNERS_AT_ONCE // next_power_of_2(ranks))
+        tile = tile._replace(
+            block_t=min(tile.block_t, LONGEST_TILE),
+            rows_of_scan=min(tile.rows_of_scan, _WINNERS_AT_ONCE // next_power_of_2(ranks)),
+        )
     num_documents = d_starts.shape[0]
-    tiles_per_document = cdiv(operands.max_d_length, block_t)
-    num_chunks = cdiv(num_rows, block_scan)
+    tiles_per_document = cdiv(operands.max_d_length, tile.block_t)
+    num_chunks = cdiv(num_rows, tile.rows_of_scan)
     # A row has one place for each tile that it may have won in.
     num_entries = num_rows * min(ranks, tiles_per_document)
     # Buckets hold an entry and a weight for each place and document, and a count and its prefix sum for each tile and
     # chunk. Taking some documents at a time bounds that.
     at_once = max(1, min(num_documents, _BUCKET_ENTRIES // max(num_entries, tiles_per_document * num_chunks)))
-    entry_dtype = torch.int32 if ranks == 1 and num_rows * block_t <= 2**31 else torch.int64
+    entry_dtype = torch.int32 if ranks == 1 and num_rows * tile.block_t <= 2**31 else torch.int64
     count_dtype = torch.int32 if num_entries < 2**31 else torch.int64
     counts = torch.empty((at_once, 1 + tiles_per_document * num_chunks), dtype=count_dtype, device=device)
     buckets = torch.empty((at_once, num_entries), dtype=entry_dtype, device=device)
     weights = torch.empty((at_once, num_entries), dtype=torch.float32, device=device)
-    options = {"SENTINEL": no_winner(winners.dtype), "BLOCK_T": block_t, "BLOCK_SCAN": block_scan}
-    options["num_warps"] = tile.scan_warps
-    sets = {"RANKS": ranks, "BLOCK_RANKS": next_power_of_2(ranks)}
+    scan = {"RANKS": ranks, "BLOCK_RANKS": next_power_of_2(ranks), "SENTINEL": no_winner(winners.dtype)}
+    scan |= {"BLOCK_T": tile.block_t, "BLOCK_SCAN": tile.rows_of_scan, "num_warps": tile.scan_warps}
     for first_document in range(0, num_documents, at_once):
         here = min(at_once, num_documents - first_document)
         grid = (here * num_chunks,)
         given = grad_scores, winners, row_query, d_lengths
         sizes = first_document, num_documents, num_rows, num_chunks, tiles_per_document
-        if ranks == 1:
-            count_kernel[grid](*given, counts, *sizes, **options)
-            begins = torch.cumsum(counts, dim=1, dtype=count_dtype)
-            place_kernel[grid](*given, begins, buckets, weights, *sizes, **options)
-        else:
-            count_sets_kernel[grid](*given, counts, *sizes, **sets, **options)
-            begins = torch.cumsum(counts, dim=1, dtype=count_dtype)
-            place_sets_kernel[grid](*given, begins, buckets, weights, *sizes, **sets, **options)
+        count_kernel[grid](*given, counts, *sizes, **scan)
+        begins = torch.cumsum(counts, dim=1, dtype=count_dtype)
+        place_kernel[grid](*given, begins, buckets, weights, *sizes, **scan)
         document_gradient_kernel[(here * tiles_per_document,)](
             q_values,
             d_starts,
@@ -217,11 +215,7 @@ def document_gradient(
             SETS=ranks > 1,
             WRITE_ZEROS=operands.d_gapless,
             PRECISION=INPUT_PRECISION[precision],
-            BLOCK_T=block_t,
-            BLOCK_R=tile.block_r,
-            BLOCK_D=tile.block_d,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **launch_options(tile),
         )
 
 
@@ -249,6 +243,8 @@ def _candidate_document_gradient(
     if not alone or num_pairs > _SCANNED_PAIRS:
         pairs, pair_offsets = candidate_order(candidates, num_documents)
     grid = (num_documents * programs_per_document, cdiv(dim, tile.block_d))
+    if ranks > 1:
+        tile = tile._replace(max_registers=ALL_REGISTERS)
     candidate_document_gradient_kernel[grid](
         grad_scores,
         winners,
@@ -271,13 +267,8 @@ def _candidate_document_gradient(
         SHORT_QUERIES=short_queries,
         WRITE_ZEROS=operands.d_gapless,
         PRECISION=INPUT_PRECISION[precision],
-        BLOCK_T=tile.block_t,
-        BLOCK_R=tile.block_r,
-        BLOCK_D=tile.block_d,
         BLOCK_SCAN=_BLOCK_SCAN,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        maxnreg=tile.max_registers if ranks == 1 else ALL_REGISTERS,
+        **launch_options(tile),
     )
 
 

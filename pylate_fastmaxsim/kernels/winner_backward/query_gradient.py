@@ -1,13 +1,11 @@
 """Query gradient: each query row gathers the document tokens that won for it."""
 
-import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_slots", "num_rows", "row_blocks"])
+@kernel("num_slots", "num_rows", "row_blocks")
 def query_gradient_kernel(
     grad_scores,
     winners,

@@ -3,7 +3,7 @@
 import functools
 from typing import NamedTuple
 
-from pylate_fastmaxsim.kernels.runtime.arch import ALL_REGISTERS, next_power_of_2, table_row
+from pylate_fastmaxsim.kernels.runtime.arch import ALL_REGISTERS, next_power_of_2, shrunk, table_row
 
 
 class QueryGradientTiles(NamedTuple):
@@ -18,13 +18,13 @@ class QueryGradientTiles(NamedTuple):
 class DocumentGradientTiles(NamedTuple):
     """`block_t` tokens of a document by `block_d` numbers of a vector, `block_r` query rows at a time.
 
-    The counting sort that comes first takes chunks of `block_scan` rows, in programs of `scan_warps` warps.
+    The counting sort that comes first takes chunks of `rows_of_scan` rows, in programs of `scan_warps` warps.
     """
 
     block_t: int
     block_r: int
     block_d: int
-    block_scan: int
+    rows_of_scan: int
     scan_warps: int
     num_warps: int
     num_stages: int
@@ -83,11 +83,9 @@ def query_gradient_tiles(arch: int, kind: str, dim: int) -> QueryGradientTiles:
 
 @functools.lru_cache(maxsize=256)
 def document_gradient_tiles(arch: int, kind: str, dim: int) -> DocumentGradientTiles:
-    tiles = table_row(_DOCUMENT_GRADIENT, arch, kind, dim)
-    return tiles._replace(block_d=max(16, min(tiles.block_d, next_power_of_2(dim))))
+    return shrunk(table_row(_DOCUMENT_GRADIENT, arch, kind, dim), block_d=dim)
 
 
 @functools.lru_cache(maxsize=256)
 def candidate_gradient_tiles(arch: int, kind: str, dim: int) -> CandidateGradientTiles:
-    tiles = table_row(_CANDIDATE_GRADIENT, arch, kind, dim)
-    return tiles._replace(block_d=max(16, min(tiles.block_d, next_power_of_2(dim))))
+    return shrunk(table_row(_CANDIDATE_GRADIENT, arch, kind, dim), block_d=dim)

@@ -8,15 +8,13 @@ every step. Which similarities fit depends on the order of atomics, but no resul
 Programs whose rows are done return at once. Nothing waits for the device.
 """
 
-import triton
 import triton.language as tl
 
 from pylate_fastmaxsim.kernels.primitives.similarities import NAN_KEY, key_value, order_key, similarity_tile
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 
-@Launcher
-@triton.jit(do_not_specialize=["first_row", "num_queries", "num_groups", "k", "capacity"])
+@kernel("first_row", "num_queries", "num_groups", "k", "capacity")
 def bound_kernel(
     groups, q_offsets, bounds, pending, pool, first_row, num_queries, num_groups, k, capacity, BLOCK: tl.constexpr
 ):
@@ -44,8 +42,7 @@ def bound_kernel(
     tl.store(pending + local, live.to(tl.int32))
 
 
-@Launcher
-@triton.jit(do_not_specialize=["first_row", "num_documents", "num_tiles", "num_parts", "capacity"])
+@kernel("first_row", "num_documents", "num_tiles", "num_parts", "capacity")
 def collect_kernel(
     q_values,
     q_rows,
@@ -102,8 +99,7 @@ def collect_kernel(
             tl.store(pool_pointers + 1 + place, bits, mask=above & (place < capacity))
 
 
-@Launcher
-@triton.jit(do_not_specialize=["first_row", "k", "capacity"])
+@kernel("first_row", "k", "capacity")
 def select_kernel(q_rows, bounds, pending, pool, thresholds, first_row, k, capacity, BLOCK: tl.constexpr):
     """thresholds[row] = the k-th largest collected similarity if all were collected; otherwise a better bound."""
     local = tl.program_id(0)
@@ -138,8 +134,7 @@ def select_kernel(q_rows, bounds, pending, pool, thresholds, first_row, k, capac
             tl.store(pool, 0)
 
 
-@Launcher
-@triton.jit(do_not_specialize=["first_row", "num_documents", "k"])
+@kernel("first_row", "num_documents", "k")
 def bisect_kernel(
     q_values,
     q_rows,

@@ -13,6 +13,7 @@ from pylate_fastmaxsim.kernels.runtime.arch import (
     architecture,
     arithmetic,
     cdiv,
+    launch_options,
     next_power_of_2,
 )
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
@@ -123,14 +124,10 @@ def _thresholds_and_maxima(
     tile = tiles.forward or maxima_tiles(arch, kind, dim, most_rows)
     collect = tiles.collect or collect_tiles(arch, kind, dim, most_rows)
     want_winners = winners.numel() > 0
-    products = {"DIM": dim, "PRECISION": INPUT_PRECISION[precision], "BLOCK_K": tile.block_k}
-    options = products | {
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        "maxnreg": tile.max_registers,
-    }
+    constants = {"DIM": dim, "PRECISION": INPUT_PRECISION[precision]}
+    # All products have chunks of one size, so that similarities are equal bit by bit.
+    of_tile = constants | launch_options(tile)
+    of_collect = constants | {"BLOCK_K": tile.block_k} | launch_options(collect)
 
     # With at most k tokens all pass, and thresholds stay -infinity.
     select = k < most_tokens
@@ -165,7 +162,7 @@ def _thresholds_and_maxima(
             num_rows,
             per_program,
             WANT_WINNERS=want_winners,
-            **options,
+            **of_tile,
         )
         if not select:
             continue
@@ -197,11 +194,7 @@ def _thresholds_and_maxima(
                 num_collect_tiles,
                 token_parts,
                 capacity,
-                **products,
-                BLOCK_M=collect.block_m,
-                BLOCK_N=collect.block_n,
-                num_warps=collect.num_warps,
-                num_stages=collect.num_stages,
+                **of_collect,
             )
             select_kernel[(rows_at_once,)](
                 queries.rows,
@@ -226,11 +219,7 @@ def _thresholds_and_maxima(
             first_row,
             num_documents,
             k,
-            **products,
-            BLOCK_M=collect.block_m,
-            BLOCK_N=collect.block_n,
-            num_warps=collect.num_warps,
-            num_stages=collect.num_stages,
+            **of_collect,
             maxnreg=ALL_REGISTERS,
         )
     if select and zeros_compete:
@@ -250,5 +239,5 @@ def _thresholds_and_maxima(
             per_program,
             WANT_WINNERS=want_winners,
             SENTINEL=no_winner(winners.dtype),
-            **options,
+            **of_tile,
         )

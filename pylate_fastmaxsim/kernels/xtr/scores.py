@@ -1,13 +1,11 @@
 """XTR scores from the maxima of query rows and documents and the threshold of each row."""
 
-import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_slots", "num_rows", "slot_blocks"])
+@kernel("num_slots", "num_rows", "slot_blocks")
 def xtr_scores_kernel(
     maxima,
     thresholds,

@@ -1,17 +1,13 @@
 """Largest similarity of every query row to every document, and to groups of its tokens for kth_largest.py."""
 
-import triton
 import triton.language as tl
 
 from pylate_fastmaxsim.kernels.primitives.running_maximum import maximum_or_nan, running_maximum, same_bits
 from pylate_fastmaxsim.kernels.primitives.similarities import order_key, similarity_tile
-from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 
-@Launcher
-@triton.jit(
-    do_not_specialize=["first_row", "num_queries", "num_documents", "num_tiles", "num_rows", "documents_per_program"]
-)
+@kernel("first_row", "num_queries", "num_documents", "num_tiles", "num_rows", "documents_per_program")
 def token_maxima_kernel(
     q_values,
     q_rows,
@@ -87,8 +83,7 @@ def token_maxima_kernel(
                     tl.store(winners + out, winner.to(winners.dtype.element_ty), mask=live)
 
 
-@Launcher
-@triton.jit(do_not_specialize=["num_queries", "num_documents", "num_tiles", "num_rows", "documents_per_program"])
+@kernel("num_queries", "num_documents", "num_tiles", "num_rows", "documents_per_program")
 def negative_maxima_kernel(
     q_values,
     q_rows,

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from tqdm import tqdm
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
-from pylate_fastmaxsim.comparison.runs import PHASES
+from pylate_fastmaxsim.comparison.verdict import PHASES
 
 WARM_UP_STEPS = 2
-MEASURED_STEPS = 5
+STEPS = WARM_UP_STEPS + 5
 
 
 class Stopwatch:
-    """Splits time into named phases that do not overlap.
+    """Splits time into named phases, one after the other.
 
     On a CUDA device the marks are events in the stream, so that only :meth:`lap` waits for the device. Elsewhere they
     are times of the host.
@@ -28,35 +28,29 @@ class Stopwatch:
     >>> from pylate_fastmaxsim.recipes.comparison.phases import Stopwatch
     >>> watch = Stopwatch(torch.device("cpu"))
     >>> watch.start("score")
-    >>> watch.enter("encode")
-    >>> watch.leave()
+    >>> watch.start("encode")
     >>> sorted(watch.lap())
     ['encode', 'score']
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._open: list[str] = []
+        self.phase = ""
         self._marks: list[tuple[str, Any]] = []
 
     def start(self, phase: str) -> None:
-        """Begin ``phase`` and forget those that were entered."""
-        self._open = [phase]
-        self._mark()
-
-    def enter(self, phase: str) -> None:
-        """Begin ``phase``, until the matching :meth:`leave`."""
-        self._open.append(phase)
-        self._mark()
-
-    def leave(self) -> None:
-        """Return to the phase before the last :meth:`enter`."""
-        self._open.pop()
-        self._mark()
+        """End the phase that was started last, and begin another one."""
+        self.phase = phase
+        if self.device.type == "cuda":
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        else:
+            now = time.perf_counter()
+        self._marks.append((phase, now))
 
     def lap(self) -> dict[str, float]:
         """Seconds of each phase since the first :meth:`start` after the last lap. Waits for the device."""
-        self._mark()
+        self.start(self.phase)
         marks, self._marks = self._marks, []
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -66,72 +60,56 @@ class Stopwatch:
             seconds[phase] = seconds.get(phase, 0.0) + passed
         return seconds
 
-    def _mark(self) -> None:
-        if self.device.type == "cuda":
-            now = torch.cuda.Event(enable_timing=True)
-            now.record()
-        else:
-            now = time.perf_counter()
-        self._marks.append((self._open[-1], now))
 
-
-class Phases:
-    """Mixin for trainers: ``laps`` holds the seconds of each phase of each step.
+class PhaseTimer(TrainerCallback):
+    """Times the phases of each step of a Trainer that begins to train: ``laps`` holds their seconds.
 
     ``tokenise`` is the time that a step waits for its rows. ``encode`` is every forward of the model, also in the
     backward of GradCache. ``score`` is the rest of the loss. ``optimise`` is everything after the backward.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.watch = Stopwatch(self.args.device)
+    def __init__(self, trainer: Trainer) -> None:
         self.laps: list[dict[str, float]] = []
-        self.add_callback(_Laps(self))
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
-        self.watch.start("optimise")
-        return loss
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        self.watch.start("score")
-        loss = super().compute_loss(*args, **kwargs)
-        self.watch.start("backward")
-        return loss
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        hooks = [
-            self.model.register_forward_pre_hook(lambda *_: self.watch.enter("encode")),
-            self.model.register_forward_hook(lambda *_: self.watch.leave()),
+        self._watch = Stopwatch(trainer.args.device)
+        self._interrupted = ""
+        trainer.compute_loss = self._timed(trainer.compute_loss, "score", "backward")
+        trainer.training_step = self._timed(trainer.training_step, None, "optimise")
+        self._hooks = [
+            trainer.model.register_forward_pre_hook(self._enter_model),
+            trainer.model.register_forward_hook(self._leave_model),
         ]
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        trainer.add_callback(self)
 
+    def _timed(self, function: Callable[..., Any], before: str | None, after: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                self._watch.start(before)
+            result = function(*args, **kwargs)
+            self._watch.start(after)
+            return result
 
-class _Laps(TrainerCallback):
-    def __init__(self, trainer: Phases) -> None:
-        self.trainer = trainer
-        self.bar: tqdm | None = None
+        return timed
+
+    def _enter_model(self, *_: Any) -> None:
+        self._interrupted = self._watch.phase
+        self._watch.start("encode")
+
+    def _leave_model(self, *_: Any) -> None:
+        self._watch.start(self._interrupted)
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        # The parent shows the newest bar of the log, which would be that of the evaluation.
-        self.bar = tqdm(total=state.max_steps, desc="Measuring phases", unit=" steps")
-        self.trainer.watch.start("tokenise")
+        self._watch.start("tokenise")
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        self.trainer.laps.append(self.trainer.watch.lap())
-        self.bar.update()
-        self.trainer.watch.start("tokenise")
+        self.laps.append(self._watch.lap())
+        self._watch.start("tokenise")
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        self.bar.close()
+        for hook in self._hooks:
+            hook.remove()
 
-
-def median_phases(laps: list[dict[str, float]]) -> dict[str, float]:
-    """The median seconds of each phase, without the warm-up: the first 2 steps, at most a third of all."""
-    # There may be fewer steps than asked for, as with the sampler no_duplicates.
-    measured = laps[min(WARM_UP_STEPS, len(laps) // 3) :]
-    return {phase: statistics.median(lap.get(phase, 0.0) for lap in measured) for phase in PHASES}
+    def median_seconds(self) -> dict[str, float]:
+        """The median seconds of each phase, without the warm-up: the first 2 steps, at most a third of all."""
+        # There may be fewer steps than asked for, as with the sampler no_duplicates.
+        measured = self.laps[min(WARM_UP_STEPS, len(self.laps) // 3) :]
+        return {phase: statistics.median(lap.get(phase, 0.0) for lap in measured) for phase in PHASES}

@@ -1,8 +1,8 @@
-"""What a recipe may say of each kind of model: the keys that depend on ``model.kind``."""
+"""The keys of a recipe that depend on ``model.kind``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Literal, get_type_hints
 
 from pylate_fastmaxsim.integrations.options import OPTIONS, PYLATE, SENTENCE_TRANSFORMERS
@@ -69,9 +69,6 @@ class TextModelSection(ModelSection):
     config_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
 
-    def loaded_from(self, folder: str) -> ModelSection:
-        return replace(self, name_or_path=folder, build=None)
-
 
 @dataclass(frozen=True)
 class LateModelSection(TextModelSection):
@@ -101,9 +98,6 @@ class ColBERTSection(LateModelSection):
 
     kind: Literal["colbert"] = "colbert"
     token_table: str | None = key(None, on_hub="a model")
-
-    def loaded_from(self, folder: str) -> ModelSection:
-        return replace(self, name_or_path=folder, build=None, token_table=None)
 
 
 @dataclass(frozen=True)
@@ -200,7 +194,7 @@ class MultiVectorLoss(LossSection):
 
 @dataclass(frozen=True)
 class RegularizersSection:
-    """What makes the vectors of a SPLADE sparse: the regularizers of Sentence Transformers' ``SpladeLoss``.
+    """The regularizers that make the vectors of a SPLADE sparse, those of Sentence Transformers' ``SpladeLoss``.
 
     ``flops`` is the sum over the vocabulary of the squared mean weight in a batch, ``l1`` the mean sum of a vector's
     weights. A side without a weight has none. Of ``flops``, vectors with at most ``threshold`` non-zeros count as zero.
@@ -371,13 +365,7 @@ MODELS: dict[str, type[ModelSection]] = {kind: get_type_hints(recipe)["model"] f
 
 
 def build_recipe(values: dict[str, Any]) -> Recipe:
-    """The recipe of plain values, with the sections of its kind.
-
-    Raises
-    ------
-    RecipeError
-        There is no such kind or key, or a value is not what its key takes.
-    """
+    """The recipe of plain values, with the sections of its kind."""
     model = values.get("model")
     kind = model.get("kind", "colbert") if isinstance(model, dict) else "colbert"
     if kind not in list(RECIPES):  # a list, because it may be anything

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -64,8 +64,9 @@ class ModelSection:
     length = None  # the key of the largest number of tokens of a document
 
     def loaded_from(self, folder: str) -> ModelSection:
-        """The same of a model that was made in a folder."""
-        return replace(self, name_or_path=folder)
+        """This section for the model that was made from it in a folder."""
+        made = {field.name: None for field in fields(self) if field.name in ("build", "token_table")}
+        return replace(self, name_or_path=folder, **made)
 
 
 _ROWS = ("hub", "files")
@@ -227,7 +228,7 @@ POOLING_KEYS = ("top_k", "softmax", "log_sum_exp")
 
 @dataclass(frozen=True)
 class PoolingSection:
-    """How a query token pools its similarities to a document's tokens, in place of their maximum: one of three.
+    """Pooling of a query token's similarities to a document's tokens in place of their maximum, one of three.
 
     ``top_k`` is the k of ``TopK``, ``softmax`` and ``log_sum_exp`` are the temperatures of ``Softmax`` and
     ``LogSumExp``; see :func:`pylate_fastmaxsim.pooled_scores`. The value changes over the training if there is a
@@ -303,7 +304,7 @@ class TrainingSection:
 
 @dataclass(frozen=True)
 class FastSection:
-    """Whether pylate-fastmaxsim is switched on, and the options of ``pylate_fastmaxsim.enable`` that concern the kind."""
+    """The switch of pylate-fastmaxsim, and the options of ``pylate_fastmaxsim.enable`` that concern the kind."""
 
     enabled: bool = True
 

@@ -14,34 +14,20 @@ _PACKAGE = Path(__file__).parents[2]
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The files of all recipes by name, in alphabetical order.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.config.shipped import shipped_recipes
-    >>> shipped_recipes()["quickstart"].name
-    'quickstart.yaml'
-    """
+    """The files of all recipes by name, in alphabetical order."""
     wheel = _PACKAGE / "shipped_recipes"
     files = (wheel if os.path.isdir(wheel) else _PACKAGE.parent / "recipes").rglob("*.yaml")
     return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
 
 
 def describe(file: Path) -> str:
-    """What a recipe is for: the first line of its comments.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.config.shipped import describe, shipped_recipes
-    >>> describe(shipped_recipes()["quickstart"])
-    'A ColBERT from scratch on 2 CPU cores, offline, in a few minutes'
-    """
+    """The purpose of a recipe: the first line of its comments."""
     with open(file, encoding="utf-8") as lines:
         return next(lines).strip("#: \n")
 
 
 def is_recipe(name: str) -> bool:
-    """Whether a word on the command line is a recipe, where it may also be a model: by its ending or as a shipped one."""
+    """True if a word on the command line is a recipe, by its ending or as a shipped one, and not a model."""
     return Path(name).suffix in SUFFIXES or (name in shipped_recipes() and not Path(name).is_dir())
 
 
@@ -49,12 +35,6 @@ def recipe_file(name: str | Path) -> Path:
     """The file of a recipe that is given by path or by name.
 
     A file of that name in the working directory, with or without ``.yaml``, goes before a shipped recipe.
-
-    Raises
-    ------
-    RecipeError
-        There is no shipped recipe of this name. A file that is missing is left for the reader, unless a shipped recipe
-        has its name.
     """
     path, shipped = Path(name), shipped_recipes()
     if path.suffix in SUFFIXES:
@@ -72,13 +52,7 @@ def recipe_file(name: str | Path) -> Path:
 
 
 def copy_recipe(name: str, folder: Path) -> Path:
-    """Copy a shipped recipe into a folder, which is made if it is not there. Returns the new file.
-
-    Raises
-    ------
-    RecipeError
-        There is no recipe of this name, the folder cannot be written, or it has a file of this name.
-    """
+    """Copy a shipped recipe into a folder, which is made if it is not there. Returns the new file."""
     shipped = shipped_recipes()
     if name not in shipped:
         raise RecipeError(f"there is no recipe {name}; the package has {', '.join(shipped)}.")

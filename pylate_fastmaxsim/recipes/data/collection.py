@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset, Value, get_dataset_config_names
 
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.data.judgements import JUDGEMENT_COLUMNS, grades_by_query, read_judgements, require_ids
-from pylate_fastmaxsim.recipes.data.passages import titled
+from pylate_fastmaxsim.recipes.data.lists import titled
 from pylate_fastmaxsim.recipes.data.tables import (
     has_plain_files,
     is_text,
@@ -28,9 +28,6 @@ from pylate_fastmaxsim.recipes.data.tables import (
 )
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import ENDINGS, file_type
-
-if TYPE_CHECKING:
-    from sentence_transformers.evaluation import NanoBEIREvaluator
 
 IDS_AT_ONCE = 10_000
 COLUMNS = ("_id", "text")  # of documents and of queries
@@ -60,13 +57,17 @@ class Collection:
 class RecipeData:
     """Rows that a recipe trains on, and what it is evaluated on.
 
-    That is rows held out of them, a collection in BEIR's layout, sets of NanoBEIR, or nothing.
+    That is rows held out of them, a collection in BEIR's layout, the collections of NanoBEIR, or nothing.
     """
 
     train: Dataset | IterableDataset
     held_out: Dataset | None = None
-    collection: Collection | None = None
-    nano_beir: NanoBEIREvaluator | None = None
+    collections: Sequence[Collection] = ()
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Tell whether there is something to evaluate on."""
+        return self.held_out is not None or bool(self.collections)
 
 
 def load_collection(name: str, split: str = "test", key: str = "evaluation.beir") -> Collection:

@@ -58,7 +58,7 @@ def read_options(key: str, files: list[str], names: Names | None, columns: list[
         raise RecipeError(
             f"{key}: the first line of {files[0]} must name each of its columns once, got {', '.join(first)}."
         )
-    options = {"sep": "\t", "quoting": csv.QUOTE_NONE} if tabs else {"sep": ","}
+    options = dict(TABS) if tabs else {}
     if not named:
         options |= {"names": found, "header": None}
     texts = Features(dict.fromkeys(found, Value("string")))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -18,8 +19,7 @@ from datasets import Sequence as List
 from datasets.fingerprint import Hasher
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection
-from pylate_fastmaxsim.recipes.data.lists import is_list, list_lengths
-from pylate_fastmaxsim.recipes.data.passages import titled
+from pylate_fastmaxsim.recipes.data.lists import is_list, list_lengths, titled
 from pylate_fastmaxsim.recipes.data.tables import (
     has_plain_files,
     load_subset,
@@ -36,6 +36,13 @@ ROWS_PER_LOOKUP = 200_000
 
 SCORES = "scores"
 
+# The subsets of the layout, their id column and the columns they must have.
+COLUMNS = {
+    "train": ("query_id", "document_ids", "scores"),
+    "queries": ("query_id", "text"),
+    "documents": ("document_id", "text"),
+}
+
 
 @dataclass(frozen=True)
 class TextTable:
@@ -49,10 +56,17 @@ class TextTable:
     def __post_init__(self) -> None:
         require_texts(f"{self.key}: 'text' of {self.place}", self.table, "text")
 
+    @cached_property
     def known(self) -> pa.ChunkedArray:
-        """All ids, as text."""
+        """All ids, as text, each of which stands for one text.
+
+        The whole table is read here, so that the result is cached and later runs do not read it again.
+        """
         ids = self.table.select_columns([self.ids]).with_format("arrow")[:][self.ids]
-        return as_text(ids, f"{self.key}: {self.ids!r} of {self.place}")
+        ids, texts = as_text(ids, f"{self.key}: {self.ids!r} of {self.place}"), self.table.data.column("text")
+        require_utf8(f"{self.key}: 'text' of {self.place}", texts)
+        _require_one_text_each(self, ids, texts)
+        return ids
 
 
 def look_up(
@@ -148,7 +162,6 @@ class _Resolve:
     names: Sequence[str]
     tables: dict[str, TextTable]
     n_ways: int | None
-    known: dict[int, pa.ChunkedArray] = field(default_factory=dict)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         columns = {}
@@ -169,20 +182,11 @@ class _Resolve:
     def _rows(self, where: str, ids: pa.ChunkedArray, table: TextTable) -> pa.ChunkedArray:
         """The row number (int64) of each id."""
         ids = as_text(ids, where)
-        rows = pc.index_in(ids, value_set=self._ids(table))
+        rows = pc.index_in(ids, value_set=table.known)
         if rows.null_count:
             missing = ids[pc.index(pc.is_null(rows), True).as_py()]
             raise RecipeError(f"{where} has {missing}, which is not in {table.place}.")
         return pc.cast(rows, pa.int64())
-
-    def _ids(self, table: TextTable) -> pa.ChunkedArray:
-        # The whole corpus is read here, so that the result is cached and later runs do not read it again.
-        if id(table) not in self.known:
-            ids, texts = table.known(), table.table.data.column("text")
-            require_utf8(f"{table.key}: 'text' of {table.place}", texts)
-            _require_one_text_each(table, ids, texts)
-            self.known[id(table)] = ids
-        return self.known[id(table)]
 
 
 def _finite(where: str, scores: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -199,14 +203,6 @@ def _lists(flat: pa.ChunkedArray, lengths: pa.Array) -> pa.Array:
     ends = pc.cast(pc.cumulative_sum(pc.cast(lengths, pa.int64())), pa.int32())
     ends = pa.concat_arrays([pa.array([0], pa.int32()), ends])
     return pa.ListArray.from_arrays(ends, flat.combine_chunks() if isinstance(flat, pa.ChunkedArray) else flat)
-
-
-# The subsets of the layout, their id column and the columns they must have.
-COLUMNS = {
-    "train": ("query_id", "document_ids", "scores"),
-    "queries": ("query_id", "text"),
-    "documents": ("document_id", "text"),
-}
 
 
 def load_distillation(data: DataSection) -> Dataset:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import pyarrow as pa
@@ -10,11 +11,16 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, Value
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection
-from pylate_fastmaxsim.recipes.data.passages import passage_text
 from pylate_fastmaxsim.recipes.data.tables import show_progress_bars
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 ROWS_AT_ONCE = 1_000
+
+# Names of the text of a passage, in its keys or in the columns of a collection.
+TEXT_KEYS = ("text", "body", "content", "contents", "passage", "passage_text")
+
+# Names of ids, likewise.
+ID_KEYS = ("_id", "id", "qid", "pid", "docid", "query_id", "document_id", "doc_id")
 
 
 def spread_lists(data: DataSection, dataset: Dataset, section: str = "data") -> Dataset:
@@ -23,7 +29,7 @@ def spread_lists(data: DataSection, dataset: Dataset, section: str = "data") -> 
     A list of positives becomes a row for each. All columns behind the positive hold negatives, texts or lists of texts;
     missing texts are none. ``data.negatives_per_query`` of them become a column each. Of more they are drawn,
     always the same with the same ``data.seed``; fewer are repeated. Without that key every row must have as many as the
-    first. A text may also be a passage (:func:`~pylate_fastmaxsim.recipes.data.passages.passage_text`), and negatives may
+    first. A text may also be a passage (:func:`~pylate_fastmaxsim.recipes.data.lists.passage_text`), and negatives may
     be lists by the systems that found them, of which ``data.negatives`` are used, or all. Rows of plain texts are
     returned as they are, unless a key asks for some negatives.
     """
@@ -169,3 +175,46 @@ def _by_system(value: Any) -> bool:
     """Tell whether negatives are lists by the names of the systems that found them, as in ``{"bm25": [...], "dense": [...]}``."""
     lists = [each for each in value.values() if each is not None] if isinstance(value, dict) else []
     return bool(lists) and all(isinstance(each, list) for each in lists)
+
+
+def text_key_of(keys: Iterable[str], text_key: str | None = None) -> str | None:
+    """The one of ``keys`` that holds the text: ``text_key`` if it is given, otherwise ``text`` or the only known one.
+
+    None if there is none, or if several could be.
+    """
+    known = [key for key in ([text_key] if text_key else TEXT_KEYS) if key in keys]
+    return known[0] if len(known) == 1 or "text" in known else None
+
+
+def passage_text(section: str, where: str, passage: dict[str, Any], text_key: str | None) -> str:
+    """The text of a passage with its title before it; empty if it has neither.
+
+    A key whose value is None counts as missing, because Arrow gives all passages of a list the keys of each.
+    """
+    given = {key: value for key, value in passage.items() if value is not None}
+    key = text_key_of(given, text_key)
+    if key is None and given:
+        others = [key for key in given if key not in ("title", *ID_KEYS)]
+        if others or text_key_of(passage, text_key) is None:
+            got, known = (f", got {text_key}", [text_key]) if text_key else ("", TEXT_KEYS)
+            raise RecipeError(
+                f"{section}.text_key must name the key that holds the text of a passage{got}: {where} has the keys "
+                f"{', '.join(given)}, of which {'several are' if {*known} & {*given} else 'none is'} among {', '.join(known)}."
+            )
+    title, text = None if key == "title" else given.get("title"), given.get(key)
+    for each in (title, text):
+        if not isinstance(each, (str, type(None))):
+            raise RecipeError(f"{section}.columns: text and title must be texts, but {where} has {each!r}.")
+    return titled(title, text)
+
+
+def titled(title: str | None, text: str | None) -> str:
+    """A text with its title before it.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.recipes.data.lists import titled
+    >>> titled("Bees", "They fly."), titled(None, "They fly.")
+    ('Bees They fly.', 'They fly.')
+    """
+    return f"{title or ''} {text or ''}".strip()

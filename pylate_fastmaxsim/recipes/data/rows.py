@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset, Features, IterableDataset, concatenate_datasets
+from datasets import Dataset, Features, IterableDataset, Sequence, Value, concatenate_datasets
+from datasets.exceptions import DatasetGenerationError
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
-from pylate_fastmaxsim.recipes.data.delimited import names_of_rows, names_of_texts
+from pylate_fastmaxsim.recipes.data.delimited import names_of_rows, names_of_texts, open_text
 from pylate_fastmaxsim.recipes.data.ids import TextTable, load_distillation, look_up, number_of_ways
 from pylate_fastmaxsim.recipes.data.judgements import JUDGEMENT_COLUMNS, is_trec, read_judgements, relevant_pairs
-from pylate_fastmaxsim.recipes.data.lists import Spread, asks_for_negatives, spread_lists, truncate_lists
-from pylate_fastmaxsim.recipes.data.passages import ID_KEYS, TEXT_KEYS, text_key_of
+from pylate_fastmaxsim.recipes.data.lists import (
+    ID_KEYS,
+    TEXT_KEYS,
+    Spread,
+    asks_for_negatives,
+    spread_lists,
+    text_key_of,
+    truncate_lists,
+)
 from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, show_progress_bars, table_failure
 from pylate_fastmaxsim.recipes.data.text import check_first, is_id_column, require_text
-from pylate_fastmaxsim.recipes.data.triples import has_lists, read_triples
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type
+from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type, parse_json
 from pylate_fastmaxsim.recipes.kind import kind_of
+
+# Streamed rows are shuffled within it, with ``data.seed``.
+BUFFER = 10_000
+ROWS_AT_ONCE = 1_000
+
+# Of ColBERT's JSON lines.
+TRIPLES = {"query": Value("string"), "positive": Value("string"), "negatives": Sequence(Value("string"))}
+SCORED = {"query": Value("string"), "documents": Sequence(Value("string")), "scores": Sequence(Value("float32"))}
 
 
 def load_rows(recipe: Recipe) -> Dataset:
@@ -54,7 +71,7 @@ def _load_checked(recipe: Recipe) -> Dataset:
         with show_progress_bars():
             options = {"n_ways": recipe.data.n_ways}
             dataset = dataset.map(truncate_lists, fn_kwargs=options, batched=True, desc="Reading lists")
-    return kind_of(recipe.model).fitted(recipe, dataset)
+    return kind_of(recipe.model).fit_columns(recipe, dataset)
 
 
 def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:
@@ -135,11 +152,6 @@ def open_rows(data: DataSection, section: str, streaming: bool = False) -> Datas
     return load_table(f"{section}.name", data.name, data.config, split=data.split or "train", streaming=streaming)
 
 
-# Rows are shuffled within it, with ``data.seed``.
-BUFFER = 10_000
-ROWS_AT_ONCE = 1_000
-
-
 def stream_rows(recipe: Recipe) -> IterableDataset:
     """The rows of a recipe with the columns that it uses, shuffled within a buffer, again and again in the same order."""
     rows = open_rows(recipe.data, "data", streaming=True)
@@ -197,10 +209,65 @@ class _StreamedRows:
         if self.recipe.data.n_ways is not None:
             batch = truncate_lists(batch, self.recipe.data.n_ways)
         try:
-            return kind_of(self.recipe.model).fitted(self.recipe, Dataset.from_dict(batch))
+            return kind_of(self.recipe.model).fit_columns(self.recipe, Dataset.from_dict(batch))
         except pa.ArrowException as error:
             raise RecipeError(
                 f"data: a column holds values of several types in the rows from number {numbers[0]} on: {first_line(error)}"
             ) from None
         except RecipeError as error:
             raise RecipeError(f"{str(error).rstrip('.')} (in the rows from number {numbers[0]} on).") from None
+
+
+def has_lists(file: str) -> bool:
+    """Tell whether the first line of a JSON file is a list that holds an id, and not an array of rows."""
+    try:
+        with open_text(file) as lines:
+            row = parse_json(next(lines, ""))
+    except (OSError, ValueError):  # read_triples or datasets say what is wrong
+        return False
+    return isinstance(row, list) and bool(row) and not isinstance(row[0], dict)
+
+
+def read_triples(key: str, files: list[str]) -> Dataset:
+    """Rows of lines ``[qid, pid+, pid-, ...]`` (query, positive, negatives) or ``[qid, [pid, score], ...]`` (query,
+    documents, scores), ids as text.
+    """
+    with open_text(files[0]) as lines:
+        scored = isinstance(parse_json(next(lines))[-1], list)
+    status = [(each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in map(os.stat, files)]
+    arguments = {"key": key, "files": files, "scored": scored, "status": [status]}
+    try:
+        with show_progress_bars():
+            return Dataset.from_generator(_rows, Features(SCORED if scored else TRIPLES), gen_kwargs=arguments)
+    except DatasetGenerationError as error:
+        if isinstance(error.__cause__, RecipeError):
+            raise error.__cause__ from None
+        raise
+
+
+def _rows(key: str, files: list[str], scored: bool, status: Any) -> Iterator[dict[str, Any]]:
+    for file in files:
+        with open_text(file) as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    query, *documents = parse_json(line)
+                    if scored:
+                        ids, scores = zip(*documents, strict=True)
+                        row = {
+                            "query": _id(query),
+                            "documents": list(map(_id, ids)),
+                            "scores": list(map(float, scores)),
+                        }
+                    else:
+                        positive, *negatives = map(_id, documents)
+                        row = {"query": _id(query), "positive": positive, "negatives": negatives}
+                except (ValueError, TypeError):
+                    wanted = "[qid, [pid, score], ...]" if scored else "[qid, pid, pid, ...]"
+                    raise RecipeError(f"{key}: line {number} of {file} must be {wanted}, as the first is.") from None
+                yield row
+
+
+def _id(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError
+    return str(value)

@@ -24,7 +24,7 @@ from datasets import (
 )
 from datasets.exceptions import DatasetGenerationError
 from datasets.table import CastError
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from huggingface_hub import metadata_load
 
 from pylate_fastmaxsim.recipes.data.delimited import Names, read_options
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
@@ -45,9 +45,8 @@ def load_table(
     With ``streaming`` its rows are read as they are needed. Errors name ``key``.
     """
     if not Path(path).is_dir():
-        return _load(
-            key, f"the subset {subset} of {path}" if subset else path, path, subset, split=split, streaming=streaming
-        )
+        place = f"the subset {subset} of {path}" if subset else path
+        return _load(key, place, path, subset, split=split, streaming=streaming)
     _require_readable(key, Path(path))
     try:
         files = _files_of_folder(path, subset)
@@ -122,15 +121,14 @@ def table_failure(key: str, error: Exception) -> RecipeError:
 @contextmanager
 def show_progress_bars() -> Iterator[None]:
     """Show the progress bars of ``datasets`` on a terminal, for steps that take minutes with a large corpus."""
-    hidden = are_progress_bars_disabled()
-    if not hidden or not sys.stderr.isatty():
-        yield
-        return
-    enable_progress_bars()
+    hidden = are_progress_bars_disabled() and sys.stderr.isatty()
+    if hidden:
+        enable_progress_bars()
     try:
         yield
     finally:
-        disable_progress_bars()
+        if hidden:
+            disable_progress_bars()
 
 
 def _files_of_folder(path: str, subset: str | None) -> dict[str, list[str]]:
@@ -166,11 +164,9 @@ def has_plain_files(name: str) -> bool:
 def _names_subsets(card: Path) -> bool:
     """Tell whether the header of a README.md has ``configs``; one that is not YAML is left for ``datasets`` to refuse."""
     try:
-        block = REGEX_YAML_BLOCK.search(card.read_text(encoding="utf-8")) if card.exists() else None
-        values = yaml.safe_load(block[2]) if block else None
-    except (yaml.YAMLError, RecursionError, UnicodeDecodeError):
+        return card.exists() and bool((metadata_load(card) or {}).get("configs"))
+    except (yaml.YAMLError, ValueError, RecursionError):
         return True
-    return isinstance(values, dict) and bool(values.get("configs"))
 
 
 def require_columns(key: str, subset: str, table: Dataset, columns: tuple[str, ...]) -> Dataset:
@@ -208,14 +204,10 @@ def require_utf8(where: str, texts: pa.ChunkedArray) -> None:
 
 
 def _load_file(key: str, folder: Path, subset: str) -> Dataset:
-    if file := _plain_file(folder, subset):
+    for file in filter(Path.is_file, (folder / f"{subset}{ending}" for ending in FILE_TYPES)):
         return load_files(key, {"train": [str(file)]})
     _require_readable(key, folder)
     raise RecipeError(
         f"{key}: the folder {folder} must hold {subset}.jsonl or {subset}.parquet (or {subset} as .json, .csv or .tsv), or "
         "a README.md that names its subsets."
     )
-
-
-def _plain_file(folder: Path, subset: str) -> Path | None:
-    return next(filter(Path.is_file, (folder / f"{subset}{suffix}" for suffix in FILE_TYPES)), None)

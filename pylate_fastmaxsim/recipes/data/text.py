@@ -63,26 +63,21 @@ def check_first(recipe: Recipe, row: dict[str, Any]) -> None:
         raise RecipeError(f"data.collection is missing: {query!r} and the other columns hold ids, not texts.")
 
 
-def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
+def check_columns(recipe: Recipe, dataset: Dataset) -> None:
     """Refuse columns that do not fit the loss, or that PyLate's collator would use otherwise."""
+    query, *others = columns = dataset.column_names
     for column in filter(is_id_column, columns):
         raise RecipeError(
             f"data.columns: PyLate's collator leaves out {column!r}, as it does dataset_name and every column with _id "
             "in its name; leave it out as well, or rename it if it holds texts."
         )
-    query, *others = columns
     for column in filter(is_query_column, others):
         raise RecipeError(
             f"data.columns: PyLate's collator encodes {column!r} as queries, as it does every column with query or anchor "
             "in its name; rename it, or leave it out."
         )
     if recipe.loss.name == "distillation":
-        if len(others) != 2 or [column for column in columns if column in COLLATED_LABELS] != others[1:]:
-            raise RecipeError(
-                f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
-            )
-        require_text(dataset, [query], "data")
-        require_a_score_each(dataset, *others)
+        require_scored_documents(dataset, [column for column in columns if column in COLLATED_LABELS])
         return
     if not others:
         raise RecipeError(
@@ -90,6 +85,17 @@ def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
             "a column with _id in its name counts as an id."
         )
     require_text(dataset, columns, "data")
+
+
+def require_scored_documents(dataset: Dataset, labels: list[str]) -> None:
+    """Refuse columns other than a query, its documents and their scores, which alone are ``labels`` for the collator."""
+    query, *others = dataset.column_names
+    if len(others) != 2 or labels != others[1:]:
+        raise RecipeError(
+            f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(dataset.column_names)}]."
+        )
+    require_text(dataset, [query], "data")
+    require_a_score_each(dataset, *others)
 
 
 def query_named(dataset: Dataset) -> Dataset:
@@ -184,19 +190,15 @@ def require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None:
                 f"data.columns: every row must have {ways} {documents}{', as the first has,' if row else ''} and a score "
                 f"for each, but row {row} has {found[0]} and {found[1]} {scores}."
             )
-        _require_values(
-            table, documents, "texts", lambda dtype: pa.types.is_string(dtype) or pa.types.is_large_string(dtype)
-        )
-        _require_values(
-            table, scores, "finite numbers", lambda dtype: pa.types.is_integer(dtype) or pa.types.is_floating(dtype)
-        )
+        _require_values(table, documents, "texts", pa.types.is_string, pa.types.is_large_string)
+        _require_values(table, scores, "finite numbers", pa.types.is_integer, pa.types.is_floating)
         before += table.num_rows
 
 
-def _require_values(table: pa.Table, column: str, wanted: str, allowed: Callable[[pa.DataType], bool]) -> None:
+def _require_values(table: pa.Table, column: str, wanted: str, *allowed: Callable[[pa.DataType], bool]) -> None:
     """Refuse lists of values other than ``wanted``, and values that are missing, nan or infinite."""
     values = pc.list_flatten(table[column])
-    if not allowed(values.type):
+    if not any(is_of(values.type) for is_of in allowed):
         raise RecipeError(f"data.columns: {column!r} must hold lists of {wanted}, but it holds lists of {values.type}.")
     if values.null_count:
         raise RecipeError(f"data.columns: {column!r} must hold {wanted}, but some are missing.")

@@ -14,7 +14,6 @@ from pylate_fastmaxsim.pooling import Pooling
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.collection import RecipeData
 from pylate_fastmaxsim.recipes.evaluation import held_out
-from pylate_fastmaxsim.recipes.evaluation.nano_beir import mean_over_sets
 from pylate_fastmaxsim.recipes.evaluation.ranking import (
     DEPTH,
     METRICS,
@@ -42,19 +41,16 @@ def evaluate(recipe: Recipe, model: HostModel, data: RecipeData) -> dict[str, fl
     where the model's embeddings are not finite: an order of such scores is arbitrary, and the metrics of it look like
     any others.
     """
-    if data.held_out is data.collection is data.nano_beir is None:
+    if not data.is_evaluated:
         return {"ndcg@10": None}
     retriever = retriever_of(model, finite=True)
     pooling, batch_size = final_pooling(recipe.loss.pooling), recipe.evaluation.batch_size
     try:
         with torch.inference_mode():
-            if data.collection is not None:
-                corpus_format = recipe.evaluation.corpus_format
-                return evaluate_collection(retriever, data.collection, batch_size, pooling, corpus_format)
-            if data.nano_beir is not None:
-                return mean_over_sets(
-                    data.nano_beir, lambda part: evaluate_collection(retriever, part, batch_size, pooling)
-                )
+            if data.collections:
+                options = (batch_size, pooling, recipe.evaluation.corpus_format)
+                found = [evaluate_collection(retriever, each, *options) for each in data.collections]
+                return {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}
             return evaluate_held_out(recipe, retriever, data.held_out)
     except NotFiniteError:
         logger.warning(

@@ -32,7 +32,7 @@ def collection_of(recipe: Recipe, held_out: Dataset) -> Collection:
     or one document, so that a query that stands in several rows has the relevant documents of all of them.
     """
     if recipe.model.visual:
-        return _collection_of_pages(held_out)
+        return collection_of_pages(held_out)
     queries: dict[str, str] = {}
     documents: dict[str, str] = {}
     judgements: dict[str, dict[str, int]] = {}
@@ -49,7 +49,7 @@ def collection_of(recipe: Recipe, held_out: Dataset) -> Collection:
     return Collection(corpus, {query: text for text, query in queries.items()}, judgements)
 
 
-def _collection_of_pages(held_out: Dataset) -> Collection:
+def collection_of_pages(held_out: Dataset) -> Collection:
     """The held-out queries over all held-out pages, which are the column ``image`` of the corpus.
 
     Equal images are one page, and equal texts are one query, for which the pages of all its rows are relevant.

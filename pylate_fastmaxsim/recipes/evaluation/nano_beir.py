@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from datasets import Dataset
@@ -14,7 +13,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import kind_of
 
 if TYPE_CHECKING:
-    from sentence_transformers.evaluation import InformationRetrievalEvaluator, NanoBEIREvaluator
+    from sentence_transformers.evaluation import InformationRetrievalEvaluator
 
 KEY = "evaluation.nano_beir"
 NAMES = (
@@ -34,13 +33,14 @@ def check_names(names: list[str]) -> None:
         raise RecipeError(f"{KEY} must name each set once, got {', '.join(names)}.")
 
 
-def load_nano_beir(recipe: Recipe) -> NanoBEIREvaluator:
-    """The evaluator for the sets of ``evaluation.nano_beir``, which are loaded."""
+def load_nano_beir(recipe: Recipe) -> list[Collection]:
+    """The collections of ``evaluation.nano_beir``, loaded by the evaluator that the library of the model has for them."""
     try:
         with show_progress_bars():
-            return kind_of(recipe.model).nano_beir_evaluator(recipe.evaluation.nano_beir, **OPTIONS)
+            evaluator = kind_of(recipe.model).nano_beir_evaluator(recipe.evaluation.nano_beir, **OPTIONS)
     except Exception as error:  # as in load_table
         raise table_failure(KEY, error) from error
+    return list(map(collection_of, evaluator.evaluators))
 
 
 def collection_of(evaluator: InformationRetrievalEvaluator) -> Collection:
@@ -50,11 +50,3 @@ def collection_of(evaluator: InformationRetrievalEvaluator) -> Collection:
         dict(zip(evaluator.queries_ids, evaluator.queries, strict=True)),
         {query: dict.fromkeys(sorted(evaluator.relevant_docs[query]), 1) for query in evaluator.queries_ids},
     )
-
-
-def mean_over_sets(
-    evaluator: NanoBEIREvaluator, evaluate: Callable[[Collection], dict[str, float]]
-) -> dict[str, float]:
-    """The mean over the sets of an evaluator of each metric that ``evaluate`` gives of one."""
-    found = [evaluate(collection_of(part)) for part in evaluator.evaluators]
-    return {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}

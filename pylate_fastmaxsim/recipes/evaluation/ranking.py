@@ -32,6 +32,8 @@ UNJUDGED = -1  # the number of a document without a grade
 # The scores of the best documents of each query, best first, by their ids.
 Ranking = dict[str, dict[str, float]]
 
+SPARSITY = ("flops", "query_nonzeros", "document_nonzeros")
+
 
 def evaluate_collection(
     model: Retriever,
@@ -161,9 +163,6 @@ def _padded(rows: list[list[tuple[int, int]]]) -> np.ndarray:
     for place, row in enumerate(rows):
         padded[place, : len(row)] = np.array(row).reshape(-1, 2)
     return padded
-
-
-SPARSITY = ("flops", "query_nonzeros", "document_nonzeros")
 
 
 class Sparsity:

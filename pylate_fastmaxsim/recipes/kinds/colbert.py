@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from pylate import losses, models, utils
 from pylate.evaluation import NanoBEIREvaluator
-from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers import SentenceTransformerTrainingArguments
 from torch import Tensor, nn
 from transformers import Trainer
 
@@ -38,7 +38,7 @@ class ColBERT(TextKind):
 
     host = "PyLate"
     arguments_class = SentenceTransformerTrainingArguments
-    plain_trainer = SentenceTransformerTrainer
+    recipe_trainer = RecipeTrainer
     nano_beir_evaluator = NanoBEIREvaluator
     score_attribute = "score_metric"
 
@@ -47,12 +47,11 @@ class ColBERT(TextKind):
     ) -> models.ColBERT:
         if checkpoint is not None:
             section = replace(section, name_or_path=str(checkpoint))
-        model = self.of_encoder(section, device)
+        model = self.from_encoder(section, device)
         if section.embedding_size is not None and len(model) > 2:
             # PyLate only warns of the random projection that it has added after a trained one of another size.
-            own = self.of_encoder(
-                replace(section, embedding_size=None), "cpu"
-            )  # a checkpoint may have several of its own
+            # A checkpoint may have several of its own.
+            own = self.from_encoder(replace(section, embedding_size=None), "cpu")
             if len(own) < len(model):
                 size = own[-1].out_features
                 raise RecipeError(
@@ -62,7 +61,7 @@ class ColBERT(TextKind):
         self.check_lengths(section, model)
         return model
 
-    def of_encoder(self, section: ColBERTSection, device: torch.device | str) -> models.ColBERT:
+    def from_encoder(self, section: ColBERTSection, device: torch.device | str) -> models.ColBERT:
         return models.ColBERT(
             model_name_or_path=section.name_or_path,
             device=str(device),
@@ -75,9 +74,9 @@ class ColBERT(TextKind):
             trust_remote_code=section.trust_remote_code,
         )
 
-    def fitted(self, recipe: Recipe, dataset: Dataset) -> Dataset:
+    def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         dataset = query_named(dataset)
-        check_columns(recipe, dataset, dataset.column_names)
+        check_columns(recipe, dataset)
         return scores_as_floats(dataset) if recipe.loss.name == "distillation" else dataset
 
     def build_trainer(
@@ -86,26 +85,24 @@ class ColBERT(TextKind):
         model: models.ColBERT,
         rows: Dataset,
         arguments: SentenceTransformerTrainingArguments,
-        trainer_class: type[Trainer] | None = None,
     ) -> Trainer:
-        """The trainer of Sentence Transformers, with PyLate's collator and the loss of the recipe."""
-        distillation, options = loss.name == "distillation", loss.options
         # The columns of distillation end with the scores.
-        if distillation and loss.normalize_scores is not False and len(next(iter(rows))[rows.column_names[-1]]) == 2:
+        scaled = loss.name == "distillation" and loss.normalize_scores is not False
+        if scaled and len(next(iter(rows))[rows.column_names[-1]]) == 2:
             logger.warning(
                 "loss.normalize_scores scales the model's scores of each query to [0, 1], and with two documents to 0 and 1 "
                 "whatever they are: nothing is learned. Set it to false, or use more documents (data.n_ways)."
             )
-        if loss.pooling is not None:
-            options["score_metric"] = score_metric(loss.pooling, own_documents=distillation)
-        trainer = (trainer_class or RecipeTrainer)(
-            model=model,
-            args=arguments,
-            train_dataset=rows,
-            loss=LOSSES[loss.name](model=model, **options),
-            data_collator=utils.ColBERTCollator(tokenize_fn=model.tokenize),
-        )
-        return self.following_schedule(trainer, loss)
+        return super().build_trainer(loss, model, rows, arguments)
+
+    def build_collator(self, model: models.ColBERT, rows: Dataset) -> utils.ColBERTCollator:
+        return utils.ColBERTCollator(tokenize_fn=model.tokenize)
+
+    def build_loss(self, section: ColBERTLoss, model: models.ColBERT) -> nn.Module:
+        options = section.options
+        if section.pooling is not None:
+            options["score_metric"] = score_metric(section.pooling, own_documents=section.name == "distillation")
+        return LOSSES[section.name](model=model, **options)
 
     def divergence(self, loss: ColBERTLoss, scores: Tensor, teacher: Tensor) -> Tensor:
         """Of the model's scores scaled to [0, 1] for each query, unless ``loss.normalize_scores`` is false."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import sentence_transformers
 import torch
 from datasets import Dataset
-from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers import (
+    MultiVectorEncoder,
+    MultiVectorEncoderTrainer,
+    MultiVectorEncoderTrainingArguments,
+)
+from sentence_transformers.multi_vector_encoder import MultiVectorEncoderDataCollator, losses
+from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorNanoBEIREvaluator
 from torch import Tensor, nn
-from transformers import Trainer
 
 from pylate_fastmaxsim.recipes.config.kinds import MultiVectorLoss, MultiVectorSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -28,29 +32,22 @@ from pylate_fastmaxsim.recipes.models.load import json_of, model_type
 from pylate_fastmaxsim.recipes.pooling import score_metric
 from pylate_fastmaxsim.recipes.trainers.sharded import TextTrainerMixin
 
-if TYPE_CHECKING:
-    from sentence_transformers import MultiVectorEncoder
-    from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorNanoBEIREvaluator
-
 # The tokens of a ColBERT's query, where neither the recipe nor the checkpoint says how many.
 EXPANDED_LENGTH = 32
 # Keys of what the first module does with texts.
 TEXT_KEYS = ("query_length", "document_length", "do_query_expansion", "attend_to_expansion_tokens")
-# Of release 6. Beside an earlier one this module can be imported, but `kind_of` refuses the kind.
-PLAIN_TRAINER = getattr(sentence_transformers, "MultiVectorEncoderTrainer", SentenceTransformerTrainer)
 
 
-class MultiVectorTrainer(TextTrainerMixin, PLAIN_TRAINER):
+class MultiVectorTrainer(TextTrainerMixin, MultiVectorEncoderTrainer):
     """The trainer of MultiVectorEncoders, which saves and resumes as that of the other text recipes."""
 
 
 class MultiVector(SentenceTransformersKind):
     """``model.kind: multi_vector``."""
 
-    arguments_class = getattr(
-        sentence_transformers, "MultiVectorEncoderTrainingArguments", SentenceTransformerTrainingArguments
-    )
-    plain_trainer = PLAIN_TRAINER
+    arguments_class = MultiVectorEncoderTrainingArguments
+    nano_beir_evaluator = MultiVectorNanoBEIREvaluator
+    recipe_trainer = MultiVectorTrainer
     score_attribute = "similarity_fct"
 
     def load(
@@ -64,7 +61,7 @@ class MultiVector(SentenceTransformersKind):
             raise RecipeError(
                 f"{key} {name} does not fit model.kind multi_vector: it is a SparseEncoder, which model.kind splade trains."
             )
-        model = self.of_encoder(section, device)
+        model = self.from_encoder(section, device)
         sizes = [module.out_features for module in _projections(model)][-1:]
         if section.embedding_size not in (None, *sizes):
             allowed = " or ".join([*map(str, sizes), "null"])
@@ -75,16 +72,14 @@ class MultiVector(SentenceTransformersKind):
         self.check_lengths(section, model)
         return model
 
-    def of_encoder(self, section: MultiVectorSection, device: torch.device | str) -> MultiVectorEncoder:
+    def from_encoder(self, section: MultiVectorSection, device: torch.device | str) -> MultiVectorEncoder:
         options: dict[str, Any] = {}
         if section.config_kwargs:
             options["config_kwargs"] = dict(section.config_kwargs)
         if section.attn_implementation is not None:
             options["model_kwargs"] = {"attn_implementation": section.attn_implementation}
         name = section.name_or_path
-        model = sentence_transformers.MultiVectorEncoder(
-            name, device=str(device), trust_remote_code=section.trust_remote_code, **options
-        )
+        model = MultiVectorEncoder(name, device=str(device), trust_remote_code=section.trust_remote_code, **options)
         if section.embedding_size is not None and not _has_projection(name):
             for projection in _projections(model):  # the one that was added, of another size
                 projection.linear = nn.Linear(
@@ -94,31 +89,24 @@ class MultiVector(SentenceTransformersKind):
         _set_lengths(section, model)
         return model
 
-    def build_trainer(
-        self,
-        loss: MultiVectorLoss,
-        model: MultiVectorEncoder,
-        rows: Dataset,
-        arguments: SentenceTransformerTrainingArguments,
-        trainer_class: type[Trainer] | None = None,
-    ) -> Trainer:
-        """The trainer of Sentence Transformers, with its collator and the loss of the recipe."""
-        from sentence_transformers.multi_vector_encoder import MultiVectorEncoderDataCollator
-
+    def build_collator(self, model: MultiVectorEncoder, rows: Dataset) -> EachDocument:
         prompts = prompts_of(model, sides_of(texts_in_columns(model, rows)))
-        trainer = (trainer_class or MultiVectorTrainer)(
-            model=model,
-            args=arguments,
-            train_dataset=rows,
-            loss=build_loss(loss, model),
-            data_collator=EachDocument(MultiVectorEncoderDataCollator(model.preprocess, prompts=prompts)),
-        )
-        return self.following_schedule(trainer, loss)
+        return EachDocument(MultiVectorEncoderDataCollator(model.preprocess, prompts=prompts))
 
-    def nano_beir_evaluator(self, names: list[str], **options: Any) -> MultiVectorNanoBEIREvaluator:
-        from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorNanoBEIREvaluator
-
-        return MultiVectorNanoBEIREvaluator(names, **options)
+    def build_loss(self, section: MultiVectorLoss, model: MultiVectorEncoder) -> nn.Module:
+        names = ("mini_batch_size", "mini_batch_num_tokens", "score_mini_batch_size", "gather_across_devices")
+        options = {name: value for name in names if (value := getattr(section, name)) is not None}
+        distillation = section.name == "distillation"
+        if section.pooling is not None:
+            options["similarity_fct"] = score_metric(section.pooling, own_documents=distillation)
+        if not distillation:
+            ranking = losses.MultiVectorMultipleNegativesRankingLoss
+            if section.name == "cached_contrastive":
+                ranking = losses.CachedMultiVectorMultipleNegativesRankingLoss
+            return ranking(model, scale=1 / (section.temperature or 1.0), **options)
+        if section.objective == "margin_mse":
+            return losses.MultiVectorMarginMSELoss(model, **options)
+        return losses.MultiVectorDistillKLDivLoss(model, temperature=section.temperature or 1.0, **options)
 
     def divergence(self, loss: MultiVectorLoss, scores: Tensor, teacher: Tensor) -> Tensor:
         """Of scores divided by the temperature of the loss, times the square of that."""
@@ -145,7 +133,7 @@ KIND = MultiVector()
 
 
 def _has_projection(name: str) -> bool:
-    """Whether a checkpoint has a projection, which Sentence Transformers also keeps of a SentenceTransformer."""
+    """True if a checkpoint has a projection, which Sentence Transformers also keeps of a SentenceTransformer."""
     saved = [module["type"].rpartition(".")[2] for module in json_of(name, "modules.json") or []]
     return "Dense" in saved or model_type(name) in ("MultiVectorEncoder", "ColBERT")
 
@@ -155,7 +143,7 @@ def _projections(model: MultiVectorEncoder) -> list[nn.Module]:
 
 
 def _set_lengths(section: MultiVectorSection, model: MultiVectorEncoder) -> None:
-    """Set what a section says of the lengths of texts and of query expansion; null keeps what the checkpoint has."""
+    """Set the lengths of texts and the query expansion of a section; null keeps those of the checkpoint."""
     given = [key for key in TEXT_KEYS if getattr(section, key) is not None]
     transformer = model[0]
     if given and not hasattr(transformer, "query_expansion"):
@@ -180,22 +168,3 @@ def _set_lengths(section: MultiVectorSection, model: MultiVectorEncoder) -> None
         transformer.query_length = None
     transformer.query_length = length or transformer.query_length
     transformer.query_expansion = expansion
-
-
-def build_loss(section: MultiVectorLoss, model: MultiVectorEncoder) -> nn.Module:
-    """The loss that a recipe names, with the options that it gives."""
-    from sentence_transformers.multi_vector_encoder import losses
-
-    names = ("mini_batch_size", "mini_batch_num_tokens", "score_mini_batch_size", "gather_across_devices")
-    options = {name: value for name in names if (value := getattr(section, name)) is not None}
-    distillation = section.name == "distillation"
-    if section.pooling is not None:
-        options["similarity_fct"] = score_metric(section.pooling, own_documents=distillation)
-    if not distillation:
-        ranking = losses.MultiVectorMultipleNegativesRankingLoss
-        if section.name == "cached_contrastive":
-            ranking = losses.CachedMultiVectorMultipleNegativesRankingLoss
-        return ranking(model, scale=1 / (section.temperature or 1.0), **options)
-    if section.objective == "margin_mse":
-        return losses.MultiVectorMarginMSELoss(model, **options)
-    return losses.MultiVectorDistillKLDivLoss(model, temperature=section.temperature or 1.0, **options)

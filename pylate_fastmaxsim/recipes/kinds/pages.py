@@ -20,6 +20,7 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
+from pylate_fastmaxsim.comparison.trainer import count_tokens
 from pylate_fastmaxsim.pooling import LogSumExp, Max
 from pylate_fastmaxsim.recipes.config.kinds import WITH_NEGATIVES, LoraSection, PagesLoss, PagesSection
 from pylate_fastmaxsim.recipes.config.schema import Recipe
@@ -74,7 +75,6 @@ class Pages(Kind):
     arguments_class = SentenceTransformerTrainingArguments
     # The collator needs the images; with adapters the inputs of a layer have no gradient.
     arguments = {"remove_unused_columns": False, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    plain_trainer = PageTrainer
     # colpali-engine's cards say nothing of the training or the evaluation.
     writes_card = False
 
@@ -101,7 +101,7 @@ class Pages(Kind):
     def tokenizer_of(self, model: PageModel) -> PreTrainedTokenizerBase:
         return model.processor.tokenizer
 
-    def fitted(self, recipe: Recipe, dataset: Dataset) -> Dataset:
+    def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         """Refuse columns other than a query, its page and, for losses with negatives, equally many of them in each row."""
         columns, negatives = dataset.column_names, recipe.loss.name in WITH_NEGATIVES
         if len(columns) != 2 + negatives:
@@ -125,19 +125,14 @@ class Pages(Kind):
         return dataset
 
     def build_trainer(
-        self,
-        loss: PagesLoss,
-        model: PageModel,
-        rows: Dataset,
-        arguments: TrainingArguments,
-        trainer_class: type[PageTrainer] | None = None,
+        self, loss: PagesLoss, model: PageModel, rows: Dataset, arguments: TrainingArguments
     ) -> PageTrainer:
         """colpali-engine's trainer, with its collator and the loss of the recipe."""
         query, page, *negatives = rows.column_names
         columns = {"query_column_name": query, "pos_target_column_name": page}
         if negatives:
             columns["neg_target_column_name"] = negatives[0]
-        return (trainer_class or PageTrainer)(
+        return PageTrainer(
             loss_func=LOSSES[loss.name](**loss.options),
             is_vision_model=True,
             retriever=model,
@@ -148,7 +143,7 @@ class Pages(Kind):
         )
 
     def gradient_logger(self, recipe: Recipe, trainer: PageTrainer) -> LogGradientConcentration:
-        """Of scores only, of the first queries and pages."""
+        """The callback of ``training.log_gradient_concentration``, of the scores of the first queries and pages."""
         rows = [trainer.train_dataset[row] for row in range(min(MEASURED_PAIRS, len(trainer.train_dataset)))]
         queries = [row[ColPaliEngineDataset.QUERY_KEY] for row in rows]
         pages = [row[ColPaliEngineDataset.POS_TARGET_KEY][0] for row in rows]
@@ -170,16 +165,8 @@ class Pages(Kind):
         )
 
     def count(self, trainer: PageTrainer, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The model is given every page padded to the longest of its batch, stock and fast."""
-        queries = inputs[f"{trainer.query_prefix}input_ids"].numel()
-        masks = [inputs.get(f"{prefix}attention_mask") for prefix in (trainer.pos_prefix, trainer.neg_prefix)]
-        masks = [mask for mask in masks if mask is not None]
-        return {
-            "query_tokens": queries,
-            "documents": sum(mask.shape[:-1].numel() for mask in masks),
-            "live": sum(mask.sum() for mask in masks),
-            "encoded": queries + sum(mask.numel() for mask in masks),
-        }
+        """Numbers of tokens; stock and fast, every page is padded to the longest of its batch."""
+        return count_tokens(inputs)
 
 
 KIND = Pages()

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments, losses
 from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import SpladeRegularizerWeightSchedulerCallback
 from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator
 from sentence_transformers.sparse_encoder.evaluation import SparseNanoBEIREvaluator
 from torch import Tensor, nn
-from transformers import ModernBertForMaskedLM, Trainer
+from transformers import ModernBertForMaskedLM, Trainer, TrainerCallback
 
 from pylate_fastmaxsim.integrations.sparse_encoder.names import (
     MaskedLanguageModel,
@@ -44,7 +45,7 @@ class Splade(SentenceTransformersKind):
     """``model.kind: splade``."""
 
     arguments_class = SparseEncoderTrainingArguments
-    plain_trainer = SparseEncoderTrainer
+    recipe_trainer = SpladeTrainer
     nano_beir_evaluator = SparseNanoBEIREvaluator
     encoder_class = ModernBertForMaskedLM
 
@@ -72,7 +73,7 @@ class Splade(SentenceTransformersKind):
                 module.max_seq_length = section.max_seq_length
         return model
 
-    def of_encoder(self, section: SpladeSection, device: torch.device | str) -> SparseEncoder:
+    def from_encoder(self, section: SpladeSection, device: torch.device | str) -> SparseEncoder:
         return SparseEncoder(section.name_or_path, device=str(device))
 
     def check_lengths(self, section: SpladeSection, model: SparseEncoder) -> None:
@@ -80,17 +81,7 @@ class Splade(SentenceTransformersKind):
         encoder = encoder_of(model)
         require_positions(section, encoder, {"max_seq_length": min(learned_positions(encoder), default=None)})
 
-    def build_trainer(
-        self,
-        loss: SpladeLoss,
-        model: SparseEncoder,
-        rows: Any,
-        arguments: SparseEncoderTrainingArguments,
-        trainer_class: type[Trainer] | None = None,
-    ) -> Trainer:
-        """The trainer of Sentence Transformers, with its collator, the loss of the recipe and the schedule of its weights."""
-        function = build_loss(loss, model)
-        section = loss.regularizers
+    def build_collator(self, model: SparseEncoder, rows: Dataset) -> EachDocument:
         sides = sides_of(texts_in_columns(model, rows))
         collator = SparseEncoderDataCollator(
             # Renamed in Sentence Transformers 5.4.
@@ -98,14 +89,39 @@ class Splade(SentenceTransformersKind):
             router_mapping=sides if isinstance(model[0], Router) else {},
             prompts=prompts_of(model, sides),
         )
-        return (trainer_class or SpladeTrainer)(
-            model=model,
-            args=arguments,
-            train_dataset=rows,
-            loss=function,
-            data_collator=EachDocument(collator),
-            callbacks=[SpladeRegularizerWeightSchedulerCallback(function, section.schedule, section.warmup_ratio)],
-        )
+        return EachDocument(collator)
+
+    def callbacks(self, section: SpladeLoss, loss: losses.SpladeLoss) -> list[TrainerCallback]:
+        """The schedule of the regularizers' weights."""
+        weights = section.regularizers
+        return [SpladeRegularizerWeightSchedulerCallback(loss, weights.schedule, weights.warmup_ratio)]
+
+    def build_loss(self, section: SpladeLoss, model: SparseEncoder) -> losses.SpladeLoss:
+        """``SpladeLoss`` or ``CachedSpladeLoss`` over the loss that a recipe names."""
+        temperature = {} if section.temperature is None else {"temperature": section.temperature}
+        if section.name != "distillation":
+            main = losses.SparseMultipleNegativesRankingLoss(
+                model,
+                scale=1 / (section.temperature or 1.0),
+                gather_across_devices=bool(section.gather_across_devices),
+            )
+        elif section.objective == "margin_mse":
+            main = losses.SparseMarginMSELoss(model)
+        else:
+            main = losses.SparseDistillKLDivLoss(model, **temperature)
+        weights = section.regularizers
+        options: dict[str, Any] = {
+            "document_regularizer_weight": weights.document_weight,
+            "query_regularizer_weight": weights.query_weight,
+        }
+        for side in ("query", "document"):
+            if getattr(weights, side) == "l1":
+                options[f"{side}_regularizer"] = L1Regularizer()
+            options[f"{side}_regularizer_threshold"] = getattr(weights, f"{side}_threshold")
+        if section.name == "cached_contrastive" or section.mini_batch_size is not None:
+            cached = {} if section.mini_batch_size is None else {"mini_batch_size": section.mini_batch_size}
+            return losses.CachedSpladeLoss(model, main, **options, **cached)
+        return losses.SpladeLoss(model, main, **options)
 
     def count(self, trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
         """The padding of queries counts as that of documents."""
@@ -135,44 +151,8 @@ def with_static_queries(model: SparseEncoder) -> SparseEncoder:
     return routed
 
 
-def build_loss(section: SpladeLoss, model: SparseEncoder) -> losses.SpladeLoss:
-    """``SpladeLoss`` or ``CachedSpladeLoss`` over the loss that a recipe names."""
-    temperature = {} if section.temperature is None else {"temperature": section.temperature}
-    if section.name != "distillation":
-        main = losses.SparseMultipleNegativesRankingLoss(
-            model,
-            scale=1 / (section.temperature or 1.0),
-            gather_across_devices=bool(section.gather_across_devices),
-        )
-    elif section.objective == "margin_mse":
-        main = losses.SparseMarginMSELoss(model)
-    else:
-        main = losses.SparseDistillKLDivLoss(model, **temperature)
-    weights = section.regularizers
-    options: dict[str, Any] = {
-        "document_regularizer_weight": weights.document_weight,
-        "query_regularizer_weight": weights.query_weight,
-    }
-    for side in ("query", "document"):
-        if getattr(weights, side) == "l1":
-            options[f"{side}_regularizer"] = L1Regularizer()
-        options[f"{side}_regularizer_threshold"] = getattr(weights, f"{side}_threshold")
-    if section.name == "cached_contrastive" or section.mini_batch_size is not None:
-        cached = {} if section.mini_batch_size is None else {"mini_batch_size": section.mini_batch_size}
-        return losses.CachedSpladeLoss(model, main, **options, **cached)
-    return losses.SpladeLoss(model, main, **options)
-
-
 class L1Regularizer(nn.Module):
-    """The mean over texts of the sum of their weights, as a regularizer of ``SpladeLoss``.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from pylate_fastmaxsim.recipes.kinds.splade import L1Regularizer
-    >>> L1Regularizer().compute_loss_from_embeddings(torch.tensor([[1.0, 2.0], [0.0, 5.0]]))
-    tensor(4.)
-    """
+    """The mean over texts of the sum of their weights, as a regularizer of ``SpladeLoss``."""
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
         """A scalar of the vectors ``[N, V]``."""

@@ -1,4 +1,4 @@
-"""What kinds of text encoders share, and those that are trained with Sentence Transformers alone."""
+"""Kinds of text encoders: what all share, and those that are trained with Sentence Transformers alone."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
+from sentence_transformers import SentenceTransformerTrainingArguments
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
-from pylate_fastmaxsim.ops.pooled import Max
+from pylate_fastmaxsim.pooling import Max
 from pylate_fastmaxsim.recipes.config.kinds import LateModelSection
 from pylate_fastmaxsim.recipes.config.schema import LossSection, Recipe
-from pylate_fastmaxsim.recipes.data.text import require_a_score_each, require_text, scores_as_floats
+from pylate_fastmaxsim.recipes.data.text import require_scored_documents, require_text, scores_as_floats
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.encoder import encoder_of, learned_positions, positions
@@ -29,15 +30,10 @@ MEASURED_PAIRS = 32
 
 
 class TextKind(Kind):
-    """A kind of text encoder.
+    """A kind of text encoder."""
 
-    Attributes
-    ----------
-    score_attribute
-        Of late interaction, the attribute of a loss that computes its scores.
-    """
-
-    score_attribute: str
+    recipe_trainer: type[Trainer]  # that of the host, which saves, resumes and returns whole models
+    score_attribute: str  # of late interaction, the attribute of a loss that computes its scores
 
     def check_lengths(self, section: LateModelSection, model: nn.Module) -> None:
         """Refuse lengths beyond the encoder's positions.
@@ -75,13 +71,35 @@ class TextKind(Kind):
             temperature=None if recipe.loss.name == "distillation" else recipe.loss.temperature or 1.0,
         )
 
-    def following_schedule(self, trainer: Trainer, loss: LossSection) -> Trainer:
-        """A trainer that changes the pooling of its loss as the recipe says."""
+    def build_trainer(
+        self, loss: LossSection, model: nn.Module, rows: Dataset, arguments: SentenceTransformerTrainingArguments
+    ) -> Trainer:
+        collator, function = self.build_collator(model, rows), self.build_loss(loss, model)
+        trainer = self.recipe_trainer(
+            model=model,
+            args=arguments,
+            train_dataset=rows,
+            loss=function,
+            data_collator=collator,
+            callbacks=self.callbacks(loss, function),
+        )
         if loss.pooling is not None and loss.pooling.schedule is not None:
             # Before the callbacks that report what is logged.
-            callback = FollowSchedule(loss.pooling, getattr(trainer.loss, self.score_attribute))
+            callback = FollowSchedule(loss.pooling, getattr(function, self.score_attribute))
             trainer.callback_handler.callbacks.insert(0, callback)
         return trainer
+
+    def build_collator(self, model: nn.Module, rows: Dataset) -> Callable[[list[dict[str, Any]]], dict[str, Tensor]]:
+        """The collator of the host."""
+        raise NotImplementedError
+
+    def build_loss(self, section: LossSection, model: nn.Module) -> nn.Module:
+        """The loss that a recipe names, with the options that it gives."""
+        raise NotImplementedError
+
+    def callbacks(self, section: LossSection, loss: nn.Module) -> list[TrainerCallback] | None:
+        """The callbacks that a loss needs."""
+        return None
 
     def count(self, trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
         (queries, *documents), _ = trainer.collect_features(inputs)
@@ -115,17 +133,12 @@ class SentenceTransformersKind(TextKind):
 
     host = "sentence-transformers"
 
-    def fitted(self, recipe: Recipe, dataset: Dataset) -> Dataset:
+    def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         """Refuse columns that do not fit the loss, or that the collator would not take as texts."""
         query, *others = columns = dataset.column_names
         reserved = [column for column in columns if column in RESERVED]
         if recipe.loss.name == "distillation":
-            if len(others) != 2 or reserved != others[1:]:
-                raise RecipeError(
-                    f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
-                )
-            require_text(dataset, [query], "data")
-            require_a_score_each(dataset, *others)
+            require_scored_documents(dataset, reserved)
             return scores_as_floats(dataset)
         if reserved:
             raise RecipeError(
@@ -154,14 +167,7 @@ class EachDocument:
 
 
 def spread(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with a column for each document of a list; lists of scores stay.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.kinds.texts import spread
-    >>> spread({"query": "a", "documents": ["b", "c"], "scores": [2.0, 1.0]})
-    {'query': 'a', 'documents_0': 'b', 'documents_1': 'c', 'scores': [2.0, 1.0]}
-    """
+    """A row with a column for each document of a list; lists of scores stay."""
     columns = {}
     for name, value in row.items():
         if isinstance(value, list) and isinstance(value[0], str):

@@ -93,19 +93,6 @@ class BM25Stage(FirstStage):
 
     ``queries`` and ``documents`` count tokens; ``weighted`` makes the counts of all documents BM25's weights, so that
     processes may count parts of a collection and each of them weighs all.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim import BM25, sparse_search
-    >>> from pylate_fastmaxsim.recipes.mining.first_stage import BM25Stage
-    >>> from tokenizers import Tokenizer, models, pre_tokenizers
-    >>> from transformers import PreTrainedTokenizerFast
-    >>> tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2, "c": 3}, "[UNK]"))
-    >>> tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    >>> stage = BM25Stage(PreTrainedTokenizerFast(tokenizer_object=tokenizer), BM25(k1=1.2, b=0.75))
-    >>> documents = stage.documents(["a a b", "a", "c"])
-    >>> sparse_search(stage.queries(["a"]), stage.weighted(lambda: iter([documents])), k=2)
-    (tensor([[0.2554, 0.2398]]), tensor([[1, 0]]))
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, bm25: BM25) -> None:

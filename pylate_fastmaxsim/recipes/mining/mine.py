@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -10,28 +11,36 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import yaml
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from datasets import Dataset
 
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.files.record import read_record
-from pylate_fastmaxsim.files.replace import remove_scratch
+from pylate_fastmaxsim.files.record import read_record, write_record
+from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace_file, replace_folder
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.tables import show_progress_bars
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import hold_lock, make_directory, require_outputs
-from pylate_fastmaxsim.recipes.mining.dataset import OLD_SUMMARY, OWN_FILES, SUMMARY_FILE, put_into_place, write_data
 from pylate_fastmaxsim.recipes.mining.first_stage import find_candidates, load_first_stage
 from pylate_fastmaxsim.recipes.mining.negatives import DocumentSearch, hard_negatives
-from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
+from pylate_fastmaxsim.recipes.mining.pairs import Pairs, load_pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work
-from pylate_fastmaxsim.recipes.mining.teacher import grade, load_teacher
+from pylate_fastmaxsim.recipes.mining.teacher import Candidates, grade, load_teacher
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import prepare
 
 LOCK_ENDING = ".lock"  # of the lock file beside the data
+CARD = "README.md"
+SUMMARY_FILE = "mining.json"  # written last: data with it are complete
+# In the order in which new ones come into place.
+OWN_FILES = ("queries.parquet", "documents.parquet", "train.parquet", CARD, SUMMARY_FILE)
+# Where the summary of data that are being replaced waits, in the folder of unfinished work.
+OLD_SUMMARY = "replaced.json"
 
 
 def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
@@ -39,31 +48,18 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
 
     Each row holds the positive of a pair and its hardest negatives, best first, with the teacher's scores. Candidates
     are all positives and the documents of ``mining.corpus``. What is computed is kept in ``data.name`` +
-    ``.unfinished`` until the data set is complete, so an interrupted run goes on from there. Settings may change in
-    between: other margins or another teacher keep the search, for example.
+    ``.unfinished`` until the data set is complete, so that with ``resume`` an interrupted run goes on from there, also
+    with other margins or another teacher. Otherwise mining starts over, and replaces its own files in ``data.name`` when
+    the new ones are complete.
 
     Under a distributed launcher every process calls this and computes a share, in a folder that all must see. Only the
     main process writes the data set. The result does not depend on the number of processes, which may change when a run
     goes on. A process that waits longer than the timeout of ``torch.distributed`` (30 minutes) fails, so no part should
     take that long.
 
-    Parameters
-    ----------
-    recipe
-        With a ``mining`` section, and ``data.source: distillation``.
-    resume
-        Go on. Otherwise start over, and replace mining's own files in ``data.name`` when the new ones are complete.
-
     Returns
     -------
     Numbers of queries, documents, rows written and rows left out for lack of negatives; also in ``mining.json``.
-
-    Raises
-    ------
-    RecipeError
-        The recipe does not mine, or its pairs or models cannot be loaded. Or the data set is complete and of other
-        settings, not all processes see its folder, or another command is mining it. Or a model gives scores that are
-        not finite, or memory has run out.
     """
     section = recipe.mining
     if section is None or recipe.data.source != "distillation":
@@ -204,3 +200,52 @@ def _without_piece_sizes(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings without the sizes of batches and parts."""
     pieces = ("batch_size", "documents_per_part", "rows_per_part")
     return settings | {"mining": {key: value for key, value in settings["mining"].items() if key not in pieces}}
+
+
+def write_data(folder: Path, pairs: Pairs, candidates: Candidates, scores: np.ndarray, summary: dict[str, Any]) -> None:
+    """Write rows, texts, card and summary into a new ``folder``."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    train = {
+        "query_id": [str(query) for query, _ in candidates],
+        "document_ids": [list(map(str, row)) for _, row in candidates],
+        "scores": scores.tolist(),
+    }
+    tables = {
+        "train": Dataset.from_dict(train),
+        "queries": _numbered(pairs.queries, "query_id", folder),
+        "documents": _numbered(pairs.documents, "document_id", folder),
+    }
+    for name, table in tables.items():
+        table.to_parquet(folder / f"{name}.parquet")
+    configs = [{"config_name": name, "data_files": [{"split": "train", "path": f"{name}.parquet"}]} for name in tables]
+    (folder / CARD).write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n", encoding="utf-8")
+    write_record(folder / SUMMARY_FILE, summary)
+
+
+def put_into_place(data: Path, output: Path, replace: bool) -> None:
+    """Move the folder ``data`` to ``output``; with ``replace`` file by file, which leaves the user's files there."""
+    if not replace:
+        replace_folder(output, lambda scratch: os.replace(data, scratch))
+        return
+    output.mkdir(exist_ok=True)
+    # Old rows with new texts could be trained on, so the rows go first and come last.
+    remove_file(output / "train.parquet")
+    if (output / CARD).exists():  # it may be edited, and says where the tables are, which does not change
+        (data / CARD).unlink()
+    for name in OWN_FILES:
+        if (data / name).exists():
+            replace_file(output / name, functools.partial(os.replace, data / name))
+
+
+def _numbered(texts: Dataset, column: str, folder: Path) -> Dataset:
+    """``texts`` with their row numbers as ids, on disk."""
+    numbered = texts.map(
+        lambda batch, rows: {column: list(map(str, rows))},
+        batched=True,
+        with_indices=True,
+        cache_file_name=str(folder.parent / f"{column}.arrow"),
+        load_from_cache_file=False,
+        desc="Writing texts",
+    )
+    return numbered.select_columns([column, "text"])

@@ -20,7 +20,7 @@ from pylate_fastmaxsim.recipes.compression import Compress, compressor, needs_co
 from pylate_fastmaxsim.recipes.config.schema import MiningSection
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
-from pylate_fastmaxsim.recipes.mining.teacher import Candidates, colbert_scores, require_finite_scores, scored
+from pylate_fastmaxsim.recipes.mining.teacher import Candidates, colbert_scores, require_finite_scores, score_part
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -103,7 +103,7 @@ class DocumentSearch:
 
         pairs = [(query, [document]) for query, document in self.pairs.rows]
         at_once = BATCHES_AT_ONCE * batch_size
-        compute = functools.partial(scored, self._name_of_model(), score, self.pairs, pairs, at_once)
+        compute = functools.partial(score_part, self._name_of_model(), score, self.pairs, pairs, at_once)
         settings = self.common | {"mining.rows_per_part": step}
         files = self.work.parts("positives", settings, "Scoring positives", " pairs", len(pairs), step, compute)
         lowest = [float("inf")] * len(self.pairs.queries)

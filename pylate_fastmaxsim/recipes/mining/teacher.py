@@ -25,7 +25,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
 from pylate_fastmaxsim.recipes.models.encoder import encoder_of
-from pylate_fastmaxsim.recipes.models.load import NO_TOKENIZER, is_empty, load_model, model_failure
+from pylate_fastmaxsim.recipes.models.load import NO_TOKENIZER, has_special_tokens_only, load_model, model_failure
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ Candidates = list[tuple[int, list[int]]]
 Scorer = Callable[[Pairs, Candidates], np.ndarray]
 
 
-def scored(
+def score_part(
     source: str, score: Scorer, pairs: Pairs, candidates: Candidates, at_once: int, part: slice, bar: tqdm
 ) -> np.ndarray:
     """The scores of a part of the candidates, ``at_once`` rows at a time. ``source`` names the model in errors."""
@@ -89,7 +89,7 @@ def load_teacher(section: MiningSection, device: torch.device, kind: str = "colb
         drawn = _missing_head_weights(encoder, name)
     except Exception as error:  # as in load_model
         raise model_failure("mining.teacher", ColBERTSection(name_or_path=name), error) from error
-    if is_empty(encoder.tokenizer):
+    if has_special_tokens_only(encoder.tokenizer):
         raise RecipeError(NO_TOKENIZER.format("mining.teacher", name))
     if drawn:
         other = (
@@ -151,7 +151,7 @@ def _has_projection(name: str, config: PretrainedConfig) -> bool:
 def grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: MiningSection, work: Work) -> np.ndarray:
     """The teacher's scores of the documents of each row, ``[rows, 1 + num_negatives]``."""
     at_once = max(1, BATCHES_AT_ONCE * section.batch_size // (1 + section.num_negatives))
-    compute = functools.partial(scored, f"mining.teacher {section.teacher}", teacher, pairs, candidates, at_once)
+    compute = functools.partial(score_part, f"mining.teacher {section.teacher}", teacher, pairs, candidates, at_once)
     settings = {
         "mining.teacher": section.teacher,
         "mining.teacher_type": section.teacher_type,

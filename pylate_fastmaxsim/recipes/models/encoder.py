@@ -1,4 +1,4 @@
-"""The encoder in a model of texts, and how many tokens of a text it was made for."""
+"""The encoder in a model of texts, and its positions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def encoder_of(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def positions(encoder: torch.nn.Module) -> int | None:
-    """How many tokens of a text an encoder was made for; None if it does not say."""
+    """Number of tokens of a text that an encoder was made for; None if it does not say."""
     return min(learned_positions(encoder), default=getattr(encoder.config, "max_position_embeddings", None))
 
 
 def learned_positions(encoder: torch.nn.Module) -> list[int]:
-    """How many tokens of a text each table of learned positions has."""
+    """Number of tokens of a text in each table of learned positions."""
     # In RoBERTa the positions of a text begin after that of padding.
     return [
         table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import string
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -34,14 +33,6 @@ LONGEST = 8192  # tokens of a text of either model
 PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them
 
 
-@contextmanager
-def _one_sentence() -> Iterator[None]:
-    try:
-        yield
-    except BAD_VALUE as error:
-        raise RecipeError(f"model cannot be built: {first_line(error)}") from error
-
-
 def build_model(section: TextModelSection, texts: Iterable[str], seed: int, directory: Path) -> None:
     """Train a tokenizer on ``texts``, draw the weights from ``seed``, and save a ColBERT or a SPLADE in ``directory``."""
     kind = kind_of(section)
@@ -49,28 +40,23 @@ def build_model(section: TextModelSection, texts: Iterable[str], seed: int, dire
     set_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        with _one_sentence():
-            encoder = kind.encoder_class(_configuration(section.build, tokenizer))
-        encoder.save_pretrained(folder)
-        set_seed(seed)
-        with _one_sentence():
-            model = kind.of_encoder(replace(section, build=None, name_or_path=folder), "cpu")
+        try:
+            kind.encoder_class(_configuration(section.build, tokenizer)).save_pretrained(folder)
+            set_seed(seed)
+            model = kind.from_encoder(section.loaded_from(folder), "cpu")
+        except BAD_VALUE as error:
+            raise RecipeError(f"model cannot be built: {first_line(error)}") from error
     kind.check_lengths(section, model)
     model.save(str(directory), create_model_card=False)
 
 
 def _configuration(build: BuildSection, tokenizer: PreTrainedTokenizerFast) -> ModernBertConfig:
+    options = asdict(build)
+    dropout = options.pop("dropout")
+    options["vocab_size"] = len(tokenizer)
     return ModernBertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=build.hidden_size,
-        num_hidden_layers=build.num_hidden_layers,
-        num_attention_heads=build.num_attention_heads,
-        intermediate_size=build.intermediate_size,
-        local_attention=build.local_attention,
-        global_attn_every_n_layers=build.global_attn_every_n_layers,
-        embedding_dropout=build.dropout,
-        attention_dropout=build.dropout,
-        mlp_dropout=build.dropout,
+        **options,
+        **dict.fromkeys(("embedding_dropout", "attention_dropout", "mlp_dropout"), dropout),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.cls_token_id,
         eos_token_id=tokenizer.sep_token_id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +70,7 @@ def load_model(
                 f"{KIND_OF_CLASS[found]} trains."
             ) from error
         raise model_failure(key, loaded, error) from error
-    if is_empty(kind.tokenizer_of(model)):
+    if has_special_tokens_only(kind.tokenizer_of(model)):
         raise RecipeError(NO_TOKENIZER.format(key, loaded.name_or_path))
     if section.config_kwargs:
         _report_unused_values(section, encoder_of(model).config)
@@ -88,12 +89,6 @@ def load_retriever(
 
     Beside Sentence Transformers 6 a ColBERT of PyLate is loaded as a MultiVectorEncoder, which scores the same. ``key`` is what
     an error calls the model.
-
-    Raises
-    ------
-    RecipeError
-        There is no such model, it is of another class, it cannot be loaded, or a sparse model has another similarity than
-        the inner product.
     """
     saved_by, path = saved_class(name, key), Path(name).expanduser()
     if saved_by == "StaticLateInteraction":
@@ -120,13 +115,7 @@ def load_retriever(
 
 
 def saved_class(name: str, key: str = "MODEL") -> str:
-    """The class that has saved the model in this folder or of this name on the Hub, as its files say.
-
-    Raises
-    ------
-    RecipeError
-        There is no such model, or it is of another class.
-    """
+    """The class that has saved the model in this folder or of this name on the Hub, as its files say."""
     if is_missing_folder(name):
         raise RecipeError(f"{key}: there is no folder {name}.")
     path = Path(name).expanduser()
@@ -155,7 +144,7 @@ def require_inner_product(model: SparseEncoder, key: str, name: str) -> None:
 
 
 def is_missing_folder(name: str) -> bool:
-    """Whether there is no such folder, and it is no name on the Hub: that has one slash and does not begin with a dot."""
+    """True if there is no such folder, and it is no name on the Hub: that has one slash and does not begin with a dot."""
     path = Path(name).expanduser()
     return not path.is_dir() and (path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1)
 
@@ -175,7 +164,8 @@ def model_failure(key: str, section: ModelSection, error: Exception) -> RecipeEr
     files = [path for depth in ("*", "*/*") for path in Path(name).glob(depth) if path.suffix in MODEL_FILES]
     if file := next((path for path in files if not os.access(path, os.R_OK)), None):
         return RecipeError(f"{key} {name} cannot be loaded: {file} cannot be read.")
-    if file := next(filter(_is_cut, files), None):  # safetensors does not name the file
+    # safetensors does not name the file.
+    if file := next((path for path in files if path.suffix == ".safetensors" and is_cut_short(path)), None):
         return RecipeError(
             f"{key} {name} cannot be loaded: {file} is not whole, as after a download that was cut short or a clone "
             "without Git LFS."
@@ -186,19 +176,21 @@ def model_failure(key: str, section: ModelSection, error: Exception) -> RecipeEr
     return RecipeError(f"{key} {name} cannot be loaded: {reason}")
 
 
-def _is_cut(file: Path) -> bool:
-    """Whether a safetensors file is incomplete or not one at all."""
-    if file.suffix != ".safetensors":
-        return False
+def is_cut_short(file: Path) -> bool:
+    """True if a file of weights, states or JSON cannot be read to its end, as after a power cut."""
     try:
-        with safe_open(file, framework="pt"):
-            return False
-    except SafetensorError:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt"):
+                return False
+        if file.suffix == ".json":
+            return not isinstance(parse_json(file.read_text(encoding="utf-8")), (dict, list))
+    except (OSError, ValueError, SafetensorError):
         return True
+    return file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file)
 
 
 def lacks_tokenizer(section: ModelSection) -> bool:
-    """Whether the configuration can be loaded and the tokenizer cannot; transformers has no clear error for that."""
+    """True if the configuration can be loaded and the tokenizer cannot; transformers has no clear error for that."""
     options = {"trust_remote_code": section.trust_remote_code}
     try:
         AutoConfig.from_pretrained(section.name_or_path, **options)
@@ -211,8 +203,8 @@ def lacks_tokenizer(section: ModelSection) -> bool:
     return False
 
 
-def is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a tokenizer has only special tokens: transformers 5 makes up such a one for a model without any."""
+def has_special_tokens_only(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if a tokenizer has only special tokens: transformers 5 makes up such a one for a model without any."""
     return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
 
 

@@ -1,4 +1,4 @@
-"""What a loaded model does in a search: it encodes texts or pages, ranks documents exactly, and has a digest."""
+"""Retrievers: loaded models that encode texts or pages, rank documents exactly, and have a digest."""
 
 from __future__ import annotations
 
@@ -76,18 +76,10 @@ class StaticDocuments:
 
 @dataclass(frozen=True, eq=False)
 class StaticQueries:
-    """Queries as sparse vectors, with the model that scores them.
+    """Queries as sparse vectors, with the model that scores them: by MaxSim, or with BM25 weights by sparse scores.
 
-    Parameters
-    ----------
-    model
-        With BM25 weights the ranking is that of sparse scores; otherwise that of MaxSim.
-    vectors
-        Of Nq queries.
-    tokens
-        Token ids of all documents, if they are known before the search.
-    exact
-        Whether MaxSim is certified; otherwise the ranking is that of its upper bounds.
+    ``tokens`` are the token ids of all documents, if they are known before the search. Without ``exact`` MaxSim is not
+    certified: the ranking is that of its upper bounds.
     """
 
     model: StaticLateInteraction
@@ -100,7 +92,7 @@ class StaticQueries:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether a search scores candidates again."""
+        """Tell whether a search scores candidates again."""
         return self.exact and self.model.bm25_weights is None
 
     def search(self, index: SparseIndex, k: int) -> tuple[Tensor, Tensor]:
@@ -119,25 +111,13 @@ class NotFiniteError(Exception):
 class Retriever:
     """A loaded model of late interaction, a ColBERT of PyLate by default.
 
-    Parameters
-    ----------
-    model
-        Of a host library, or a static one.
-    finite
-        Whether to refuse embeddings that are NaN or infinite, of which an order would look like any other.
-
-    Attributes
-    ----------
-    kind
-        In reports.
-    has_token_embeddings
-        Whether documents are token embeddings, and not sparse vectors.
-    settings
-        What the host does to documents beside its modules, by the names of attributes.
+    With ``finite`` it raises NotFiniteError for embeddings that are NaN or infinite, of which an order would look like any
+    other.
     """
 
-    kind = "late interaction"
-    has_token_embeddings = True
+    kind = "late interaction"  # in reports
+    has_token_embeddings = True  # whether documents are token embeddings, and not sparse vectors
+    # Attributes of the host that change documents beside its modules.
     settings: tuple[str, ...] = ("document_length", "document_prefix", "skiplist_words")
 
     def __init__(self, model: Any, finite: bool = False) -> None:
@@ -147,20 +127,17 @@ class Retriever:
         """Texts as the model makes them: one vector for each token, without padding and skipped tokens, or a sparse one.
 
         Of a static model token ids and sparse vectors; documents of a model of pages are images.
-
-        Raises
-        ------
-        NotFiniteError
-            Some are NaN or infinite, and the retriever refuses them.
         """
-        return self._batch(self._made(texts, is_query, {"batch_size": batch_size, "show_progress_bar": show_progress}))
+        return self._batch(
+            self._host_output(texts, is_query, {"batch_size": batch_size, "show_progress_bar": show_progress})
+        )
 
-    def _made(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> Any:
-        """What the host makes of texts."""
+    def _host_output(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> Any:
+        """Embeddings of texts in the form of the host."""
         return self.model.encode(list(texts), is_query=is_query, convert_to_tensor=True, **options)
 
-    def _batch(self, made: Any) -> Encoded:
-        batch = TokenBatch.from_list(made)
+    def _batch(self, output: Any) -> Encoded:
+        batch = TokenBatch.from_list(output)
         self._require_finite(batch.values)
         return batch
 
@@ -175,11 +152,6 @@ class Retriever:
 
         K is ``k``; with late interaction no more than there are documents. Those of a static model are ranked by MaxSim,
         which is certified, or with BM25 weights by its sparse scores.
-
-        Raises
-        ------
-        RecipeError
-            ``pooling`` is another than the maximum, and the model is a sparse or a static one.
         """
         return search(queries, documents, k, pooling=pooling)
 
@@ -218,7 +190,7 @@ class Retriever:
         return ids if self.model.do_query_expansion else ids[mask.bool()]
 
     def digest(self) -> str:
-        """The same for the same weights and settings, by which documents are encoded."""
+        """A digest of the weights and settings by which documents are encoded."""
         names = (*self.settings, "prompts", "default_prompt_name", "max_seq_length")
         settings = {name: getattr(self.model, name) for name in names}
         modules = [(type(module).__name__, {**module.get_config_dict(), FOUND_OUT: None}) for module in self.model]
@@ -232,7 +204,7 @@ class MultiVectorRetriever(Retriever):
 
     settings = ()
 
-    def _made(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
+    def _host_output(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
         # They add the prompts of the model and choose its route, where it has two.
         return (self.model.encode_query if is_query else self.model.encode_document)(list(texts), **options)
 
@@ -252,7 +224,7 @@ class MultiVectorRetriever(Retriever):
 class PagesRetriever(Retriever):
     """A model of pages."""
 
-    def _made(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
+    def _host_output(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
         return self.model.encode(texts, options["batch_size"], is_query)
 
     def digest(self) -> str:
@@ -268,14 +240,14 @@ class SparseRetriever(Retriever):
     has_token_embeddings = False
     settings = ("max_active_dims",)
 
-    def _made(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> Tensor:
+    def _host_output(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> Tensor:
         encode = self.model.encode_query if is_query else self.model.encode_document
         return encode(list(texts), convert_to_tensor=True, **options)
 
-    def _batch(self, made: Tensor) -> SparseBatch:
-        self._require_finite(made.coalesce().values() if made.is_sparse else made)
+    def _batch(self, output: Tensor) -> SparseBatch:
+        self._require_finite(output.coalesce().values() if output.is_sparse else output)
         try:
-            return SparseBatch.from_torch(made)
+            return SparseBatch.from_torch(output)
         except ValueError as error:
             raise RecipeError(f"The vectors of the sparse model cannot be searched: {first_line(error)}") from error
 
@@ -304,7 +276,9 @@ class StaticRetriever(SparseRetriever):
     kind = "static late interaction"
     document_length = None
 
-    def _made(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> StaticQueries | StaticDocuments:
+    def _host_output(
+        self, texts: Sequence[str], is_query: bool, options: dict[str, Any]
+    ) -> StaticQueries | StaticDocuments:
         try:
             tokens = self.model.token_ids(texts)
             if is_query:
@@ -313,8 +287,8 @@ class StaticRetriever(SparseRetriever):
         except ValueError as error:  # it lacks counts of tokens, or its tokenizer gives ids beyond its tables
             raise RecipeError(f"The static model cannot encode: {first_line(error)}") from error
 
-    def _batch(self, made: StaticQueries | StaticDocuments) -> StaticQueries | StaticDocuments:
-        return made  # whose vectors are finite
+    def _batch(self, output: StaticQueries | StaticDocuments) -> StaticQueries | StaticDocuments:
+        return output  # whose vectors are finite
 
     def _search_stream(
         self, queries: StaticQueries, documents: Iterable[StaticDocuments], k: int
@@ -348,7 +322,7 @@ def retriever_of(model: Any, finite: bool = False) -> Retriever:
         # Which Sentence Transformers has from release 6 on.
         getattr(sentence_transformers, "MultiVectorEncoder", Retriever): MultiVectorRetriever,
     }
-    return next((made for kind, made in classes.items() if isinstance(model, kind)), Retriever)(model, finite)
+    return next((retriever for host, retriever in classes.items() if isinstance(model, host)), Retriever)(model, finite)
 
 
 def _prompt_tokens(model: nn.Module, transformer: nn.Module) -> int:

@@ -24,18 +24,10 @@ def encode(retriever: Retriever, texts: list[str], batch_size: int, is_query: bo
 
 @dataclass
 class Lengthened:
-    """Documents of each length, encoded when they are asked for, and how they were made.
+    """Documents of each length, encoded when they are asked for.
 
-    Parameters
-    ----------
-    append
-        ``text``: other documents' words stand behind a document's own, and the model reads both. ``tokens``: their token
-        embeddings stand behind those of the document, each as the model gives it by itself.
-    limit
-        The most tokens of a text that the model was given in place of its ``document_length``; None for ``tokens``, and
-        for a model without a limit.
-    cut
-        How many documents of each length were cut there, once they are encoded.
+    With ``append`` of ``text`` other documents' words stand behind a document's own, and the model reads both. With
+    ``tokens`` their token embeddings stand behind those of the document, each as the model gives it by itself.
     """
 
     retriever: Retriever
@@ -45,8 +37,8 @@ class Lengthened:
     append: Append
     batch_size: int
     seed: int
-    limit: int | None = None
-    cut: dict[int, int] = field(default_factory=dict)
+    limit: int | None = None  # of the tokens of a text that the model reads, in place of its document_length
+    cut: dict[int, int] = field(default_factory=dict)  # how many documents of each length exceed it, once encoded
 
     def __post_init__(self) -> None:
         has_tokens = self.retriever.has_token_embeddings
@@ -58,7 +50,7 @@ class Lengthened:
         if length is None:
             self.append = "text"
         else:
-            self._choose(max(self.times) * length, has_tokens)
+            self._choose_append(max(self.times) * length, has_tokens)
         usable = sum(bool(text.split()) for text in self.task.fillers)
         # None may be the document itself.
         if max(self.times) > 1 and usable < 1 + any(own is not None for own in self.task.own):
@@ -67,7 +59,7 @@ class Lengthened:
                 "the lengths out with --times 1."
             )
 
-    def _choose(self, longest: int, has_tokens: bool) -> None:
+    def _choose_append(self, longest: int, has_tokens: bool) -> None:
         """Set ``append`` and ``limit`` for documents of up to ``longest`` tokens."""
         transformer = self.retriever.document_transformer
         limit, fast = positions(encoder_of(transformer)), transformer.tokenizer.is_fast

@@ -103,9 +103,8 @@ def measure(
         ) from None
     attacked, pairs = [], []
     if has_tokens:
-        attack = (poolings, settings.tokens, settings.noise, settings.seed)
-        attacked = injection_sweep(queries, documents, grades, *attack)
-        pairs = _pairs(retriever, task, queries, documents, grades, *attack)
+        attacked = injection_sweep(queries, documents, grades, poolings, settings.tokens, settings.noise, settings.seed)
+        pairs = _pairs(retriever, task, queries, documents, poolings[0], settings)
     for row in lengths:
         row["cut"] = longer.cut.get(row["times"], 0)
     result = {
@@ -159,24 +158,17 @@ def vector_length_sweep(
 
 @torch.no_grad()
 def _pairs(
-    retriever: Retriever,
-    task: Task,
-    queries: TokenBatch,
-    documents: TokenBatch,
-    grades: Tensor,
-    poolings: Sequence[Pooling],
-    counts: Sequence[int],
-    noise: float,
-    seed: int,
+    retriever: Retriever, task: Task, queries: TokenBatch, documents: TokenBatch, pooling: Pooling, settings: Settings
 ) -> list[Pair]:
-    """The first queries, each with the document that is not gold and has the highest score by the first pooling."""
-    count = next((count for count in sorted(counts) if count), 0)
-    tokens = injected_tokens(queries, max(counts), noise, seed).targeted
+    """The first queries, each with the document that is not gold and has the highest score."""
+    count = next((count for count in sorted(settings.tokens) if count), 0)
+    tokens = injected_tokens(queries, max(settings.tokens), settings.noise, settings.seed).targeted
+    grades = task.grades.to(documents.device)
     tokenizer = retriever.document_transformer.tokenizer
     pairs = []
     for number in range(min(PAIRS, len(queries))):
         query = queries.select(torch.tensor([number], device=queries.device))
-        scores = pooled_scores(query, documents, pooling=poolings[0])[0]
+        scores = pooled_scores(query, documents, pooling=pooling)[0]
         document = int(scores.masked_fill(~(grades[number] <= 0), -torch.inf).argmax())
         if not grades[number, document] <= 0:
             continue

@@ -9,13 +9,14 @@ from typing import Any
 from pylate_fastmaxsim.recipes.config.shipped import is_recipe
 from pylate_fastmaxsim.recipes.data.collection import load_collection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files import inputs_of, prepare_file, without_nan, write_json
+from pylate_fastmaxsim.recipes.files import inputs_of, prepare_file, write_json
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.robustness.measure import Pair, Settings, measure
 from pylate_fastmaxsim.recipes.robustness.task import Limits, collection_task, task_of
 from pylate_fastmaxsim.recipes.search.run import best_device
 from pylate_fastmaxsim.recipes.targets import find_targets
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
+from pylate_fastmaxsim.reporting.numbers import without_nan
 
 RESULT_FILE = "robustness.json"
 
@@ -31,32 +32,13 @@ def robustness(
 ) -> tuple[dict[str, Any], list[Pair], Path]:
     """Measure a trained model, and write ``robustness.json``.
 
-    Parameters
-    ----------
-    name
-        A recipe, by its .yaml file or its name, whose model was trained before; or a model of texts, by its folder or its
-        name on the Hub.
-    settings
-        What is measured. The pooling of the recipe comes first, and is measured in any case.
-    limits
-        How many queries and documents.
-    overrides
-        ``key=value`` items of the recipe.
-    beir
-        A collection in BEIR's layout, in place of what the recipe is evaluated on; a model needs one.
-    split
-        Of its judgements.
-    output
-        Folder of the results; ``output_dir`` of the recipe, or the working directory for a model.
+    ``name`` is a recipe whose model was trained before, or a model of texts, which needs a collection in BEIR's layout
+    (``beir``). The pooling of a recipe is measured in any case. Results go to ``output``, to the recipe's ``output_dir``,
+    or for a model to the working directory.
 
     Returns
     -------
     The content of ``robustness.json``, pairs to look at, and that file.
-
-    Raises
-    ------
-    RecipeError
-        There is no such recipe, model or data, or they do not fit.
     """
     if beir is None and not is_recipe(name):
         raise RecipeError(

@@ -38,9 +38,9 @@ class Limits:
 
 def task_of(recipe: Recipe, data: RecipeData, limits: Limits) -> Task:
     """The task of what a recipe is evaluated on."""
-    if data.collection is not None:
-        return collection_task(recipe.evaluation.beir, data.collection, limits)
-    if data.nano_beir is not None:
+    if recipe.evaluation.beir is not None:
+        return collection_task(recipe.evaluation.beir, *data.collections, limits)
+    if data.collections:
         raise RecipeError(
             "evaluation.nano_beir names several collections, and robustness measures one; name it with --beir, or hold rows "
             "out with --set evaluation.nano_beir=null --set evaluation.rows=300."

@@ -15,10 +15,7 @@ Item = TypeVar("Item")
 class Clock:
     """Add up the seconds of each task in ``seconds``. A task within another one stops the clock of the outer.
 
-    Parameters
-    ----------
-    device
-        Where tasks run; the work that they queued on a GPU is waited for, so that it counts as theirs.
+    The work that tasks queued on a GPU is waited for, so that it counts as theirs.
     """
 
     def __init__(self, device: torch.device | str) -> None:

@@ -49,11 +49,6 @@ def evaluate(
     ``collection`` (its name), ``queries`` and ``documents`` (how many); ``models``: of each its ``label``, the summary
     of its search and its ``metrics``; ``test`` and ``pairs``: each two models by each metric
     (:func:`~pylate_fastmaxsim.recipes.search.significance.compare`).
-
-    Raises
-    ------
-    RecipeError
-        A model, an index or an option does not fit, embeddings are not finite, or memory has run out.
     """
     if options.format is not None:
         check_format(options.format, options.index)

@@ -14,8 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pylate_fastmaxsim.recipes.data.collection import Collection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.retrieval.plaid.files import FAST_PLAID, plaid_folder, read_sizes
-from pylate_fastmaxsim.retrieval.plaid.read import PlaidCorpus, read_plaid
+from pylate_fastmaxsim.retrieval.plaid import FAST_PLAID, PlaidCorpus, plaid_folder, read_plaid, read_sizes
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.tokens import TokenBatch
 

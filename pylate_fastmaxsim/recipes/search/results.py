@@ -16,6 +16,8 @@ from pylate_fastmaxsim.recipes.search.significance import Scores
 
 TAG = "fastmaxsim"
 
+SUFFIXES = (".jsonl", ".tsv")
+
 
 def write_run(file: Path, found: Ranking) -> None:
     """Write ``query Q0 document rank score tag`` for each result, ranks from 1; the file appears when it is complete.
@@ -44,9 +46,6 @@ def require_ids_of_one_word(collection: Collection) -> None:
                     f"--run: ids must have no white space, which separates the columns of a run file, but {each!r} is that "
                     f"of a {name}."
                 )
-
-
-SUFFIXES = (".jsonl", ".tsv")
 
 
 def prepare_per_query(file: Path, inputs: Sequence[Path | None] = ()) -> None:

@@ -69,15 +69,8 @@ class Options:
 def search(name: str, collection: Collection, options: Options, progress: Progress) -> dict[str, Any]:
     """Search all queries of a collection with a model, by its folder or its name on the Hub.
 
-    Returns
-    -------
-    Names and numbers, ``seconds`` of encoding and of search, and ``metrics``, which are None without judgements. A
-    metric that looks at more ranks than ``k`` is left out.
-
-    Raises
-    ------
-    RecipeError
-        The model, the index or an option does not fit, embeddings are not finite, or memory has run out.
+    The result has names and numbers, ``seconds`` of encoding and of search, and ``metrics``, which are None without
+    judgements. A metric that looks at more ranks than ``k`` is left out.
     """
     if options.run is not None:
         require_ids_of_one_word(collection)

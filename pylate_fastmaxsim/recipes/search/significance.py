@@ -21,12 +21,7 @@ SIGNS_AT_ONCE = 1 << 23
 def compare(scores: Scores, test: str) -> list[dict[str, Any]]:
     """Each pair of models by each metric, in the order of the models.
 
-    Parameters
-    ----------
-    scores
-        Metrics of each model for the same queries.
-    test
-        One of ``TESTS``.
+    ``scores`` are metrics of each model for the same queries, and ``test`` is one of ``TESTS``.
 
     Returns
     -------

@@ -55,7 +55,7 @@ class WholeModelMixin:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the trainer's model cannot be saved as it is: weights are shards, or lie in DeepSpeed's buffers."""
+        """True if the model cannot be saved as it is: weights are shards, or lie in DeepSpeed's buffers."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     def _gathered(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class TextTrainerMixin(WholeModelMixin):
             self.model = own
 
     def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
-        """Where training goes on: epochs that are done, and batches of the one begun."""
+        """Epochs that are done, and batches of the one begun, from where training goes on."""
         done = super()._init_training_state(*arguments)
         # Rows that are streamed have no number, and one epoch without an end.
         return batches_done(self.state, len(self._train_dataloader)) if has_length(self._train_dataloader) else done

@@ -18,14 +18,7 @@ REPORTERS = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_availabl
 
 
 def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerTrainingArguments:
-    """The trainer's arguments for a recipe; ``overrides`` are arguments under the trainer's own names.
-
-    Raises
-    ------
-    RecipeError
-        The trainer does not take them, the GPU has no bf16, an optimizer, a schedule or a reporting tool needs a package
-        that is not installed, or a loss with GradCache is to be trained under ZeRO 2 or 3.
-    """
+    """The trainer's arguments for a recipe; ``overrides`` are arguments under the trainer's own names."""
     options = asdict(recipe.training)
     if options["lr_scheduler_type"] == "reduce_lr_on_plateau":
         raise RecipeError(

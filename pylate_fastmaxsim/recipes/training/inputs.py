@@ -1,4 +1,4 @@
-"""What a recipe trains on, and what it needs before: docstring pairs, a model from scratch or a token table."""
+"""Rows that a recipe trains on, and what is made before: docstring pairs, a model from scratch or a token table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from datasets import Dataset, IterableDataset
 
 from pylate_fastmaxsim.files.replace import replace_folder
-from pylate_fastmaxsim.recipes.config.schema import ModelSection, Recipe
+from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.collection import RecipeData, load_collection
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.data.rows import load_rows, stream_rows
@@ -36,16 +36,11 @@ def prepare(recipe: Recipe, anew: bool = False) -> Recipe:
 
     Runs with the same keys share the files, so that they start from the same rows, tokenizer and weights, also after
     the packages or the data have changed. ``anew`` makes them again, and removes checkpoints, which need the old ones.
-
-    Raises
-    ------
-    RecipeError
-        The rows do not fit the recipe, or its model cannot be loaded.
     """
-    if recipe.data.source != "docstrings" and not _is_made(recipe.model):
+    if recipe.data.source != "docstrings" and recipe.model.name_or_path is not None:
         return recipe
     root = Path(recipe.output_dir, "prepared")
-    directory = root / _key(recipe)
+    directory = root / _digest(recipe)
     if anew or not directory.is_dir():
         _make(recipe, root, directory, anew)
     return _prepared(recipe, directory)
@@ -55,23 +50,19 @@ def _prepared(recipe: Recipe, directory: Path) -> Recipe:
     data, model = recipe.data, recipe.model
     if data.source == "docstrings":
         data = replace(data, source="files", packages=None, files=[str(directory / PAIRS)])
-    if _is_made(model):
+    if model.name_or_path is None:
         model = model.loaded_from(str(directory / MODEL))
     return replace(recipe, data=data, model=model)
 
 
-def _is_made(model: ModelSection) -> bool:
-    return model.name_or_path is None
-
-
-def _key(recipe: Recipe) -> str:
-    """A name for what depends on these keys of the recipe."""
+def _digest(recipe: Recipe) -> str:
+    """A name for the files that depend on these keys of the recipe."""
     parts = [asdict(recipe.data), asdict(recipe.model), recipe.training.seed, recipe.evaluation.rows]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _make(recipe: Recipe, root: Path, directory: Path, anew: bool) -> None:
-    if not _is_made(recipe.model):
+    if recipe.model.name_or_path is not None:
         load_model(recipe.model, "cpu", recipe.training.seed)  # its errors come before anything is written
     made = make_directory("output_dir", root)
 
@@ -122,9 +113,9 @@ def load_data(recipe: Recipe) -> RecipeData:
 
 def _evaluated(recipe: Recipe, train: Dataset | IterableDataset, held_out: Dataset | None) -> RecipeData:
     if recipe.evaluation.beir is not None:
-        return RecipeData(train, collection=load_collection(recipe.evaluation.beir, recipe.evaluation.split))
+        return RecipeData(train, collections=[load_collection(recipe.evaluation.beir, recipe.evaluation.split)])
     if recipe.evaluation.nano_beir is not None:
-        return RecipeData(train, nano_beir=load_nano_beir(recipe))
+        return RecipeData(train, collections=load_nano_beir(recipe))
     return RecipeData(train, held_out)
 
 

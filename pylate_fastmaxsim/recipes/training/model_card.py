@@ -10,9 +10,9 @@ from sentence_transformers.evaluation import SentenceEvaluator
 from transformers import TrainerCallback, TrainerState
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
 from pylate_fastmaxsim.recipes.kind import kind_of
+from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.recipes.models.encoder import encoder_of
 from pylate_fastmaxsim.recipes.models.load import HostModel
 from pylate_fastmaxsim.recipes.pooling import final_pooling, pooling_at
@@ -20,7 +20,7 @@ from pylate_fastmaxsim.recipes.pooling import final_pooling, pooling_at
 CARD = "README.md"
 
 
-def name_recipe(folder: Path, recipe: Recipe) -> None:
+def append_recipe(folder: Path, recipe: Recipe) -> None:
     """Append recipe and versions to the card that the host library wrote into ``folder``."""
     host = kind_of(recipe.model).host
     with open(folder / CARD, "a", encoding="utf-8") as card:
@@ -99,4 +99,4 @@ class NameRecipe(TrainerCallback):
     def on_save(self, args, state, control, **kwargs) -> None:
         if state.is_world_process_zero:
             # In place: the trainer has just written the checkpoint, and goes on from it with any card.
-            name_recipe(Path(args.output_dir) / f"checkpoint-{state.global_step}", self.recipe)
+            append_recipe(Path(args.output_dir) / f"checkpoint-{state.global_step}", self.recipe)

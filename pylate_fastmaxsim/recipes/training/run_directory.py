@@ -5,23 +5,21 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from pylate_fastmaxsim.files.replace import remove_file, replace_file
 from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.kinds import build_recipe
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.config.yaml_text import read_yaml
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files import inputs_of, make_directory, parse_json
+from pylate_fastmaxsim.recipes.files import inputs_of, make_directory
+from pylate_fastmaxsim.recipes.load import dump_recipe, read_yaml
+from pylate_fastmaxsim.recipes.models.load import is_cut_short
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +61,6 @@ def open_run_directory(recipe: Recipe, resume: bool, writes: bool, processes: in
     -------
     The checkpoint, and the recipe that the model is trained with. If the checkpoint has no step left to do, that is
     the recorded recipe with the name and the evaluation of now.
-
-    Raises
-    ------
-    RecipeError
-        The checkpoints are of another recipe, of an unknown one, or of another number of processes.
     """
     directory = Path(recipe.output_dir)
     record = directory / RECIPE_FILE
@@ -115,7 +108,7 @@ def require_own_checkpoints(recipe: Recipe) -> None:
 
 
 def _require_same_recipe(recipe: Recipe, earlier: Recipe) -> None:
-    before, now = _flat(asdict(earlier)), _flat(asdict(recipe))
+    before, now = _flatten(asdict(earlier)), _flatten(asdict(recipe))
     changed = [
         f"{key} is {now.get(key)!r} and was {before.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
@@ -152,11 +145,11 @@ def _warn_of_other_masking(recipe: Recipe, earlier: Recipe) -> None:
         )
 
 
-def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat = {}
     for name, value in section.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
+            flat |= _flatten(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = value
     return flat
@@ -169,10 +162,10 @@ def last_checkpoint(recipe: Recipe) -> Path | None:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether the file that the trainer writes last is there, and no file is cut short, as by a power cut."""
+    """True if the file that the trainer writes last is there, and no file is cut short, as by a power cut."""
     if not (checkpoint / TRAINER_STATE_NAME).exists():
         return False
-    damaged = [path for path in sorted(checkpoint.rglob("*")) if _is_cut_short(path)]
+    damaged = [path for path in sorted(checkpoint.rglob("*")) if is_cut_short(path)]
     if damaged:
         log_once(
             "%s is damaged, so training does not go on from %s but from the checkpoint before it, if there is one.",
@@ -180,18 +173,6 @@ def is_complete(checkpoint: Path) -> bool:
             checkpoint,
         )
     return not damaged
-
-
-def _is_cut_short(file: Path) -> bool:
-    try:
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt"):
-                return False
-        if file.suffix == ".json":
-            return not isinstance(parse_json(file.read_text(encoding="utf-8")), (dict, list))
-    except (OSError, ValueError, SafetensorError):
-        return True
-    return file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file)
 
 
 def checkpoints_in(directory: Path) -> dict[Path, int]:

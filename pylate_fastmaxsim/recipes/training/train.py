@@ -18,7 +18,7 @@ from pylate_fastmaxsim.recipes.config.schema import Recipe, TrainingSection
 from pylate_fastmaxsim.recipes.data.collection import RecipeData
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
-from pylate_fastmaxsim.recipes.files import hold_lock, require_outputs, without_nan, write_json
+from pylate_fastmaxsim.recipes.files import hold_lock, require_outputs, write_json
 from pylate_fastmaxsim.recipes.kind import Kind, kind_of
 from pylate_fastmaxsim.recipes.models.load import HostModel, load_model, load_trained
 from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin
@@ -30,7 +30,7 @@ from pylate_fastmaxsim.recipes.training.model_card import (
     CARD,
     NameRecipe,
     add_metrics,
-    name_recipe,
+    append_recipe,
     restore_card_metadata,
 )
 from pylate_fastmaxsim.recipes.training.run_directory import (
@@ -41,6 +41,7 @@ from pylate_fastmaxsim.recipes.training.run_directory import (
     require_own_checkpoints,
     trained_state,
 )
+from pylate_fastmaxsim.reporting.numbers import without_nan
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ def _train(
             with unsharded_loading(arguments):
                 begun, model = model, load_trained(prepared.model, checkpoint, arguments.device)
             if kind.writes_card:
-                trainer = kind.build_trainer(trained_with.loss, model, data.train, arguments, kind.plain_trainer)
+                trainer = kind.build_trainer(trained_with.loss, model, data.train, arguments)
                 restore_card_metadata(trainer, state, begun)
             del begun
         result = {
@@ -175,13 +176,7 @@ def _run_trainer(recipe: Recipe, kind: Kind, trainer: Trainer, checkpoint: Path 
 
 
 def require_steps(section: TrainingSection, state: TrainerState) -> None:
-    """Refuse a training without a single batch, of which the trainer only warns.
-
-    Raises
-    ------
-    RecipeError
-        No step was taken.
-    """
+    """Refuse a training without a single batch, of which the trainer only warns."""
     if state.global_step:
         return
     incomplete = " or set training.dataloader_drop_last to false" if section.dataloader_drop_last else ""
@@ -194,7 +189,7 @@ def require_steps(section: TrainingSection, state: TrainerState) -> None:
 def _save(recipe: Recipe, model: HostModel, folder: Path) -> None:
     def write(scratch: Path) -> None:
         model.save_pretrained(str(scratch))
-        name_recipe(scratch, recipe)
+        append_recipe(scratch, recipe)
         # Its metrics are those of the earlier model.
         remove_file(folder.parent / RESULT_FILE)
 
@@ -206,7 +201,7 @@ def _add_to_card(recipe: Recipe, model: HostModel, metrics: dict[str, float | No
     add_metrics(recipe.evaluation, model, metrics)
     with TemporaryDirectory() as scratch:
         model._create_model_card(scratch)
-        name_recipe(Path(scratch), recipe)
+        append_recipe(Path(scratch), recipe)
         replace_file(folder / CARD, Path(scratch, CARD).read_bytes())
 
 

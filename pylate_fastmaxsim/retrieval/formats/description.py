@@ -9,7 +9,8 @@ import numpy as np
 
 from pylate_fastmaxsim.files.record import checksum, read_record, write_record
 from pylate_fastmaxsim.files.replace import replace_file
-from pylate_fastmaxsim.retrieval.formats.format import Format, described, format_from
+from pylate_fastmaxsim.retrieval.formats.checksums import WRITE_AGAIN, chunks
+from pylate_fastmaxsim.retrieval.formats.format import Format, format_from
 
 # Written last, so that a folder with this file is complete.
 DESCRIPTION_FILE = "corpus.json"
@@ -18,50 +19,46 @@ JOURNAL_FILE = "unfinished.json"
 BOUNDS_FILE = "bounds.bin"  # [N + 1], int64, where documents begin and end, as cu_seqlens
 FORMAT = "pylate-fastmaxsim corpus 3"
 
-WRITE_AGAIN = "put it back, or write the corpus again with write_corpus"
 _CHECKSUMS = "checksums-{}.bin"
 
 
 class Held(NamedTuple):
-    """What a folder holds.
-
-    Parameters
-    ----------
-    checksums
-        Of the chunks of all data files, in the order of :func:`sizes`, uint64.
-    generation
-        Number of the description, or in a journal that of the description that the call goes on from; 0 if there is none.
-    identity
-        Made at random with the first description.
-    """
+    """Contents of a folder."""
 
     format: Format
     documents: int
     tokens: int
-    checksums: np.ndarray
-    generation: int
-    identity: str
+    checksums: np.ndarray  # of the chunks of all data files, in the order of `sizes`, uint64
+    generation: int  # of the description, in a journal of that which the call goes on from; 0 if there is none
+    identity: str  # made at random with the first description
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each data file."""
+        columns = self.format.columns.items()
+        sizes = {file_of(name): column.nbytes(self.documents, self.tokens) for name, column in columns}
+        return sizes | {BOUNDS_FILE: 8 * (self.documents + 1)}
+
+    @property
+    def checksums_by_file(self) -> dict[str, np.ndarray]:
+        """Checksums of the chunks of each data file."""
+        ends = np.cumsum([chunks(size) for size in self.sizes.values()])
+        return dict(zip(self.sizes, np.split(self.checksums, ends[:-1]), strict=True))
 
 
 def file_of(column: str) -> str:
-    """Where a column is: its rows one after another, without a header."""
+    """File of a column: its rows one after another, without a header."""
     return f"{column}.bin"
 
 
-def sizes(format: Format, documents: int, tokens: int) -> dict[str, int]:
-    """Bytes of each data file."""
-    columns = {file_of(name): column.nbytes(documents, tokens) for name, column in format.columns.items()}
-    return columns | {BOUNDS_FILE: 8 * (documents + 1)}
-
-
 def read(folder: Path) -> Held | None:
-    """What the description of a folder says; None if it has none. ValueError if it, or a file that it needs, is damaged."""
+    """Read the description of a folder; None if it has none. ValueError if it, or a file that it needs, is damaged."""
     values = _values(folder / DESCRIPTION_FILE, WRITE_AGAIN)
     return None if values is None else _held(folder, values)
 
 
 def read_unfinished(folder: Path) -> Held | None:
-    """What a call goes on from: what one that has not ended has written, else the corpus; None if there are no documents."""
+    """Read what a call that has not ended has written, else the corpus; None if there are no documents."""
     complete = read(folder)
     journal = _values(folder / JOURNAL_FILE, "remove it, which loses what an unfinished call has written")
     # While it counts nothing, there may be no codec yet.
@@ -104,7 +101,7 @@ def _write(file: Path, held: Held) -> None:
         "tokens": held.tokens,
         "checksums": name,
     }
-    write_record(file, values | described(held.format))
+    write_record(file, values | held.format.described())
 
 
 def _values(file: Path, what_to_do: str) -> dict[str, Any] | None:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.cpu.live_tokens import live_tokens
-from pylate_fastmaxsim.retrieval.formats import checked, description
-from pylate_fastmaxsim.retrieval.formats.checked import Checked
-from pylate_fastmaxsim.retrieval.formats.description import BOUNDS_FILE, WRITE_AGAIN, Held, file_of
-from pylate_fastmaxsim.retrieval.formats.format import Arrays, Column, Format, ResidualDocuments
+from pylate_fastmaxsim.retrieval.formats.checksums import WRITE_AGAIN, CheckedRows
+from pylate_fastmaxsim.retrieval.formats.description import BOUNDS_FILE, Held, file_of
+from pylate_fastmaxsim.retrieval.formats.format import Arrays, Column, Format
 
 _BOUNDS = Column(torch.int64, per_document=True)
 # Of what is read to be looked at only.
@@ -24,30 +23,14 @@ _TOKENS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Documents of one format, on the CPU.
-
-    Parameters
-    ----------
-    format
-        Names the arrays and makes batches of them.
-    arrays
-        Of each column of the format, all rows: of a mapped file, or in memory.
-    bounds
-        Where documents begin and end in the rows of tokens, as ``cu_seqlens``: ``[n + 1]``, int64.
-    file
-        What the bounds are read from, for errors.
-    checked
-        Of mapped files with checksums, by the name of the column: every row goes through it before it is handed on.
-    checked_bounds
-        The same of the bounds.
-    """
+    """Documents of one format, on the CPU."""
 
     format: Format
-    arrays: Arrays
-    bounds: Tensor
-    file: Path
-    checked: dict[str, Checked] = field(default_factory=dict)
-    checked_bounds: Checked | None = None
+    arrays: Arrays  # of each column all rows: of a mapped file, or in memory
+    bounds: Tensor  # of documents in the rows of tokens, as cu_seqlens: [n + 1], int64
+    file: Path  # of the bounds, for errors
+    # Of mapped files, by column or "bounds": every row goes through it before it is handed on.
+    checked: dict[str, CheckedRows] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -64,8 +47,8 @@ class Part:
             fitting = begin + int(torch.searchsorted(self.bounds[begin : end + 1], most, right=True)) - 1
             last = max(begin + 1, fitting)
             # Only now, so that no more bounds are read than are used.
-            if self.checked_bounds is not None:
-                self.checked_bounds.require(begin, last + 1)
+            if "bounds" in self.checked:
+                self.checked["bounds"].require(begin, last + 1)
             self._require_order(self.bounds[begin:last], self.bounds[begin + 1 : last + 1])
             yield begin, last
             begin = last
@@ -90,9 +73,8 @@ class Part:
         arrays = {}
         for name, column in self.format.columns.items():
             if name in self.checked:
-                self.checked[name].require_runs(
-                    *((documents, documents + 1) if column.per_document else (starts, ends))
-                )
+                runs = (documents, documents + 1) if column.per_document else (starts, ends)
+                self.checked[name].require_runs(*runs)
             arrays[name] = _rows(self.arrays[name], documents if column.per_document else rows)
         self._require_codes(arrays)
         return arrays, ends - starts
@@ -114,8 +96,8 @@ class Part:
             self.views(begin, end)
 
     def _bounds_of(self, documents: Tensor) -> tuple[Tensor, Tensor]:
-        if self.checked_bounds is not None:
-            self.checked_bounds.require_runs(documents, documents + 2)
+        if "bounds" in self.checked:
+            self.checked["bounds"].require_runs(documents, documents + 2)
         starts, ends = self.bounds[documents], self.bounds[documents + 1]
         self._require_order(starts, ends)
         return starts, ends
@@ -129,7 +111,7 @@ class Part:
 
     def _require_codes(self, arrays: Arrays) -> None:
         """A kernel would read beyond the centroids."""
-        if isinstance(self.format, ResidualDocuments) and len(arrays["codes"]):
+        if self.format.codec is not None and len(arrays["codes"]):
             (lowest, highest), most = map(int, torch.aminmax(arrays["codes"])), len(self.format.codec.centroids) - 1
             if lowest < 0 or highest > most:
                 raise ValueError(
@@ -147,26 +129,21 @@ def _rows(array: Tensor, rows: Tensor) -> Tensor:
 
 def mapped_part(folder: Path, held: Held) -> Part:
     """The files of a folder, mapped into memory. ValueError if they are shorter than its description says."""
-    columns, first, found = held.format.columns, 0, {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")
-        for name, size in description.sizes(*held[:3]).items():
-            file, last = folder / name, first + checked.chunks(size)
-            found[name] = file, mapped(file, size), held.checksums[first:last]
-            first = last
+    sizes, checksums = held.sizes, held.checksums_by_file
+    arrays, checks = {}, {}
 
-    def column(name: str, column: Column, documents: int) -> tuple[Tensor, Checked]:
-        file, content, checksums = found[name]
-        array = content.view(column.dtype).view(column.shape(documents, held.tokens))
-        return array, Checked(file, content.numpy(), column.nbytes(1, 1), checksums)
+    def add(column: str, file: str, stored: Column, documents: int) -> None:
+        content = _mapped(folder / file, sizes[file])
+        arrays[column] = content.view(stored.dtype).view(stored.shape(documents, held.tokens))
+        checks[column] = CheckedRows(folder / file, content.numpy(), stored.nbytes(1, 1), checksums[file])
 
-    pairs = {name: column(file_of(name), columns[name], held.documents) for name in columns}
-    bounds, checked_bounds = column(BOUNDS_FILE, _BOUNDS, held.documents + 1)
-    arrays, checks = ({name: pair[i] for name, pair in pairs.items()} for i in (0, 1))
-    return Part(held.format, arrays, bounds, found[BOUNDS_FILE][0], checks, checked_bounds)
+    for name, column in held.format.columns.items():
+        add(name, file_of(name), column, held.documents)
+    add("bounds", BOUNDS_FILE, _BOUNDS, held.documents + 1)
+    return Part(held.format, arrays, arrays.pop("bounds"), folder / BOUNDS_FILE, checks)
 
 
-def mapped(file: Path, size: int) -> Tensor:
+def _mapped(file: Path, size: int) -> Tensor:
     """The first bytes of a file, uint8. ValueError if there are fewer.
 
     It may be longer while documents are added, and when that was interrupted.
@@ -175,7 +152,8 @@ def mapped(file: Path, size: int) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     try:
         # The mapping of torch.from_file is writable, and refused where it is larger than the memory.
-        with open(file, "rb", buffering=0) as opened:
+        with open(file, "rb", buffering=0) as opened, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
             return torch.frombuffer(mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ), dtype=torch.uint8)
     except FileNotFoundError:
         reason = "is missing"

@@ -10,14 +10,13 @@ from pylate_fastmaxsim._checks import require_integer
 from pylate_fastmaxsim.files.record import read_again_if_replaced
 from pylate_fastmaxsim.retrieval.formats import description
 from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE, JOURNAL_FILE
-from pylate_fastmaxsim.retrieval.formats.format import Format, ResidualDocuments
 from pylate_fastmaxsim.retrieval.formats.part import Part, mapped_part
 
 _FOLDER = re.compile(r"rank-(\d{5})-of-(\d{5})")
 
 
 def rank_folder(folder: Path, rank: object) -> Path:
-    """Where the process ``rank`` = (r, n) of a call of write_corpus writes."""
+    """Folder of the process ``rank`` = (r, n) of a call of write_corpus."""
     try:
         number, ranks = (require_integer("rank", value) for value in rank)
     except (TypeError, ValueError):
@@ -39,8 +38,9 @@ def open_parts(folder: Path) -> list[Part]:
         return [part]
     parts: list[Part] = []
     for part in map(_opened, folders(folder)):
-        if parts and _have_one_codec(part.format, parts[0].format):
-            part = dataclasses.replace(part, format=parts[0].format)  # so that a device holds it once
+        first = parts[0].format if parts else part.format
+        if part.format.codec and first.codec and part.format.codec.checksum == first.codec.checksum:
+            part = dataclasses.replace(part, format=first)  # so that a device holds it once
         parts.append(part)
     return parts
 
@@ -83,7 +83,7 @@ def _of_rank(folder: Path, number: int, ranks: int) -> Path:
 
 
 def _ranks(folder: Path) -> int:
-    """How many processes write a folder; 0 if it is not of several. ValueError if that is not clear."""
+    """Number of processes that write a folder; 0 if it is not of several. ValueError if that is not clear."""
     names = [_FOLDER.fullmatch(path.name) for path in folder.glob("rank-*-of-*")]
     found = {int(name[2]) for name in names if name}
     if len(found) > 1:
@@ -91,8 +91,3 @@ def _ranks(folder: Path) -> int:
             f"Corpus: {folder} holds folders of ranks of {sorted(found)} processes; remove those that are old."
         )
     return max(found, default=0)
-
-
-def _have_one_codec(*formats: Format) -> bool:
-    residual = [format for format in formats if isinstance(format, ResidualDocuments)]
-    return len(residual) == len(formats) and len({format.codec.checksum for format in residual}) == 1

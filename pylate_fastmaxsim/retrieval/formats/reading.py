@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.retrieval.formats.format import Arrays, Batch, Format, ResidualDocuments
+from pylate_fastmaxsim.retrieval.formats.format import Arrays, Batch, Format
 from pylate_fastmaxsim.retrieval.formats.part import Part
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -32,8 +32,8 @@ def batch_on(
     return format.decode(arrays, starts, lengths, longest), [*arrays.values(), starts, lengths]
 
 
-def moved(batch: Batch, device: torch.device) -> Batch:
-    """A batch of any kind on a device."""
+def batch_to(batch: Batch, device: torch.device) -> Batch:
+    """Copy a batch to a device."""
     if not isinstance(batch, TokenBatch):
         return batch.to(device)
     tensors = (tensor.to(device) for tensor in (batch.values, batch.starts, batch.lengths))
@@ -45,7 +45,7 @@ def streamed(device: torch.device, pieces: Sequence[Piece]) -> Iterator[Batch]:
     if not pieces:
         return
     for part in {id(part): part for part, _, _ in pieces}.values():
-        if isinstance(part.format, ResidualDocuments):
+        if part.format.codec is not None:
             part.format.codec.to(device)  # copied once, on the caller's stream
     slots = [_Slot(_pinned(pieces)) for _ in pieces[:IN_FLIGHT]]
     stream = torch.cuda.Stream(device)

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._checks import require_batches
 from pylate_fastmaxsim.cpu.live_tokens import live_tokens
+from pylate_fastmaxsim.files.lock import holds_something
 from pylate_fastmaxsim.files.replace import sync
-from pylate_fastmaxsim.retrieval.checks import require_batches
-from pylate_fastmaxsim.retrieval.folders import holds_something
-from pylate_fastmaxsim.retrieval.formats import checked, description
-from pylate_fastmaxsim.retrieval.formats.appended import AppendedFile
+from pylate_fastmaxsim.retrieval.formats import description
+from pylate_fastmaxsim.retrieval.formats.checksums import AppendedFile
 from pylate_fastmaxsim.retrieval.formats.description import BOUNDS_FILE, JOURNAL_FILE, Held, file_of
-from pylate_fastmaxsim.retrieval.formats.format import CODEC_FILE, Chosen, ResidualDocuments, format_of, require_chosen
+from pylate_fastmaxsim.retrieval.formats.format import CODEC_FILE, Chosen, format_of, require_chosen
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # What a killed process loses at most.
@@ -39,13 +39,12 @@ class Writer:
         is_new = not held.documents and not held.generation
         if is_new:
             clear(folder)
-            if isinstance(self.format, ResidualDocuments):
+            if self.format.codec is not None:
                 self.format.codec.save(folder / CODEC_FILE)
-        self._files, first = {}, 0
-        for name, size in description.sizes(*held[:3]).items():
-            last = first + checked.chunks(size)
-            self._files[name] = AppendedFile(folder / name, None if is_new else size, held.checksums[first:last], files)
-            first = last
+        sizes, checksums = held.sizes, held.checksums_by_file
+        self._files = {
+            name: AppendedFile(folder / name, None if is_new else sizes[name], checksums[name], files) for name in sizes
+        }
         if is_new:
             self._write(BOUNDS_FILE, torch.zeros(1, dtype=torch.int64, device="cpu"))
         self._noted = time.monotonic()
@@ -70,9 +69,9 @@ class Writer:
         description.finish(self.folder, self._synced())
 
     def _synced(self) -> Held:
-        sizes = description.sizes(self.format, self.documents, self.tokens)
-        checksums = np.concatenate([self._files[name].synced(size) for name, size in sizes.items()])
-        return self._held._replace(documents=self.documents, tokens=self.tokens, checksums=checksums)
+        held = self._held._replace(documents=self.documents, tokens=self.tokens)
+        checksums = [self._files[name].synced(size) for name, size in held.sizes.items()]
+        return held._replace(checksums=np.concatenate(checksums))
 
     def _write(self, name: str, tensor: Tensor) -> None:
         self._files[name].append(tensor.contiguous().view(torch.uint8).flatten().numpy().data)
@@ -96,7 +95,7 @@ def write(
         require_chosen(f"{folder} holds {held.documents} documents", held.format, chosen)
     if goes_on:
         batches = batches(held.documents if held else 0)
-        require_batches("write_corpus", "batches", batches)
+        require_batches("write_corpus", "batches", batches, TokenBatch)
     writer = None
     with ExitStack() as files:
         try:

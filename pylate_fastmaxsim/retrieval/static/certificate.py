@@ -36,33 +36,12 @@ def certified_search(
     document_vectors: Tensor,
     k: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The ``k`` documents of each query with the highest MaxSim.
+    """The ``k`` documents of each query with the highest MaxSim, from candidates of a sparse ``search``.
 
-    Parameters
-    ----------
-    search
-        The sparse search, called with queries and a depth: scores and positions on the device of ``queries``.
-    queries
-        Nq queries.
-    bounds
-        What added to an exact sparse score makes an upper bound of MaxSim, ``[Nq]``, float64, on the CPU.
-    tokens
-        Of all documents.
-    live
-        Positions of the documents that may be found, ascending.
-    query_vectors, document_vectors
-        Both tables, ``[V, d]``, on the device that rescores.
-    k
-        At least 1.
-
-    Returns
-    -------
-    scores
-        MaxSim, best first, ``[Nq, min(k, live)]``, float32, on the CPU.
-    positions
-        int64, on the CPU. Of equal scores the lower comes first.
-    rescored
-        For how many documents MaxSim was computed, ``[Nq]``, int64, on the CPU.
+    ``bounds``, float64 ``[Nq]``, are what added to an exact sparse score makes an upper bound of MaxSim; ``tokens`` are
+    those of all documents, and ``live`` the ascending positions of those that may be found. Both tables lie on the device
+    that rescores. Returns scores and positions ``[Nq, min(k, live)]``, best first and of equal ones the lower position,
+    and for how many documents of each query MaxSim was computed, all on the CPU.
     """
     k = min(k, len(live))
     best = torch.full((len(queries), k), -torch.inf, device="cpu")

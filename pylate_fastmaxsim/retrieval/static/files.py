@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from pylate_fastmaxsim.files.lock import writing
 from pylate_fastmaxsim.files.record import checksum, read_again_if_replaced, read_record, write_record
 from pylate_fastmaxsim.files.replace import replace_file
-from pylate_fastmaxsim.retrieval.folders import writing
 
 DESCRIPTION_FILE = "static_late_interaction.json"
 FORMAT = "pylate-fastmaxsim static late interaction 2"
@@ -49,7 +49,7 @@ def write(where: str, folder: Path, values: dict, tensors: dict[str, Tensor], to
 
 
 def read(where: str, folder: Path, device: torch.device) -> tuple[dict, dict[str, Tensor], Callable]:
-    """What :func:`write` has written; ValueError if it is not there, of another format or damaged."""
+    """Read what :func:`write` has written; ValueError if it is not there, of another format or damaged."""
     return read_again_if_replaced(folder / DESCRIPTION_FILE, partial(_read, where, folder, device))
 
 

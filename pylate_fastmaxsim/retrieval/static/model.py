@@ -16,17 +16,18 @@ from torch import Tensor
 from pylate_fastmaxsim._checks import require_count, require_tensor
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
-from pylate_fastmaxsim.retrieval.static import documents as vectors
 from pylate_fastmaxsim.retrieval.static import files
 from pylate_fastmaxsim.retrieval.static.certificate import certified_search
-from pylate_fastmaxsim.retrieval.static.neighbours import (
+from pylate_fastmaxsim.retrieval.static.documents import (
     Neighbours,
     equal_tokens,
+    from_maxsim,
+    from_neighbours,
     neighbours_above,
     neighbours_at_least,
     token_thresholds,
 )
-from pylate_fastmaxsim.retrieval.static.tokens import TokenIds, check_ids, tokenize, unlimited
+from pylate_fastmaxsim.retrieval.static.tokens import TokenIds, check_ids, tokenize, without_truncation
 from pylate_fastmaxsim.retrieval.static.weights import BM25, Statistics
 from pylate_fastmaxsim.sparse import SparseBatch
 
@@ -134,7 +135,7 @@ class StaticLateInteraction:
                 f"{query_vectors.device} and {tuple(document_vectors.shape)} on {document_vectors.device}."
             )
         self.vocabulary, self.device = len(query_vectors), query_vectors.device
-        self.tokenizer = unlimited(tokenizer)
+        self.tokenizer = without_truncation(tokenizer)
         self.neighbours = None if neighbours is None else require_count(where, "neighbours", neighbours)
         self.bm25_weights = document_weights if isinstance(document_weights, BM25) else None
         self._set_threshold(where, threshold)
@@ -151,13 +152,10 @@ class StaticLateInteraction:
             factors = self._weights(where, "document_weights", weights)
         elif weights not in (None, "norms", self.bm25_weights):
             raise ValueError(f'{where}: document_weights must be None, a BM25, "norms" or a tensor, got {weights!r}.')
-        same = documents is queries and (weights is None or self.bm25_weights is not None)
-        self.query_vectors = _unit(queries) if normalize else queries.float()
-        if same:
-            self.document_vectors = self.query_vectors
-            return
-        scaled = _unit(documents) if normalize and not isinstance(weights, str) else documents.float()
-        self.document_vectors = scaled if factors is None else (scaled * factors[:, None]).float()
+        self.query_vectors = self.document_vectors = _unit(queries) if normalize else queries.float()
+        if documents is not queries or (weights is not None and self.bm25_weights is None):
+            scaled = _unit(documents) if normalize and not isinstance(weights, str) else documents.float()
+            self.document_vectors = scaled if factors is None else (scaled * factors[:, None]).float()
 
     def _set_query_weights(self, where: str, queries: Tensor, normalize: bool, weights: object) -> None:
         self.uses_idf = isinstance(weights, str) and weights == "idf"
@@ -296,12 +294,10 @@ class StaticLateInteraction:
                     "StaticLateInteraction: too many tokens match for BM25; raise the threshold, or set neighbours."
                 )
             mean_length = self._fitted("BM25").mean_length
-            return vectors.from_neighbours(
-                tokens, table, None, lambda *each: self.bm25_weights.of_counts(*each, mean_length)
-            )
+            return from_neighbours(tokens, table, None, lambda *each: self.bm25_weights.of_counts(*each, mean_length))
         if table is None:
-            return vectors.from_maxsim(tokens, self.query_vectors, self.document_vectors, self.thresholds)
-        return vectors.from_neighbours(tokens, table, (-self.thresholds).clamp(min=0).float(), None)
+            return from_maxsim(tokens, self.query_vectors, self.document_vectors, self.thresholds)
+        return from_neighbours(tokens, table, (-self.thresholds).clamp(min=0).float(), None)
 
     @torch.no_grad()
     def queries(self, texts: Texts) -> SparseBatch:
@@ -316,7 +312,7 @@ class StaticLateInteraction:
         return SparseBatch._from_entries(where, rows, terms, weights, len(tokens), self.vocabulary).to(self.device)
 
     def bound(self, queries: Texts | SparseBatch) -> Tensor:
-        """What added to the sparse scores of queries gives upper bounds of MaxSim, ``[Nq]``, float64.
+        """Summands that make the sparse scores of queries upper bounds of MaxSim, ``[Nq]``, float64.
 
         The sum of the query's tokens' thresholds times their weights. Of the threshold ``"lowest"`` the sum is MaxSim.
 
@@ -477,7 +473,7 @@ class StaticLateInteraction:
         return model
 
     def to(self, device: str | torch.device) -> StaticLateInteraction:
-        """The same model on another device."""
+        """Copy the model to another device."""
         model = copy.copy(self)
         model.__dict__.pop("neighbour_table", None)
         model.query_vectors = model.document_vectors = self.query_vectors.to(device)
@@ -488,7 +484,7 @@ class StaticLateInteraction:
         return model
 
     def with_threshold(self, threshold: float | str) -> StaticLateInteraction:
-        """The same model at another threshold."""
+        """Copy the model with another threshold."""
         model = copy.copy(self)
         for made in ("thresholds", "neighbour_table"):
             model.__dict__.pop(made, None)
@@ -496,7 +492,11 @@ class StaticLateInteraction:
         return model
 
     def _set_threshold(self, where: str, threshold: float | str) -> None:
-        self.threshold = _threshold(where, threshold)
+        if threshold == "lowest":
+            threshold = -torch.inf
+        elif isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or threshold != threshold:
+            raise ValueError(f'{where}: threshold must be a number or "lowest", got {threshold!r}.')
+        self.threshold = float(threshold)
         if self.bm25_weights is not None and self.threshold <= 0:
             raise ValueError(f"{where}: with BM25 the threshold must be above 0, got {threshold}.")
 
@@ -508,13 +508,13 @@ class StaticLateInteraction:
 
     @property
     def _rounding(self) -> float:
-        """More than a similarity in float64 may be off by, in up to 8,192 dimensions."""
+        """Bound of the error of a similarity in float64, in up to 8,192 dimensions."""
         norms = (table.norm(dim=1).amax().item() for table in (self.query_vectors, self.document_vectors))
         return 2.0**-40 * math.prod(norms)
 
     @property
     def query_weights(self) -> Tensor | None:
-        """What each query token counts, ``[V]``, float64, on the CPU; ``None``: 1."""
+        """Weight of each query token, ``[V]``, float64, on the CPU; ``None``: 1."""
         return self._fitted("idf").idf if self.uses_idf else self._query_weights
 
     @cached_property
@@ -577,14 +577,6 @@ class StaticLateInteraction:
 
 def _are_texts(texts: object) -> bool:
     return isinstance(texts, Sequence) and not isinstance(texts, str) and all(isinstance(text, str) for text in texts)
-
-
-def _threshold(where: str, threshold: object) -> float:
-    if threshold == "lowest":
-        return -torch.inf
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or threshold != threshold:
-        raise ValueError(f'{where}: threshold must be a number or "lowest", got {threshold!r}.')
-    return float(threshold)
 
 
 def _unit(vectors: Tensor) -> Tensor:

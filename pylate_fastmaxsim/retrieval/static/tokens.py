@@ -68,7 +68,7 @@ class TokenIds:
         return TokenIds(self.ids[places + torch.arange(len(places), device="cpu")], offsets)
 
     def without(self, tokens: Sequence[int], vocabulary: int) -> TokenIds:
-        """Without some of the tokens, of which there are ``vocabulary``."""
+        """Leave out some of the tokens, of which there are ``vocabulary``."""
         if not tokens:
             return self
         kept = torch.ones(vocabulary, dtype=torch.bool, device="cpu")
@@ -91,7 +91,7 @@ class TokenIds:
             begin = end
 
 
-def unlimited(tokenizer: Callable | None) -> Callable | None:
+def without_truncation(tokenizer: Callable | None) -> Callable | None:
     """A copy of a tokenizer of the ``tokenizers`` library that neither pads nor truncates; another as it is."""
     if hasattr(tokenizer, "encode_batch"):
         tokenizer = copy.deepcopy(tokenizer)

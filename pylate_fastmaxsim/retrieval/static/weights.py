@@ -42,7 +42,7 @@ class BM25:
             raise ValueError(f"BM25: b must be from 0 to 1, got {self.b}.")
 
     def of_counts(self, counts: Tensor, lengths: Tensor, mean_length: float) -> Tensor:
-        """What tokens count that occur ``counts`` times in documents of ``lengths`` tokens, float64."""
+        """Weights of tokens that occur ``counts`` times in documents of ``lengths`` tokens, float64."""
         counts = counts.double()
         return counts / (counts + self.k1 * (1 - self.b + self.b * lengths.double() / mean_length))
 

@@ -214,7 +214,7 @@ def test_gradcache_keeps_to_the_encoder(model, recorded):
 
 @pytest.mark.parametrize(("tokens", "texts", "longest"), [(1, 1, 1), (64, 3, 64), (5475, 128, 300), (16384, 700, 90)])
 def test_sizes_hold_their_batches(tokens, texts, longest):
-    size = graphs.Size.that_holds(tokens, texts, longest)
+    size = graphs.Size.smallest_for(tokens, texts, longest)
     assert tokens <= size.tokens <= max(64, tokens * 1.07)
     ends = torch.linspace(0, tokens, texts + 1).int()
     borders = size.borders(torch.stack([ends, ends]), tokens)

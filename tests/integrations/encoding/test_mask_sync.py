@@ -29,7 +29,7 @@ def test_only_masks_on_a_gpu_and_only_inside_are_not_looked_at(name, sizes):
     on_gpu = SimpleNamespace(is_cuda=True, all=inspect, shape=(2, 8))
     full, part = torch.ones(2, 8, dtype=torch.bool), torch.eye(8, dtype=torch.bool)
     with pylate_fastmaxsim.enabled():
-        with masks.uninspected():
+        with masks.masks_unread():
             assert not leave_out(on_gpu)
             assert leave_out(full) and not leave_out(part) and leave_out(None)
         with pytest.raises(Inspected):  # outside, transformers decides

@@ -113,7 +113,7 @@ def test_an_exception_prints_the_script_s_own_traceback(run, tmp_path, capsys):
 @pytest.mark.parametrize("begin", [["-m", "told"], ["--stock-masking", "told.py"], ["--", "told.py"]])
 def test_every_word_behind_the_script_is_the_script_s(run, begin, words, monkeypatch):
     ran = []
-    monkeypatch.setattr(run_script, "run_as_python_does", lambda *arguments: ran.append(arguments))
+    monkeypatch.setattr(run_script, "run_as_main", lambda *arguments: ran.append(arguments))
     run([*begin, *words])
     assert ran == [([begin[-1], *words], "-m" in begin)]
 

@@ -107,7 +107,7 @@ NAMES = [
     (transformers.BertConfig(), "_attn_implementation", "packed attention"),
     (transformers.PreTrainedModel, "_supports_sdpa", "the advice where attention cannot be packed"),
     (checkpointed_layer(), "_gradient_checkpointing_func gradient_checkpointing", "compiled checkpointing"),
-    (transformers.masking_utils, "_ignore_bidirectional_mask_sdpa _ignore_causal_mask_sdpa", "uninspected masks"),
+    (transformers.masking_utils, "_ignore_bidirectional_mask_sdpa _ignore_causal_mask_sdpa", "masks_unread masks"),
     (transformers, "AttentionInterface", "packed attention"),
     (transformers.Gemma3nTextConfig(), "num_kv_shared_layers", "decoders without a cache"),
     (transformers.modeling_layers, "GradientCheckpointingLayer", "compiled checkpointing"),

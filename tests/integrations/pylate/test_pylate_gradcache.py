@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import PooledScores, TokenBatch, _winners
-from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 
 
@@ -79,7 +78,7 @@ def test_gradients_of_many_chunks_are_summed_in_float32(monkeypatch, dtype, tole
     def gradient(dtype):
         batch = TokenBatch.from_padded(documents.to(dtype))
         batch.values.requires_grad_()
-        scored = pylate_losses._Scored(batch, None, None, PooledScores(), Options())
+        scored = pylate_losses._Scored(batch, None, None, PooledScores())
         chunks = pylate_losses._losses_of_chunks(
             loss_function, queries.to(dtype).requires_grad_(), None, scored, torch.arange(256, device=device) % 8
         )

@@ -8,24 +8,23 @@ pytest.importorskip("triton")
 from compiled import blocks_of, check, compiled, kind, options_of, points  # noqa: E402
 
 from pylate_fastmaxsim.kernels.runtime.arch import ALL_REGISTERS, next_power_of_2  # noqa: E402
-from pylate_fastmaxsim.kernels.winner_backward.candidate_order import candidate_order_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.winner_backward.document_gradient import (  # noqa: E402
     candidate_document_gradient_kernel,
     document_gradient_kernel,
 )
 from pylate_fastmaxsim.kernels.winner_backward.launch import in_flight  # noqa: E402
 from pylate_fastmaxsim.kernels.winner_backward.query_gradient import query_gradient_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.winner_backward.sorting import (  # noqa: E402
+    candidate_order_kernel,
+    count_kernel,
+    place_kernel,
+    row_query_kernel,
+)
 from pylate_fastmaxsim.kernels.winner_backward.tiles import (  # noqa: E402
     candidate_gradient_tiles,
     document_gradient_tiles,
     query_gradient_tiles,
 )
-from pylate_fastmaxsim.kernels.winner_backward.winner_buckets import (  # noqa: E402
-    count_kernel,
-    place_kernel,
-    row_query_kernel,
-)
-from pylate_fastmaxsim.kernels.winner_backward.winner_sets import count_sets_kernel, place_sets_kernel  # noqa: E402
 
 pytestmark = pytest.mark.compile
 
@@ -85,7 +84,7 @@ def test_candidate_document_gradient_that_looks_for_its_pairs(operand, tmp_path)
 @pytest.mark.parametrize("arch, winners", [(90, torch.uint8), (90, torch.int16), (80, torch.uint8)])
 def test_buckets(arch, winners, tmp_path):
     tile = document_gradient_tiles(arch, "half", 128)
-    sizes = {"BLOCK_T": tile.block_t, "BLOCK_SCAN": tile.block_scan}
+    sizes = {"RANKS": 1, "BLOCK_RANKS": 1, "BLOCK_T": tile.block_t, "BLOCK_SCAN": tile.rows_of_scan}
     for kernel in (count_kernel, place_kernel):
         scan = compiled(kernel, arch, "bf16", {"num_warps": tile.scan_warps}, winners=winners, **sizes)
         check(arch, "bf16", *scan, tmp_path)
@@ -97,7 +96,7 @@ def test_sets(arch, winners, ranks, tmp_path):
     tile = document_gradient_tiles(arch, "half", 128)
     padded = next_power_of_2(ranks)
     sizes = {"RANKS": ranks, "BLOCK_RANKS": padded, "BLOCK_T": tile.block_t, "BLOCK_SCAN": min(1024, 2048 // padded)}
-    for kernel in (count_sets_kernel, place_sets_kernel):
+    for kernel in (count_kernel, place_kernel):
         options, types = {"num_warps": tile.scan_warps}, {"buckets": "*i64"}
         check(arch, "bf16", *compiled(kernel, arch, "bf16", options, winners=winners, types=types, **sizes), tmp_path)
 

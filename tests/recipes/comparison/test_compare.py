@@ -14,22 +14,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from comparisons import Page, steps
+from command_line import fastmaxsim
+from comparisons import Page, RecordingGate, run_of, steps
 from PIL import Image
 from recipe_runs import command
 from tiny_recipe import tiny, write
-from typer.testing import CliRunner
 
-from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.comparison.report import sweep_sentence
-from pylate_fastmaxsim.comparison.runs import PHASES, summarize
+from pylate_fastmaxsim.comparison.trainer import _CountedStep
 from pylate_fastmaxsim.comparison.turns import Run, Turns
+from pylate_fastmaxsim.comparison.verdict import MODES, PHASES, summarize_steps
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
-from pylate_fastmaxsim.recipes.comparison.compare import MODES, _last_bar, last_step
-from pylate_fastmaxsim.recipes.comparison.counters import Counted
+from pylate_fastmaxsim.recipes.comparison.compare import newest_bar
 from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.training.inputs import prepare
 
 MEBIBYTE = 2**20
 
@@ -75,11 +73,16 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path, monke
         assert picture.width > 1000
     assert "median step" in done.stdout and "compare.png" in done.stdout and "compare.html" in done.stdout
     page = Page((tmp_path / "out" / "compare.html").read_text())
-    assert len(page.titles) == 7 and "Where a step's time goes" in page.titles and len(page.images) == 4
+    assert len(page.titles) == 6 and "Where a step's time goes" in page.titles and len(page.images) == 3
     assert f"{wall['stock']:.1f} s" in page.text and f"{wall['fast']:.1f} s" in page.text
     assert f"{fast['untrained']['ndcg@10']:.4f}" in page.text and f"{fast['ndcg@10']:.4f}" in page.text
     assert version("transformers") in page.text and "document_length: 64" in page.text
     assert not list((tmp_path / "out").glob("checkpoint-*"))
+    assert {path.name for path in (tmp_path / "out" / "compare").iterdir()} == {
+        f"{mode}.{kind}" for mode in MODES for kind in ("log", "steps.jsonl")
+    }
+    lines = (tmp_path / "out" / "compare" / "fast.steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == fast["losses"]
 
 
 @pytest.mark.e2e
@@ -103,11 +106,11 @@ def test_stock_is_given_the_pooling_of_the_recipe(tmp_path):
 def test_a_run_out_of_memory_is_a_result_and_ends_the_sweep(tmp_path, monkeypatch):
     ran = []
 
-    def run(prepared, directory, names, on_progress, options, rounds=3):
-        ran.extend(names.values())
+    def run(recipe_file, logs, on_progress, options, what=" run", rounds=3):
+        ran.extend(mode + what for mode in options)
         memory = {"before": 1, "peak": 2}
-        fast = Run(steps=steps([1.0] * 4, encoded=50), memory=memory, result={"ndcg@10": None})
-        return Turns({mode: Run("out of memory") if mode == "stock" else fast for mode in names}, restarted=False)
+        fast = run_of(steps([1.0] * 4, encoded=50), memory=memory, result={"ndcg@10": None})
+        return Turns({mode: Run("out of memory") if mode == "stock" else fast for mode in options}, restarted=False)
 
     monkeypatch.setattr(comparing, "_run", run)
     comparison = comparing.compare(load_recipe(write(tmp_path, tiny(tmp_path))), batch_sizes=[16, 8])
@@ -126,9 +129,8 @@ def test_measuring_says_that_memory_ran_out(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    recipe = prepare(load_recipe(write(tmp_path, tiny(tmp_path))))
-    monkeypatch.setattr(Counted, "training_step", full)
-    assert measure(recipe, tmp_path / "steps.jsonl")["status"] == "out of memory"
+    monkeypatch.setattr(_CountedStep, "__call__", full)
+    assert measure(load_recipe(write(tmp_path, tiny(tmp_path))), RecordingGate())["status"] == "out of memory"
 
 
 def test_what_cannot_be_compared_is_one_sentence_before_anything_runs(tmp_path):
@@ -139,7 +141,7 @@ def test_what_cannot_be_compared_is_one_sentence_before_anything_runs(tmp_path):
         (["--sweep", "batch_size=8,1000"], {}, "--sweep: batch_size must be at most 60, as many rows as the data has"),
         ([], {"WORLD_SIZE": "2"}, "without a distributed launcher"),
     ):
-        done = CliRunner().invoke(app, ["compare", str(file), *arguments], env=environment)
+        done = fastmaxsim(["compare", str(file), *arguments], env=environment)
         assert done.exit_code == 2 and said in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "out" / "compare").exists()
 
@@ -194,7 +196,7 @@ def test_a_comparison_that_is_ended_ends_its_run_and_until_then_no_other_may_beg
     program = [sys.executable, "-m", "pylate_fastmaxsim.cli", "compare", str(file)]
     process = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        _wait_for((tmp_path / "out" / "compare" / "stock.steps.jsonl").exists)
+        _wait_for((tmp_path / "out" / "compare" / "stock.log").exists)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         second = command("compare", file, "training.max_steps=1")
         assert second.exit_code == 2 and "output_dir: another command compares in " in second.stderr
@@ -210,30 +212,27 @@ def test_a_comparison_that_is_ended_ends_its_run_and_until_then_no_other_may_beg
 
 @pytest.mark.process
 def test_a_run_that_the_system_kills_is_out_of_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(comparing, "_PROGRAM", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    recipe = load_recipe(write(tmp_path, tiny(tmp_path)))
-    turns = comparing._run(recipe, tmp_path, {"stock": "stock run"}, lambda progress: None, {})
+    monkeypatch.setattr(comparing, "python", lambda code: ["sh", "-c", "kill -KILL $$"])
+    turns = comparing._run(tmp_path / "recipe.yaml", tmp_path, lambda *progress: None, {"stock": {}})
     assert (turns.runs["stock"].status, turns.runs["stock"].steps) == ("out of memory", [])
 
 
 def test_times_are_taken_after_the_warm_up_and_padding_over_all_steps():
-    run = summarize({"status": "finished"}, steps([9.0] * 5 + [1.0, 2.0, 3.0] + [2.0] * 8, encoded=80))
+    run = summarize_steps(steps([9.0] * 5 + [1.0, 2.0, 3.0] + [2.0] * 8, encoded=80))
     assert run["step_seconds"] == 2.0
     assert run["documents_per_second"] == 4 * 11 / 22
     assert run["live_tokens_per_second"] == 30 * 11 / 22
     assert run["padding"] == 0.5
     # In a short run the warm-up is a third.
-    assert summarize({"status": "finished"}, steps([9.0, 1.0, 1.0], encoded=80))["step_seconds"] == 1.0
-    assert "step_seconds" not in summarize({"status": "out of memory"}, [])
+    assert summarize_steps(steps([9.0, 1.0, 1.0], encoded=80))["step_seconds"] == 1.0
+    assert "step_seconds" not in summarize_steps([])
 
 
 def test_what_a_run_writes_is_read_while_it_writes(tmp_path):
-    file = tmp_path / "steps.jsonl"
-    assert last_step(file) is None
-    file.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert last_step(file) == {"step": 2}
     log = tmp_path / "log"
     log.write_text("said\nSearching:  10%|█  | 2/20 [00:01<00:09]\rSearching:  45%|███  | 9/20 [00:05<00:06]")
-    assert _last_bar(log) == "Searching:  45% 9/20 [00:05<00:06]"
+    assert newest_bar(log) == ("Searching", 9, 20)
+    log.write_text(" 12%|█▏        | 3/25 [00:01<00:08,  2.50it/s]\r 16%|█▌        | 4")
+    assert newest_bar(log) == ("", 3, 25)
     log.write_text("said\n")
-    assert _last_bar(log) == ""
+    assert newest_bar(log) == ("starting", 0, None)

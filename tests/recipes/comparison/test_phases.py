@@ -8,10 +8,9 @@ import pytest
 import torch
 from tiny_recipe import tiny, write
 
-from pylate_fastmaxsim.comparison.runs import PHASES
+from pylate_fastmaxsim.comparison.verdict import PHASES
 from pylate_fastmaxsim.recipes.comparison import phases
-from pylate_fastmaxsim.recipes.comparison.measure import trainer_with
-from pylate_fastmaxsim.recipes.comparison.phases import WARM_UP_STEPS, Phases, Stopwatch, median_phases
+from pylate_fastmaxsim.recipes.comparison.phases import WARM_UP_STEPS, PhaseTimer, Stopwatch
 from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
@@ -62,7 +61,7 @@ def test_a_slow_part_shows_under_its_name(loss, fast, tmp_path, clock):
     with plugin_of(prepared.fast):
         for part in ("none", *PHASES):
             model = load_model(prepared.model, "cpu", seed=0)
-            trainer = kind.build_trainer(prepared.loss, model, rows, arguments, trainer_with(Phases, prepared))
+            trainer = kind.build_trainer(prepared.loss, model, rows, arguments)
             if part == "tokenise":
                 trainer.data_collator.tokenize_fn = clock.slow(trainer.data_collator.tokenize_fn)
             elif part == "encode":
@@ -74,10 +73,10 @@ def test_a_slow_part_shows_under_its_name(loss, fast, tmp_path, clock):
             elif part == "optimise":
                 trainer.create_optimizer()
                 trainer.optimizer.register_step_pre_hook(clock.pass_by)
-            begin = clock.now
+            timer, begin = PhaseTimer(trainer), clock.now
             trainer.train()
-            assert sum(sum(lap.values()) for lap in trainer.laps) == clock.now - begin
-            taken[part] = median_phases(trainer.laps)
+            assert sum(sum(lap.values()) for lap in timer.laps) == clock.now - begin
+            taken[part] = timer.median_seconds()
     for part in PHASES:
         assert all((taken[part][phase] > 0) == (phase == part) for phase in PHASES), (part, taken[part])
     if not fast:
@@ -88,9 +87,9 @@ def test_a_slow_part_shows_under_its_name(loss, fast, tmp_path, clock):
 def test_no_moment_counts_twice(clock):
     watch = Stopwatch(torch.device("cpu"))
     watch.start("score")
-    watch.enter("encode")
+    watch.start("encode")
     clock.pass_by()
-    watch.leave()
+    watch.start("score")
     clock.pass_by(seconds=4.0)
     watch.start("backward")
     clock.pass_by(seconds=2.0)
@@ -100,9 +99,12 @@ def test_no_moment_counts_twice(clock):
 
 
 def test_the_warm_up_is_at_most_a_third_of_the_steps():
-    assert median_phases([{"score": 9.0}] * 2 + [{"score": 1.0}] * 5)["score"] == 1.0
+    timer = PhaseTimer.__new__(PhaseTimer)
+    timer.laps = [{"score": 9.0}] * 2 + [{"score": 1.0}] * 5
+    assert timer.median_seconds()["score"] == 1.0
     # As many as an epoch has before one without a batch ends the training.
-    assert median_phases([{"score": 2.0}]) == {phase: 2.0 * (phase == "score") for phase in PHASES}
+    timer.laps = [{"score": 2.0}]
+    assert timer.median_seconds() == {phase: 2.0 * (phase == "score") for phase in PHASES}
 
 
 @pytest.mark.cuda

@@ -6,10 +6,9 @@ import pytest
 from paths import RECIPES
 from tiny_recipe import tiny, write
 
-from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import PoolingSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
 
 COLQWEN = RECIPES / "colqwen_vidore.yaml"
 

@@ -12,10 +12,9 @@ from paths import RECIPES
 from tiny_recipe import few_steps, hub_dataset, kd_subsets, text
 
 from pylate_fastmaxsim.integrations.pylate.static import token_vectors
-from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of
-from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
 from pylate_fastmaxsim.recipes.mining.mine import mine
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.inputs import load_data

@@ -39,11 +39,11 @@ KD = {"documents": ["a", "b"], "scores": [1.0, 0.5]}
 def test_columns_that_do_not_fit_are_refused(row, loss, sentence, tmp_path):
     recipe = load_recipe(write(tmp_path, tiny_splade(tmp_path, loss={"name": loss})))
     with pytest.raises(RecipeError, match=sentence):
-        kind_of(recipe.model).fitted(recipe, Dataset.from_list([row]))
+        kind_of(recipe.model).fit_columns(recipe, Dataset.from_list([row]))
 
 
 def test_names_are_free_otherwise(tmp_path):
     for loss, row in {"contrastive": {"a": "q", "b": "d", "query": "n"}, "distillation": {"a": "q", **KD}}.items():
         override = [f"data.columns=[{', '.join(row)}]"]
         recipe = load_recipe(write(tmp_path, tiny_splade(tmp_path, loss={"name": loss})), override)
-        kind_of(recipe.model).fitted(recipe, Dataset.from_list([row]))
+        kind_of(recipe.model).fit_columns(recipe, Dataset.from_list([row]))

@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib")
 
 import datasets
 import torch
+from comparisons import summarized
 from datasets import Dataset
 from pylate import evaluation
 from pylate.evaluation import colbert_distillation
@@ -23,8 +24,8 @@ from rich.console import Console
 from tiny_recipe import hub_dataset, text, tiny, write
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.comparison.report import comparison_table, write_comparison_page
-from pylate_fastmaxsim.comparison.runs import contrast, summarize
+from pylate_fastmaxsim.comparison.report import comparison_table, write_pictures
+from pylate_fastmaxsim.comparison.verdict import contrast
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate, evaluate_held_out
@@ -76,8 +77,7 @@ def recipe_of(folder: Path, rows: list[dict], **sections) -> Recipe:
 
 
 def cells(result: dict) -> dict[str, str]:
-    table = training_table(result)
-    return dict(zip(*(column.cells for column in table.columns), strict=True))
+    return dict(training_table(result).rows)
 
 
 @pytest.mark.parametrize("pooling", ["max", {"softmax": 0.1}])
@@ -178,7 +178,7 @@ def test_a_model_of_nan_has_no_metrics(kind, tmp_path, nano_beir, caplog):
 def test_a_comparison_in_which_one_run_diverged_shows_what_there_is(tmp_path):
     result = {"status": "finished", "memory": {"before": 100, "peak": 200}, "warnings": ["said twice"]}
     step = {"seconds": 1.0, "loss": 0.5, "documents": 8, "live": 40, "encoded": 50, "query_tokens": 5}
-    stock, fast = (summarize({**result, "ndcg@10": quality}, [step] * 3) for quality in (None, 0.25))
+    stock, fast = (summarized({**result, "ndcg@10": quality}, [step] * 3) for quality in (None, 0.25))
     stock["warnings"] = [*stock["warnings"], "no metrics"]
     summary = contrast(stock, fast)
     assert summary["ndcg@10_difference"] is None
@@ -186,7 +186,7 @@ def test_a_comparison_in_which_one_run_diverged_shows_what_there_is(tmp_path):
     comparison = {"recipe": {"name": "x"}, "runs": {"stock": stock, "fast": fast}, "summary": summary | wall}
     out = io.StringIO()
     Console(file=out, width=200).print(comparison_table(comparison))
-    write_comparison_page(comparison, tmp_path / "compare.html")
+    write_pictures(comparison, tmp_path / "compare.json")
     page = (tmp_path / "compare.html").read_text()
     assert "0.2500" in page and "0.2500" in out.getvalue()
     assert "both runs: said twice" in page and "stock run: no metrics" in page

@@ -13,7 +13,7 @@ from tiny_recipe import text, write
 from pylate_fastmaxsim.recipes.data.collection import RecipeData
 from pylate_fastmaxsim.recipes.evaluation import ranking
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
-from pylate_fastmaxsim.recipes.evaluation.nano_beir import NAMES, load_nano_beir
+from pylate_fastmaxsim.recipes.evaluation.nano_beir import NAMES, collection_of, load_nano_beir
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
@@ -64,9 +64,11 @@ def test_held_out_teacher_scores(tmp_path):
 def test_a_collection_and_sets_of_nano_beir(tmp_path):
     sections = {"evaluation": {"rows": 0, "beir": str(write_folder(tmp_path / "data")), "batch_size": 4}}
     recipe, data, model, found = evaluated(tmp_path, TRIPLETS, **sections)
-    assert found == ranking.evaluate_collection(retriever_of(model), data.collection, 4) and 0 < found["ndcg@10"] < 1
+    assert (
+        found == ranking.evaluate_collection(retriever_of(model), data.collections[0], 4) and 0 < found["ndcg@10"] < 1
+    )
     # A set has the metrics of the same collection. It has no titles and no grades.
-    collection = data.collection
+    (collection,) = data.collections
     texts = collection.corpus[:]
     part = SimpleNamespace(
         queries=list(collection.queries.values()),
@@ -75,7 +77,7 @@ def test_a_collection_and_sets_of_nano_beir(tmp_path):
         corpus_ids=texts["_id"],
         relevant_docs={query: {d for d, grade in own.items() if grade} for query, own in collection.judgements.items()},
     )
-    nano = evaluate(recipe, model, RecipeData(None, nano_beir=SimpleNamespace(evaluators=[part, part])))
+    nano = evaluate(recipe, model, RecipeData(None, collections=[collection_of(part)] * 2))
     assert list(nano) == list(ranking.METRICS) and 0 < nano["ndcg@10"] <= 1
 
 
@@ -84,10 +86,13 @@ def test_sets_of_nano_beir_are_loaded_by_the_host(tmp_path, monkeypatch):
 
     def load(self, name, **options):
         loaded.append((name, options["batch_size"], options["precision_recall_at_k"]))
+        return SimpleNamespace(
+            queries=["q"], queries_ids=["1"], corpus=["d"], corpus_ids=["2"], relevant_docs={"1": {"2"}}
+        )
 
     monkeypatch.setattr(evaluation.MultiVectorNanoBEIREvaluator, "_load_dataset", load)
     content = tiny_multi_vector(tmp_path, evaluation={"rows": 0, "nano_beir": ["nq", "SciFact"]})
-    assert len(load_nano_beir(load_recipe(write(tmp_path, content))).evaluators) == 2
+    assert len(load_nano_beir(load_recipe(write(tmp_path, content)))) == 2
     assert [name for name, *_ in loaded] == ["nq", "SciFact"] and loaded[0][2] == [100]
     # The names that a recipe may give are those that the host has.
     monkeypatch.undo()

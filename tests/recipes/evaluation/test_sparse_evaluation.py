@@ -81,14 +81,14 @@ def test_a_model_that_diverged_has_no_metrics(model, collection, tmp_path, caplo
     recipe = load_recipe(write(tmp_path, tiny(tmp_path)))
     with torch.no_grad():
         model[0].auto_model.cls.predictions.bias.fill_(torch.nan)
-    found = evaluate(recipe, model, RecipeData(Dataset.from_list([]), collection=collection))
+    found = evaluate(recipe, model, RecipeData(Dataset.from_list([]), collections=[collection]))
     assert found == dict.fromkeys(ranking.METRICS) and "NaN or infinite" in caplog.text
 
 
 @pytest.mark.e2e  # ranx compiles for seconds
 def test_metrics_are_those_of_sentence_transformers(model, collection, tmp_path):
     recipe = load_recipe(write(tmp_path, tiny(tmp_path)))
-    found = evaluate(recipe, model, RecipeData(Dataset.from_list([]), collection=collection))
+    found = evaluate(recipe, model, RecipeData(Dataset.from_list([]), collections=[collection]))
     texts = dict(zip(collection.corpus["_id"], document_texts(collection.corpus[:]), strict=True))
     # Its nDCG has two grades only.
     relevant = {

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from pylate_fastmaxsim.recipes.data.collection import RecipeData, document_texts, load_collection
 from pylate_fastmaxsim.recipes.evaluation import ranking
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
+from pylate_fastmaxsim.recipes.evaluation.nano_beir import collection_of
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 
@@ -59,7 +60,7 @@ def test_flops_are_the_mean_number_of_products_of_a_query_and_a_document(model, 
     monkeypatch.setattr(ranking, "metrics_of", lambda found, collection: {"found": float(len(found))})
     collection = load_collection(str(write_folder(tmp_path / "data")))
     recipe = load_recipe(write(tmp_path, splade_over(tmp_path, saved)))
-    found = evaluate(recipe, model, RecipeData(None, collection=collection))
+    found = evaluate(recipe, model, RecipeData(None, collections=[collection]))
     vectors = dense(model, list(collection.queries.values()), document_texts(collection.corpus[:]))
     assert found == pytest.approx({"found": len(collection.queries), **plain_sparsity(*vectors)}, rel=1e-12)
 
@@ -95,7 +96,7 @@ def test_held_out_rows_have_the_metrics_of_their_dense_scores(model, saved, tmp_
             query: {f"d{place}" for place in own} for query, own in zip(ids["q"], relevant.values(), strict=True)
         },
     )
-    nano = evaluate(recipe, model, RecipeData(None, nano_beir=SimpleNamespace(evaluators=[part, part])))
+    nano = evaluate(recipe, model, RecipeData(None, collections=[collection_of(part)] * 2))
     assert list(nano) == [*ranking.METRICS, *ranking.SPARSITY]
     assert {name: nano[name] for name in found if name in nano} == pytest.approx(
         {name: value for name, value in found.items() if name in nano}, rel=1e-6

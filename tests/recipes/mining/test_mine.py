@@ -17,7 +17,7 @@ from tiny_recipe import hub_dataset, text
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import hold_lock
-from pylate_fastmaxsim.recipes.mining import dataset as mining_dataset
+from pylate_fastmaxsim.recipes.mining import mine as mining_dataset
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.models.load import load_model

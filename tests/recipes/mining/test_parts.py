@@ -11,7 +11,7 @@ from full_disk import no_file_above
 from power_cut import states, written
 
 from pylate_fastmaxsim.files import replace
-from pylate_fastmaxsim.recipes.mining.dataset import CARD, OWN_FILES, SUMMARY_FILE, put_into_place
+from pylate_fastmaxsim.recipes.mining.mine import CARD, OWN_FILES, SUMMARY_FILE, put_into_place
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
 
 

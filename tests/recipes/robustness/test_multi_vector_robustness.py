@@ -12,10 +12,9 @@ pytest.importorskip(
 
 import torch
 from beir_folder import write_folder
+from command_line import fastmaxsim
 from sentence_transformers import MultiVectorEncoder
-from typer.testing import CliRunner
 
-from pylate_fastmaxsim.cli import load_app
 from pylate_fastmaxsim.recipes.data.collection import load_collection
 from pylate_fastmaxsim.recipes.evaluation.ranking import evaluate_collection
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
@@ -35,7 +34,7 @@ def test_a_multi_vector_encoder_is_measured_as_a_colbert(length, encoder, tmp_pa
     model.save_pretrained(str(tmp_path / "late"))
     data = write_folder(tmp_path / "data")
     arguments = ["robustness", str(tmp_path / "late"), "--beir", str(data), "--times", "1,4", "--tokens", "0,5"]
-    done = CliRunner().invoke(load_app(), [*arguments, "--pooling", "max"])
+    done = fastmaxsim([*arguments, "--pooling", "max"])
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "robustness.json").read_text())
     assert (result["kind"], result["appended"], result["document_length"]) == ("late interaction", "text", 12)

@@ -10,6 +10,7 @@ import models
 import pytest
 import torch
 from beir_folder import write_folder
+from command_line import fastmaxsim
 from datasets import Dataset
 from paths import RECIPES
 from recipe_runs import command
@@ -17,10 +18,8 @@ from sentence_transformers import SparseEncoder
 from sparse_encoders import build_sparse_encoder
 from static_cases import save_static
 from tiny_recipe import text, tiny, write
-from typer.testing import CliRunner
 
 from pylate_fastmaxsim import Max, Softmax
-from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.diagnostics.injection import EVERYWHERE, RANDOM, TARGETED
 from pylate_fastmaxsim.recipes.data.collection import Collection, load_collection
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -139,7 +138,7 @@ def test_pairs_are_those_of_the_sweep_with_the_names_of_their_tokens(encoder, ta
 )
 def test_errors_are_one_line(arguments, said, tmp_path):
     file = write(tmp_path, tiny(tmp_path))
-    done = CliRunner().invoke(app, ["robustness", *(str(file) if each == "RECIPE" else each for each in arguments)])
+    done = fastmaxsim(["robustness", *(str(file) if each == "RECIPE" else each for each in arguments)])
     assert done.exit_code == 2 and not done.stdout
     assert done.stderr.startswith(f"fastmaxsim: {said.replace('RECIPE', str(file))}") and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -148,7 +147,7 @@ def test_errors_are_one_line(arguments, said, tmp_path):
 def test_pages_are_refused(tmp_path):
     (tmp_path / "model").mkdir()
     arguments = ["robustness", str(RECIPES / "colqwen_vidore.yaml"), "--set", f"output_dir={tmp_path}"]
-    done = CliRunner().invoke(app, arguments)
+    done = fastmaxsim(arguments)
     assert done.exit_code == 2 and not done.stdout
     assert done.stderr == (
         "fastmaxsim: colqwen_vidore retrieves pages; fastmaxsim robustness makes documents of text longer.\n"
@@ -168,7 +167,7 @@ def test_of_sparse_vectors_longer_documents_are_measured_alone(kind, tokens, enc
         model.max_seq_length = tokens
         model.save_pretrained(str(folder))
     arguments = ["robustness", str(folder), "--beir", str(data), "--times", "1,20"]
-    done = CliRunner().invoke(app, arguments)
+    done = fastmaxsim(arguments)
     assert done.exit_code == 0, done.output
     assert f"Nothing is injected: a {kind} model has no token embeddings." in " ".join(done.stdout.split())
     result = json.loads((tmp_path / "robustness.json").read_text())
@@ -187,7 +186,7 @@ def test_of_sparse_vectors_longer_documents_are_measured_alone(kind, tokens, enc
         "--pooling=softmax=0.1": "--pooling must be max for a sparse or static model",
         "--append=tokens": f"--append tokens needs a model of token embeddings, and this one is {kind}; use --append text.",
     }.items():
-        done = CliRunner().invoke(app, [*arguments, option])
+        done = fastmaxsim([*arguments, option])
         assert done.exit_code == 2 and done.stderr.splitlines()[-1].startswith(f"fastmaxsim: {said}")
 
 
@@ -197,7 +196,7 @@ def test_a_trained_recipe_and_its_model_are_measured_and_reported(tmp_path, monk
     trained = command("train", file)
     assert trained.exit_code == 0, trained.output
     folder = tmp_path / "out"
-    done = CliRunner().invoke(app, ["robustness", str(file), *FEW])
+    done = fastmaxsim(["robustness", str(file), *FEW])
     assert done.exit_code == 0, done.output
     result = json.loads((folder / "robustness.json").read_text())
     assert result["poolings"] == ["max", "softmax=0.1"] and result["recipe"] == "tiny"
@@ -219,15 +218,15 @@ def test_a_trained_recipe_and_its_model_are_measured_and_reported(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     data = tmp_path / "data"
     write_collection(data)
-    done = CliRunner().invoke(app, ["robustness", str(folder / "model"), "--beir", str(data), *FEW])
+    done = fastmaxsim(["robustness", str(folder / "model"), "--beir", str(data), *FEW])
     assert done.exit_code == 0, done.output
-    refused = CliRunner().invoke(
-        app, ["robustness", str(folder / "model"), "--beir", str(data), "--output", str(folder / "model"), *FEW]
+    refused = fastmaxsim(
+        ["robustness", str(folder / "model"), "--beir", str(data), "--output", str(folder / "model"), *FEW]
     )
     assert refused.exit_code == 2 and f"it is in {folder / 'model'}, which this command reads" in refused.stderr
     of_model = json.loads((tmp_path / "robustness.json").read_text())
     assert of_model["recipe"] is None and of_model["documents"] == 12 and of_model["data"] == str(data)
-    done = CliRunner().invoke(app, ["robustness", str(file), "--set", "evaluation.rows=0"])
+    done = fastmaxsim(["robustness", str(file), "--set", "evaluation.rows=0"])
     assert done.exit_code == 2 and done.stderr.startswith("fastmaxsim: evaluation names no held-out data")
 
 

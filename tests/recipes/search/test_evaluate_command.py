@@ -11,16 +11,15 @@ import models
 import pytest
 import torch
 from beir_folder import write_folder
+from command_line import fastmaxsim
 from paths import CRANFIELD
 from scipy.stats import ttest_rel
 from sparse_encoders import build_sparse_encoder
 from tiny_recipe import tiny, write
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import WordLevel
-from typer.testing import CliRunner
 
 from pylate_fastmaxsim import StaticLateInteraction
-from pylate_fastmaxsim.cli import load_app
 from pylate_fastmaxsim.recipes.data import collection as beir
 from pylate_fastmaxsim.recipes.evaluation import ranking
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate as evaluate_recipe
@@ -30,7 +29,6 @@ from pylate_fastmaxsim.recipes.models.retriever import Retriever, retriever_of
 from pylate_fastmaxsim.recipes.targets import find_targets
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 
-app = load_app()
 METRICS = ["ndcg@10", "mrr@10", "recall@100", "recall@1000"]
 
 
@@ -55,7 +53,7 @@ def on_cpu(monkeypatch) -> None:
 
 
 def evaluate(*arguments: object, code: int = 0):
-    done = CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
+    done = fastmaxsim(["evaluate", *map(str, arguments)])
     assert done.exit_code == code, done.output
     return done
 
@@ -88,7 +86,7 @@ def test_several_models_on_one_collection(saved, data, tmp_path, monkeypatch):
         for metric in METRICS:
             mean = sum(row[metric] for row in own[model["label"]]) / 6
             assert mean == pytest.approx(model["metrics"][metric]) and f"{mean:.4f}" in done.stdout
-        again = CliRunner().invoke(app, ["search", path, "--beir", str(data), "--run", str(tmp_path / "run")])
+        again = fastmaxsim(["search", path, "--beir", str(data), "--run", str(tmp_path / "run")])
         assert again.exit_code == 0
         pairs = [Path(file).read_text().splitlines() for file in (model["run"], tmp_path / "run")]
         for found, other in zip(*pairs, strict=True):

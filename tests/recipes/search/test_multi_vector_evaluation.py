@@ -13,13 +13,12 @@ pytest.importorskip(
 
 import torch
 from beir_folder import QUERIES, tables, write_folder
+from command_line import fastmaxsim
 from multi_vector_recipe import tiny_multi_vector
 from sentence_transformers import MultiVectorEncoder
 from sparse_encoders import build_sparse_encoder
 from tiny_recipe import write
-from typer.testing import CliRunner
 
-from pylate_fastmaxsim.cli import load_app
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.train import train
 
@@ -51,7 +50,7 @@ def test_both_kinds_are_ranked_as_by_their_own_similarity(encoder, tmp_path, mon
         "--json",
         tmp_path / "json",
     ]
-    done = CliRunner().invoke(load_app(), list(map(str, arguments)))
+    done = fastmaxsim(list(map(str, arguments)))
     assert done.exit_code == 0, done.output
     written = json.loads((tmp_path / "json").read_text())
     assert [each["kind"] for each in written["models"]] == ["late interaction", "sparse"]
@@ -70,7 +69,7 @@ def test_a_recipe_has_the_metric_of_its_training(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     file = write(tmp_path, tiny_multi_vector(tmp_path, evaluation={"rows": 8}, training={"max_steps": 2}))
     trained = train(load_recipe(file))
-    done = CliRunner().invoke(load_app(), ["evaluate", str(file), "--json", str(tmp_path / "result.json")])
+    done = fastmaxsim(["evaluate", str(file), "--json", str(tmp_path / "result.json")])
     assert done.exit_code == 0, done.output
     (model,) = json.loads((tmp_path / "result.json").read_text())["models"]
     assert model["metrics"]["ndcg@10"] == pytest.approx(trained["ndcg@10"], abs=1e-6)

@@ -12,10 +12,9 @@ pytest.importorskip(
 
 import torch
 from beir_folder import tables, write_folder
+from command_line import fastmaxsim
 from sentence_transformers import MultiVectorEncoder
-from typer.testing import CliRunner
 
-from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 
@@ -29,7 +28,7 @@ def saved(encoder, tmp_path) -> str:
 
 
 def search(*arguments: object) -> None:
-    done = CliRunner().invoke(app, ["search", *map(str, arguments)])
+    done = fastmaxsim(["search", *map(str, arguments)])
     assert done.exit_code == 0, done.output
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from beir_folder import tables, write_folder
+from command_line import fastmaxsim
 from fast_plaid.search import FastPlaid
 from filelock import FileLock
 from plaid_indexes import PLAID, merge_chunks
@@ -24,11 +25,8 @@ from sparse_encoders import build_sparse_encoder
 from static_cases import save_static
 from tiny_recipe import text
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 from pylate_fastmaxsim import CompressedBatch, StaticLateInteraction, TokenBatch, read_plaid
-from pylate_fastmaxsim.cli import load_app
-from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.compressed import rounded_queries
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.recipes.data import collection as beir
@@ -74,7 +72,7 @@ def small_parts(monkeypatch) -> None:
 
 
 def search(*arguments: object, code: int = 0):
-    done = CliRunner().invoke(app, ["search", *map(str, arguments), "--batch-size", "8"])
+    done = fastmaxsim(["search", *map(str, arguments), "--batch-size", "8"])
     assert done.exit_code == code, done.output
     return done
 
@@ -562,11 +560,11 @@ def test_a_damaged_index_is_named_repaired_and_gone_on_with(kind, saved, files, 
     damaged.write_bytes(content)
     assert str(damaged) in search(*command, code=2).stderr
     check = ["check", str(tmp_path / "index")]
-    assert CliRunner().invoke(load_app(), check).exit_code == 1
-    assert "; repaired: " in CliRunner().invoke(load_app(), [*check, "--repair"]).stdout
+    assert fastmaxsim(check).exit_code == 1
+    assert "; repaired: " in fastmaxsim([*check, "--repair"]).stdout
     search(*command, "--run", tmp_path / "after")
     assert_same(tmp_path / "after", tmp_path / "before")
-    assert CliRunner().invoke(load_app(), check).stdout.endswith("of 150 documents; all is well\n")
+    assert fastmaxsim(check).stdout.endswith("of 150 documents; all is well\n")
 
 
 @pytest.mark.cuda

@@ -12,7 +12,7 @@ from tiny_recipe import text, write
 from transformers.utils import is_flash_attn_2_available
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.cli.commands import _take_less_memory
+from pylate_fastmaxsim.cli.train import advice_on_memory
 from pylate_fastmaxsim.precompile.recipe import calls_of_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -118,7 +118,7 @@ def test_gradients_are_logged_with_the_pooling_of_the_loss(tmp_path):
 def test_it_trains_with_checkpointed_layers_and_says_what_takes_less_memory(tmp_path):
     recipe = recipe_of(tmp_path, *LOSSES["tokens"], "training.gradient_checkpointing=true", "fast.enabled=true")
     assert train(recipe)["steps"] == 6
-    assert _take_less_memory(recipe, None).startswith(
+    assert advice_on_memory(recipe, None).startswith(
         "lower loss.mini_batch_num_tokens, or lower model.document_length;"
     )
 

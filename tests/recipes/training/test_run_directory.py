@@ -12,7 +12,7 @@ from recipe_runs import command
 from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.files import replace
-from pylate_fastmaxsim.integrations.log import log_once_more
+from pylate_fastmaxsim.integrations.log import reset_log_once
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import hold_lock
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -33,7 +33,7 @@ def trained(tmp_path) -> Path:
     "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json"]
 )
 def test_from_a_damaged_checkpoint_the_run_goes_back_to_the_one_before(name, trained, tmp_path, caplog):
-    log_once_more()
+    reset_log_once()
     checkpoint = tmp_path / "out" / "checkpoint-4"
     whole = (checkpoint / name).read_bytes()
     nested = b"[" * 10**6 if name == "trainer_state.json" else b""

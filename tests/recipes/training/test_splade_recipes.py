@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from comparisons import Page
+from comparisons import Page, RecordingGate, run_of
 from paths import RECIPES
 from recipe_runs import command, interrupt, same_model
 from sentence_transformers import SparseEncoder
@@ -17,13 +16,13 @@ from sparse_encoders import build_sparse_encoder
 from splade_recipe import splade_over, tiny_splade
 from tiny_recipe import hub_dataset, kd_subsets, text, write
 
-from pylate_fastmaxsim.comparison.turns import Run, Turns
+from pylate_fastmaxsim.comparison.turns import Turns
 from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_encoder
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.config.kinds import RegularizersSection, SpladeLoss
 from pylate_fastmaxsim.recipes.kind import kind_of
-from pylate_fastmaxsim.recipes.kinds.splade import build_loss
+from pylate_fastmaxsim.recipes.kinds.splade import KIND
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training import train as training
@@ -46,7 +45,7 @@ def model(saved) -> SparseEncoder:
 
 def loss_of(section: SpladeLoss, model: SparseEncoder, labels: torch.Tensor | None = None, columns: int = 3) -> dict:
     texts = [[text(row + column, 3 + column) for row in range(4)] for column in range(columns)]
-    return build_loss(section, model)([model.tokenize(column) for column in texts], labels)
+    return KIND.build_loss(section, model)([model.tokenize(column) for column in texts], labels)
 
 
 def vectors_of(model: SparseEncoder, columns: int = 3) -> list[torch.Tensor]:
@@ -70,7 +69,7 @@ def test_losses_are_those_that_the_recipe_names(model):
     }
     torch.testing.assert_close(loss_of(contrastive, model), expected)
     cached = SpladeLoss("cached_contrastive", temperature=0.5, mini_batch_size=3, regularizers=weights)
-    assert isinstance(build_loss(cached, model), losses.CachedSpladeLoss)
+    assert isinstance(KIND.build_loss(cached, model), losses.CachedSpladeLoss)
     torch.testing.assert_close(loss_of(cached, model), expected)
 
     teacher = torch.tensor([[1.0, 3.0], [2.0, 2.5], [0.5, 0.0], [4.0, 1.0]])
@@ -202,13 +201,13 @@ def test_an_interrupted_run_goes_on_and_the_model_is_one_of_sentence_transformer
 
 @pytest.mark.e2e
 def test_a_comparison_shows_sparsity_beside_quality(saved, tmp_path, monkeypatch):
-    def run_here(prepared, directory, names, on_progress, options):
+    def run_here(recipe_file, logs, on_progress, options):
         runs = {}
-        for mode in names:
-            recipe = replace(prepared, output_dir=str(directory), fast=replace(prepared.fast, enabled=mode == "fast"))
-            steps = directory / f"{mode}.jsonl"
-            result = measure(recipe, steps, untrained="--untrained" in options.get(mode, ()))
-            runs[mode] = Run(steps=[json.loads(line) for line in steps.read_text().splitlines()], result=result)
+        for mode, keywords in options.items():
+            gate = RecordingGate()
+            recipe = load_recipe(recipe_file, [f"fast.enabled={mode == 'fast'}"])
+            result = measure(recipe, gate, **keywords)
+            runs[mode] = run_of(gate.steps, memory={"before": 1, "peak": 2}, result=result)
         return Turns(runs, restarted=False)
 
     # Processes of their own would cost half a minute.

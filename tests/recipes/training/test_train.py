@@ -124,7 +124,7 @@ def test_a_new_model_replaces_all_of_an_earlier_one_or_nothing(tmp_path, monkeyp
     training.train(recipe)
     first, result = {path.name: path.stat().st_ino for path in (out / "model").iterdir()}, out / "train.json"
     with monkeypatch.context() as patch:
-        patch.setattr(training, "name_recipe", ending_with(OSError(errno.ENOSPC, "No space left on device")))
+        patch.setattr(training, "append_recipe", ending_with(OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(OSError, match="No space left"):
             training.train(recipe, resume=False)
     assert {path.name: path.stat().st_ino for path in (out / "model").iterdir()} == first and result.exists()

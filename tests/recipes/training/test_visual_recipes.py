@@ -14,22 +14,20 @@ from paths import ROOT
 pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
 
 import torch
+from command_line import fastmaxsim
 from datasets import Dataset, Features, Image, List, Value
 from launcher import launch
 from recipe_runs import command
 from safetensors.torch import load_file
 from tiny_recipe import text
-from typer.testing import CliRunner
 from visual_models import build_visual_model, page
 
-from pylate_fastmaxsim.cli import load_app
 from pylate_fastmaxsim.ops.pooled import pooled_scores
-from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate, evaluate_held_out
 from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of_pages
 from pylate_fastmaxsim.recipes.kinds.pages import CLASSES
-from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model, load_trained
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.training.inputs import load_data
@@ -280,7 +278,7 @@ def test_evaluate_ranks_pages_as_the_evaluation_of_a_training_does(recipe, tmp_p
     result = tmp_path / "result.json"
     arguments = ["evaluate", *files, "--index", tmp_path / "index", "--json", result, "--batch-size", 4]
     for encoded in (6, 0):
-        done = CliRunner().invoke(load_app(), list(map(str, arguments)))
+        done = fastmaxsim(list(map(str, arguments)))
         assert done.exit_code == 0, done.output
         written = json.loads(result.read_text())
         assert [model["encoded_documents"] for model in written["models"]] == [encoded, encoded]
@@ -288,7 +286,7 @@ def test_evaluate_ranks_pages_as_the_evaluation_of_a_training_does(recipe, tmp_p
     for more in (["--beir", tmp_path], [tmp_path / "text"]):
         (tmp_path / "text").mkdir(exist_ok=True)
         (tmp_path / "text" / "config_sentence_transformers.json").write_text('{"model_type": "ColBERT"}')
-        done = CliRunner().invoke(load_app(), list(map(str, ["evaluate", *files, *more])))
+        done = fastmaxsim(list(map(str, ["evaluate", *files, *more])))
         assert "colqwen_vidore retrieves pages; evaluate it without --beir" in done.stderr
 
 

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from command_line import fastmaxsim
 from datasets import Dataset
 from recorded_launches import recorded_launches
 from splade_recipe import tiny_splade
 from tiny_recipe import tiny, write
-from typer.testing import CliRunner
 
-from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 from pylate_fastmaxsim.precompile import calls
@@ -25,7 +24,7 @@ from pylate_fastmaxsim.precompile.recipe import (
     WarmStep,
     batch_sizes,
     calls_of_recipe,
-    nothing_to_compile,
+    reason_against_warmup,
     warm_up,
 )
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -37,7 +36,7 @@ FAST = {"fast": {"enabled": True}, "evaluation": {"rows": 0}}
 
 def warmup(recipe, *overrides, **options):
     arguments = [argument for override in overrides for argument in ("--set", override)]
-    return CliRunner().invoke(app, ["warmup", str(recipe), *arguments], **options)
+    return fastmaxsim(["warmup", str(recipe), *arguments], **options)
 
 
 def test_where_there_is_nothing_to_compile_it_says_so_and_writes_nothing(tmp_path):
@@ -83,7 +82,7 @@ def test_it_takes_the_steps_of_the_recipe_twice_for_each_size_of_batch(loss, tmp
 @pytest.mark.cuda
 def test_on_a_gpu_training_compiles_nothing_after_it(tmp_path):
     file = write(tmp_path, tiny(tmp_path, **FAST, training={"use_cpu": False, "max_steps": 3}))
-    assert nothing_to_compile(load_recipe(file)) is None
+    assert reason_against_warmup(load_recipe(file)) is None
 
     def kernels_after(command):
         # In a process of its own, which has compiled nothing yet.
@@ -103,7 +102,7 @@ def test_on_a_gpu_training_compiles_nothing_after_it(tmp_path):
 
 def test_the_command_prints_steps_and_counts(tmp_path, monkeypatch):
     warmed = Warmed(Compiled(12, 4, 9.6), [WarmStep(8, 3.0, 0.25)], 15)
-    monkeypatch.setattr(warmup_module, "nothing_to_compile", lambda recipe: None)
+    monkeypatch.setattr(warmup_module, "reason_against_warmup", lambda recipe: None)
     monkeypatch.setattr(warmup_module, "warm_up", lambda recipe: warmed)
     done = warmup(write(tmp_path, tiny(tmp_path, **FAST)))
     said = "15 new kernels in Triton's cache, 12 of them before the first step, by 4 processes in 10 s.\n"

@@ -1,0 +1,96 @@
+"""``fastmaxsim search``: the results of one model on a collection."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pylate_fastmaxsim.cli.terminal import (
+    add_collection,
+    at_least,
+    from_arguments,
+    path,
+    plain,
+    progress_of_tasks,
+    quiet_libraries,
+    report_interruption,
+)
+from pylate_fastmaxsim.recipes.errors import RecipeError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a model, a collection, and where the results go."""
+    add = parser.add_argument
+    add(
+        "model",
+        metavar="MODEL",
+        help="a ColBERT of PyLate, a MultiVectorEncoder or SparseEncoder of Sentence Transformers, by its folder or its name "
+        "on the Hub, or the folder of a StaticLateInteraction",
+    )
+    add_collection(parser, "; its judged queries")
+    add("--corpus", type=path, metavar="FILE", help="documents, .jsonl or .parquet, with _id, text and perhaps title")
+    add("--queries", type=path, metavar="FILE", help="queries, .jsonl or .parquet, with _id and text")
+    add("--qrels", type=path, metavar="FILE", help="judgements, as in BEIR or TREC, for metrics of these queries")
+    add("--k", type=at_least(1), default=1000, help="results of each query (%(default)s)")
+    add("--run", type=path, metavar="FILE", help="write the results as a TREC run file")
+    add_encoding(parser)
+    add(
+        "--plaid",
+        type=path,
+        metavar="DIR",
+        help="search all that this index of PLAID stores, in place of encoded documents, and say how much of the best its own "
+        "search finds",
+    )
+    add("--batch-size", type=at_least(1), default=32, help="texts encoded at once (%(default)s)")
+    add(
+        "--exact",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="rank a static model by MaxSim, or by the upper bounds of its sparse vectors",
+    )
+    add("--json", type=path, metavar="FILE", help="write metrics and times as JSON")
+
+
+def add_encoding(parser: argparse.ArgumentParser, place: str = "") -> None:
+    """Add ``--index``, ``--format`` and ``--trust-remote-code``."""
+    parser.add_argument(
+        "--index",
+        type=path,
+        metavar="DIR",
+        help=f"keep the encoded documents here{place}: an interrupted command goes on, a further one encodes none",
+    )
+    parser.add_argument(
+        "--format",
+        help="of token embeddings in the index: float32 (the default), bfloat16, float16, int8, fp8, residual-1, residual-2 or "
+        "residual-4",
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
+
+
+def kept_documents(index: Path | None) -> str:
+    """A clause that says what an interrupted command leaves."""
+    if index is None:
+        return "documents are kept with --index only, and the same command starts again"
+    return f"what is encoded is kept in {index}, and the same command goes on from there"
+
+
+def run(options: argparse.Namespace) -> None:
+    """Search, and print metrics and times."""
+    from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
+    from pylate_fastmaxsim.recipes.search.run import Options, search
+    from pylate_fastmaxsim.recipes.tables import search_table
+    from pylate_fastmaxsim.recipes.targets import load_searched_collection
+
+    sources = options.corpus, options.queries, options.qrels
+    inputs = (path(options.model), *sources, options.index, options.plaid, *files_of_collection(options.beir))
+    settings = from_arguments(Options, options, inputs=inputs)
+    quiet_libraries()
+    if options.json is not None:
+        prepare_file("--json", options.json, inputs)
+        if options.run is not None and options.run.resolve() == options.json.resolve():
+            raise RecipeError("--run and --json must be two files.")
+    with report_interruption(lambda: kept_documents(options.index)), progress_of_tasks() as begin:
+        result = search(options.model, load_searched_collection(options.beir, options.split, *sources), settings, begin)
+        if options.json is not None:
+            write_json(options.json, result)
+    plain.print(search_table(result))

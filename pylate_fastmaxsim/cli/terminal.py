@@ -1,0 +1,192 @@
+"""Arguments, output, errors in one sentence and progress bars that commands share."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from rich.console import Console
+from tqdm import tqdm
+
+from pylate_fastmaxsim.recipes.errors import RecipeError
+
+T = TypeVar("T")
+
+BAD_RECIPE = 2
+INTERRUPTED = 130
+
+# Brackets and colons in names and paths are neither markup nor emoji.
+errors = Console(stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False)
+plain = Console(markup=False, emoji=False)
+
+# What safetensors and other libraries say of a full disk, a quota or a limit of the size of files, and what torch says of any
+# file that it cannot write to its end.
+_FULL_DISK = re.compile(r"No space left on device|\(os error (27|28|122)\)")
+_NOT_WRITTEN = re.compile(r"PytorchStreamWriter failed writing|unexpected pos \d+ vs \d+")
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Add a recipe and ``--set``."""
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        help="a recipe: a .yaml file, or the name of one that comes with the package (fastmaxsim recipes)",
+    )
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add ``--set``."""
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of the recipe, for example training.max_steps=100; may be given several times",
+    )
+
+
+def add_resume(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Add ``--resume`` and ``--no-resume``."""
+    parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help=meaning)
+
+
+def add_collection(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Add ``--beir`` and ``--split``."""
+    parser.add_argument("--beir", metavar="FOLDER_OR_NAME", help=f"a collection in BEIR's layout{meaning}")
+    parser.add_argument("--split", default="test", help="the split of its judgements (%(default)s)")
+
+
+def path(text: str) -> Path:
+    """A path of the command line. The shell leaves ``~`` in ``--run=~/file`` as it is."""
+    return Path(text).expanduser()
+
+
+def at_least(least: float, number: Callable[[str], float] = int) -> Callable[[str], float]:
+    """The type of an argument that is a number with a lower limit."""
+
+    def parse(text: str) -> float:
+        try:
+            value = number(text)
+        except ValueError:
+            value = math.nan
+        if not value >= least:
+            what = "a whole number" if number is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {what} of at least {least}, got {text!r}")
+        return value
+
+    return parse
+
+
+def from_arguments(dataclass: type[T], options: argparse.Namespace, **more: Any) -> T:
+    """An instance of a dataclass whose fields are arguments of a command by their names."""
+    given = {field.name: getattr(options, field.name) for field in fields(dataclass) if hasattr(options, field.name)}
+    return dataclass(**given, **more)
+
+
+def quiet_libraries() -> None:
+    """Hide the progress bars and log lines of other libraries."""
+    import logging
+
+    from datasets import disable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("pylate.models.colbert").setLevel(logging.ERROR)
+
+
+def end_with(sentence: str, code: int = 1) -> NoReturn:
+    """End the command with a sentence on stderr."""
+    errors.print(sentence, style="red")
+    sys.exit(code)
+
+
+def end_interrupted(kept: str | None = None) -> NoReturn:
+    """End the command as one that Ctrl-C has stopped."""
+    # Ctrl-C reaches every process of a launcher; only the first reports it.
+    if int(os.environ.get("RANK", "0")) == 0:
+        errors.print(f"\nInterrupted: {kept}." if kept else "\nInterrupted.")
+    sys.exit(INTERRUPTED)
+
+
+@contextmanager
+def report_errors() -> Iterator[None]:
+    """End with one sentence after a RecipeError, or after an interrupt before anything was saved."""
+    try:
+        yield
+    except RecipeError as error:
+        end_with(f"fastmaxsim: {error}", BAD_RECIPE)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        end_with(f"fastmaxsim: {error.filename} cannot be reached: {error.strerror}.", BAD_RECIPE)
+    except KeyboardInterrupt:
+        end_interrupted()
+
+
+@contextmanager
+def report_interruption(kept: Callable[[], str], interrupted: str | None = None) -> Iterator[None]:
+    """End with one sentence on a full disk or after an interrupt.
+
+    Parameters
+    ----------
+    kept
+        A clause that says what is left.
+    interrupted
+        Another one after an interrupt.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        end_interrupted(interrupted or kept())
+    except RecipeError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        elif _FULL_DISK.search(str(error)):
+            reason = next(line.strip().rstrip(".") for line in str(error).splitlines() if _FULL_DISK.search(line))
+        elif _NOT_WRITTEN.search(str(error)):
+            reason = "a file cannot be written to its end, as on a full disk"
+        else:
+            raise
+        end_with(f"\nfastmaxsim: {reason}; {kept()}.")
+
+
+@contextmanager
+def progress_of_runs() -> Iterator[Callable[..., None]]:
+    """A bar for each run of a comparison, with its rate and the time left."""
+    with ExitStack() as stack:
+        bars: dict[str, tqdm] = {}
+
+        def on_progress(run: str, text: str, done: int, of: int | None) -> None:
+            if run not in bars:
+                bars[run] = stack.enter_context(_bar(run, of, "steps"))
+            bars[run].n, bars[run].total = done, of
+            bars[run].set_postfix_str(text)
+
+        yield on_progress
+
+
+@contextmanager
+def progress_of_tasks() -> Iterator[Callable[..., Callable[[int], object]]]:
+    """A bar for each task of a search: ``begin(task, total, done)`` returns what is told how many more are done."""
+    with ExitStack() as stack:
+        yield lambda task, total, done=0: stack.enter_context(_bar(task, total, "items", done)).update
+
+
+def _bar(task: str, total: int | None, unit: str, done: int = 0) -> tqdm:
+    # The rate is the mean: batches may take a minute each. Only on a terminal.
+    return tqdm(desc=task, total=total, initial=done, unit=f" {unit}", smoothing=0, dynamic_ncols=True, disable=None)

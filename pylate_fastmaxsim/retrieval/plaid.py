@@ -1,0 +1,308 @@
+"""Open an index of PLAID as a corpus, where it is, as fast-plaid and Stanford's code write it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.codec import ResidualCodec
+from pylate_fastmaxsim.retrieval.corpus import Corpus
+from pylate_fastmaxsim.retrieval.formats.format import Arrays, Format
+from pylate_fastmaxsim.retrieval.formats.part import Part
+
+METADATA_FILE = "metadata.json"
+# In the folder of an index, PyLate has that of fast-plaid and what it knows of ids.
+FAST_FOLDER = "fast_plaid_index"
+IDS_FILE = "plaid_ids_to_documents_ids.pkl"
+# Files of the rows of all chunks.
+MERGED = "merged_"
+KNOWN = "fast-plaid 1.4.6 to 1.7.0 and Stanford's ColBERT"
+
+HALVES = (torch.float16, torch.float32)
+WHOLE = (torch.int32, torch.int64)
+
+Buckets = tuple[Any, Any, Any]  # centroids, weights, cutoffs
+
+
+class PlaidCorpus(Corpus):
+    """A :class:`~pylate_fastmaxsim.retrieval.corpus.Corpus` of what an index of PLAID stores.
+
+    ``ids`` has the id of each document in order, as PyLate was given them. None where PyLate has not written the index:
+    documents are in the order in which they were added, without those that fast-plaid has deleted.
+    """
+
+    ids: list[Any] | None
+
+
+def read_plaid(folder: str | os.PathLike) -> PlaidCorpus:
+    """Open an index of PLAID as a corpus, for exact scores of what it stores.
+
+    Nothing is copied or rewritten: codes and residuals are mapped into memory where they are. ``folder`` is that of an
+    index of PyLate (``index_folder/index_name``, with fast-plaid or with Stanford's code), of fast-plaid, or of
+    Stanford's ColBERT. Documents that were added, deleted or updated count as they do for the index. It must not be
+    changed while it is read.
+
+    Returns
+    -------
+    PlaidCorpus
+        A corpus of the format ``"residual"``, without scales: every vector has length 1, as for PLAID. Its ``ids`` are
+        those of PyLate.
+
+    Raises
+    ------
+    ValueError
+        The folder holds no index that is known, one of other than 1, 2 or 4 bits, or a file that is missing, damaged or
+        does not fit the others. Codes are looked at when they are read.
+    OSError
+        A file cannot be opened or mapped.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from fast_plaid.search import FastPlaid
+    >>> from pylate_fastmaxsim import TokenBatch, read_plaid
+    >>> from pylate_fastmaxsim.retrieval.search import search
+    >>> documents = torch.nn.functional.normalize(torch.randn(50, 5, 16), dim=-1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     index = FastPlaid(folder, device="cpu").create(list(documents), nbits=4)
+    ...     corpus = read_plaid(folder)
+    ...     scores, positions = search(TokenBatch.from_list([documents[7]]), corpus, k=1)
+    ...     len(corpus), corpus.tokens, positions.tolist()
+    (50, 250, [[7]])
+    """
+    folder = plaid_folder(Path(folder))
+    layout = _layout_of(folder)
+    bits, chunks, merged = read_sizes(folder, layout)
+    centroids, weights, cutoffs = _read_buckets(folder, layout, bits)
+    try:
+        # fast-plaid computes with halves, also where it stores float32.
+        codec = ResidualCodec(centroids.half(), weights.half(), cutoffs.float())
+    except ValueError as error:
+        raise ValueError(f"read_plaid: {folder} must hold a codec that can be used; {error}") from None
+    stored = Format("residual", codec.dim, codec=codec, has_scales=False)
+    parts, begin = [], 0
+    for number in range(chunks):
+        parts.append(_chunk(folder, number, layout, stored, merged, begin))
+        begin += parts[-1].tokens
+    ids = _read_ids(folder)
+    if ids is not None:
+        numbers = list(range(sum(map(len, parts))))
+        if layout is STANFORD:
+            # A document that PyLate has removed is still there, without tokens.
+            kept = [part.bounds.diff() > 0 for part in parts]
+            numbers = torch.cat(kept).nonzero().flatten().tolist()
+            parts = [part.of(some) for part, some in zip(parts, kept, strict=True)]
+        if ids.keys() != set(numbers):
+            raise ValueError(
+                f"read_plaid: {_ids_file(folder)} must hold the ids of the {len(numbers)} documents of the index, but "
+                f"holds {len(ids)}, or those of others, as after a change without PyLate; build the index anew."
+            )
+        ids = [ids[number] for number in numbers]
+    corpus = PlaidCorpus.of_parts(folder, parts)
+    corpus.ids = ids
+    return corpus
+
+
+class _Chunk(Part):
+    """A chunk of an index."""
+
+    def views(self, begin: int, end: int) -> tuple[Arrays, Tensor, int]:
+        arrays, bounds, longest = super().views(begin, end)
+        return {**arrays, "codes": arrays["codes"].int()}, bounds, longest
+
+    def of(self, kept: Tensor) -> _Chunk:
+        """The chunk without some documents, none of which has tokens."""
+        return _Chunk(self.format, self.arrays, torch.cat([self.bounds[:1], self.bounds[1:][kept]]), self.file)
+
+
+def _chunk(folder: Path, number: int, layout: Layout, stored: Format, merged: bool, begin: int) -> _Chunk:
+    """A chunk; ``begin``: where its rows begin in files of all chunks."""
+    file = _lengths_file(folder, number)
+    lengths = _read_json(file)
+    if not isinstance(lengths, list) or not all(type(length) is int and length >= 0 for length in lengths):
+        raise ValueError(f"read_plaid: {file} must be a list of integers from 0, the lengths of documents.")
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    tokens = int(bounds[-1])
+    codes_file, packed_file = (_rows_file(folder, number, name, layout, merged) for name in ("codes", "residuals"))
+    # Behind the last chunk fast-plaid has rows of no document.
+    codes, packed = (
+        layout.read(file)[begin : begin + tokens] if file.name.startswith(MERGED) else layout.read(file)
+        for file in (codes_file, packed_file)
+    )
+    _require(codes_file, codes, WHOLE, (tokens,))
+    _require(packed_file, packed, (torch.uint8,), (tokens, stored.columns["packed"].width))
+    return _Chunk(stored, {"codes": codes, "packed": packed}, bounds, file)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of a library's files, and how they are read."""
+
+    suffix: str
+    buckets_file: str
+    read: Callable[[Path], Any]
+    bits: Callable[[dict[str, Any]], Any]
+    buckets: Callable[[Path], Buckets]
+
+    @property
+    def centroids_file(self) -> str:
+        return f"centroids.{self.suffix}"
+
+
+def plaid_folder(folder: Path) -> Path:
+    """The folder with the files of an index, where ``folder`` may be that of PyLate. ValueError if there is none."""
+    for each in (folder / FAST_FOLDER, folder):
+        if (each / METADATA_FILE).exists():
+            return each
+    raise ValueError(
+        f"read_plaid: {folder} must hold an index of PLAID, with {METADATA_FILE} in it or in {FAST_FOLDER}, as PyLate, "
+        "fast-plaid and ColBERT write it."
+    )
+
+
+def _layout_of(folder: Path) -> Layout:
+    """By which library an index is. ValueError if it is none of those that are known."""
+    for layout in (FAST_PLAID, STANFORD):
+        if (folder / layout.centroids_file).exists():
+            return layout
+    raise _unknown_layout(folder, f"{FAST_PLAID.centroids_file} or {STANFORD.centroids_file}")
+
+
+def read_sizes(folder: Path, layout: Layout) -> tuple[int, int, bool]:
+    """Bits of each number, the number of chunks, and whether rows may be in files of all chunks only."""
+    file = folder / METADATA_FILE
+    metadata = _read_json(file)
+    metadata = metadata if isinstance(metadata, dict) else {}
+    bits, chunks, merged = layout.bits(metadata), metadata.get("num_chunks"), bool(metadata.get("frozen"))
+    if bits is None or chunks is None:
+        raise _unknown_layout(folder, f"nbits and num_chunks in {METADATA_FILE}")
+    if bits not in (1, 2, 4) or not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(
+            f"read_plaid: {file} must say nbits, 1, 2 or 4, and num_chunks, from 1, but says {bits!r} and {chunks!r}."
+        )
+    first = [
+        _lengths_file(folder, 0),
+        *(_rows_file(folder, 0, name, layout, merged) for name in ("codes", "residuals")),
+    ]
+    if (lacking := next((file.name for file in first if not file.exists()), None)) is not None:
+        raise _unknown_layout(folder, lacking)
+    return bits, chunks, merged
+
+
+def _unknown_layout(folder: Path, lacking: str) -> ValueError:
+    return ValueError(f"read_plaid: {folder} has a layout that is not known, without {lacking}; known are {KNOWN}.")
+
+
+def _lengths_file(folder: Path, chunk: int) -> Path:
+    return folder / f"doclens.{chunk}.json"
+
+
+def _rows_file(folder: Path, chunk: int, name: str, layout: Layout, merged: bool) -> Path:
+    """File with the codes or residuals of a chunk.
+
+    fast-plaid 1.7, and ``freeze()`` from 1.4.7 on, keep all chunks in one file, and only what changed since in its own.
+    """
+    own = folder / f"{chunk}.{name}.{layout.suffix}"
+    return folder / f"{MERGED}{name}.{layout.suffix}" if merged and not own.exists() else own
+
+
+def _read_buckets(folder: Path, layout: Layout, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Centroids ``[C, d]``, weights ``[2**bits]`` and cutoffs ``[2**bits - 1]``."""
+    centroids, weights, cutoffs = layout.buckets(folder)
+    _require(folder / layout.centroids_file, centroids, HALVES, (None, None))
+    _require(folder / layout.buckets_file, weights, HALVES, (2**bits,))
+    _require(folder / layout.buckets_file, cutoffs, HALVES, (2**bits - 1,))
+    return centroids, weights, cutoffs
+
+
+def _read_ids(folder: Path) -> dict[int, Any] | None:
+    """The id of each document by its number in the index, as PyLate keeps them; None where it has not written them."""
+    file = _ids_file(folder)
+    if not file.exists():
+        return None
+    with open(file, "rb") as opened:
+        ids = _readable(file, lambda: _PlainUnpickler(opened).load())
+    if not isinstance(ids, dict):
+        raise ValueError(f"read_plaid: {file} must hold a mapping from numbers to ids, as PyLate writes it.")
+    return ids
+
+
+def _ids_file(folder: Path) -> Path:
+    return (folder.parent if folder.name == FAST_FOLDER else folder) / IDS_FILE
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Unpickle plain values only; what names a class or a function could run anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"ids must be strings or integers, but it names {module}.{name}")
+
+
+def _require(file: Path, tensor: Any, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> None:
+    """Refuse what is no tensor of one of these dtypes and of this shape, in which None is any size."""
+    if (
+        isinstance(tensor, Tensor)
+        and tensor.dtype in dtypes
+        and tensor.dim() == len(shape)
+        and all(wanted in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True))
+    ):
+        return
+    got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+    sizes = ", ".join("any" if size is None else str(size) for size in shape)
+    raise ValueError(
+        f"read_plaid: {file} must hold {' or '.join(map(str, dtypes))} [{sizes}], as other files of the index have it, but "
+        f"holds {got}; build the index anew."
+    )
+
+
+def _read_json(file: Path) -> Any:
+    return _readable(file, lambda: json.loads(file.read_text(encoding="utf-8")))
+
+
+def _readable(file: Path, read: Callable[[], Any]) -> Any:
+    if not file.exists():
+        raise ValueError(f"read_plaid: {file} is missing; build the index anew.")
+    try:
+        return read()
+    except Exception as error:  # of NumPy, PyTorch, pickle or a zip file
+        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+        raise ValueError(f"read_plaid: {file} cannot be read ({reason}); build the index anew.") from error
+
+
+def _npy(file: Path) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return _readable(file, lambda: torch.from_numpy(np.load(file, mmap_mode="r")))
+
+
+def _pt(file: Path) -> Any:
+    return _readable(file, lambda: torch.load(file, map_location="cpu", mmap=True, weights_only=True))
+
+
+def _npy_buckets(folder: Path) -> Buckets:
+    return tuple(_npy(folder / f"{name}.npy") for name in ("centroids", "bucket_weights", "bucket_cutoffs"))
+
+
+def _pt_buckets(folder: Path) -> Buckets:
+    buckets = _pt(folder / "buckets.pt")
+    cutoffs, weights = buckets if isinstance(buckets, tuple) and len(buckets) == 2 else (None, None)
+    return _pt(folder / "centroids.pt"), weights, cutoffs
+
+
+def _pt_bits(metadata: dict[str, Any]) -> Any:
+    config = metadata.get("config")
+    return config.get("nbits") if isinstance(config, dict) else None
+
+
+FAST_PLAID = Layout("npy", "bucket_weights.npy", _npy, lambda metadata: metadata.get("nbits"), _npy_buckets)
+STANFORD = Layout("pt", "buckets.pt", _pt, _pt_bits, _pt_buckets)

@@ -1,0 +1,43 @@
+"""Run ``fastmaxsim`` in this process."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from pylate_fastmaxsim.cli import main
+
+
+@dataclass
+class Done:
+    """What a command has printed, how it ended, and the error that it did not catch."""
+
+    stdout: str
+    stderr: str
+    exit_code: int = 0
+    exception: Exception | None = None
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+def fastmaxsim(arguments: Sequence[object], env: Mapping[str, str] | None = None) -> Done:
+    """Run the command with these arguments, and with variables added to the environment."""
+    stdout, stderr, code, exception = io.StringIO(), io.StringIO(), 0, None
+    given = patch.object(sys, "argv", ["fastmaxsim", *map(str, arguments)])
+    with given, patch.dict(os.environ, env or {}), redirect_stdout(stdout), redirect_stderr(stderr):
+        try:
+            main()
+        except SystemExit as stop:
+            if isinstance(stop.code, str):
+                print(stop.code, file=sys.stderr)
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        except Exception as error:
+            code, exception = 1, error
+    return Done(stdout.getvalue(), stderr.getvalue(), code, exception)
