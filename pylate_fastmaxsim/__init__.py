@@ -15,7 +15,7 @@ _NAMES = {
     "retrieval.sparse_index": ("SparseIndex",),
     "retrieval.sparse_search": ("sparse_search",),
     "retrieval.static.model": ("StaticLateInteraction",),
-    "retrieval.static.weights": ("BM25",),
+    "retrieval.static.tokens": ("BM25",),
     "ops.maxsim": ("maxsim",),
     "ops.projection": ("maxsim_from_hidden",),
     "ops.xtr": ("xtr_scores",),

@@ -117,14 +117,6 @@ class CompressedOperands(NamedTuple):
         """Number P of scores of a query: of candidates, or of all documents."""
         return self.d_starts.shape[0] if self.candidates is None else self.candidates.shape[1]
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The fields that are tensors."""
-        return self[:_NUM_COMPRESSED_TENSORS]
-
-
-_NUM_COMPRESSED_TENSORS = CompressedOperands._fields.index("max_q_length")
-
 
 class SpladeOperands(NamedTuple):
     """Hidden states of N texts, the output embedding of V vocabulary rows, and what comes after the maximum.
@@ -143,11 +135,3 @@ class SpladeOperands(NamedTuple):
     gapless: bool
     rectified: bool
     logs: int
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The fields that are tensors."""
-        return self[:_NUM_SPLADE_TENSORS]
-
-
-_NUM_SPLADE_TENSORS = SpladeOperands._fields.index("max_length")

@@ -363,36 +363,25 @@ def decoded_sums(codes: Tensor, packed: Tensor, centroids: Tensor, byte_values: 
     return byte_values.float()[packed.long()].flatten(1).add_(centroids[codes.long()])
 
 
-@functools.cache
-def _bytes_of_buckets(bits: int) -> Tensor:
-    """The byte that each bucket alone makes at each place of a byte, ``[8 // bits, 2**bits]``, uint8.
+def _buckets_of_bytes(bits: int) -> Tensor:
+    """Buckets of the numbers that each byte holds, ``[256, 8 // bits]``, int64.
 
     The order of PLAID: the first number is in the high bits, and of each number the lowest bit comes first.
     """
-    place = torch.arange(8 // bits, device="cpu")[:, None, None]
-    bucket = torch.arange(2**bits, device="cpu")[:, None]
-    bit = torch.arange(bits, device="cpu")
-    return ((bucket >> bit & 1) << (7 - place * bits - bit)).sum(dim=-1).to(torch.uint8)
-
-
-@functools.cache
-def _buckets_of_bytes(bits: int) -> Tensor:
-    """Buckets of the numbers that each byte holds, ``[256, 8 // bits]``, int64."""
-    alone = _bytes_of_buckets(bits)
-    byte = torch.arange(256, dtype=torch.uint8, device="cpu")[:, None, None]
-    return (byte & alone[:, -1:] == alone).int().argmax(dim=-1)
+    bit = (torch.arange(256, device="cpu")[:, None] >> torch.arange(7, -1, -1, device="cpu")) & 1
+    return (bit.unflatten(1, (-1, bits)) << torch.arange(bits, device="cpu")).sum(dim=-1)
 
 
 def _packed(buckets: Tensor, bits: int) -> Tensor:
     """Bytes ``[n, d * bits / 8]`` of buckets ``[n, d]``."""
-    alone = _bytes_of_buckets(bits).to(buckets.device)
-    places = buckets.unflatten(1, (-1, 8 // bits)).unbind(dim=-1)
-    return sum(byte[bucket] for byte, bucket in zip(alone, places, strict=True))
+    place = torch.arange(bits, dtype=torch.uint8, device=buckets.device)
+    bit = (buckets.to(torch.uint8)[..., None] >> place & 1).view(len(buckets), buckets.shape[1] * bits // 8, 8)
+    return (bit << torch.arange(7, -1, -1, dtype=torch.uint8, device=bit.device)).sum(dim=-1, dtype=torch.uint8)
 
 
-def chunks(rows: int, width: int) -> list[slice]:
-    """The rows of a matrix, as many at a time as are handled at once."""
-    step = max(1, AT_ONCE // max(1, width))
+def chunks(rows: int, width: int, numbers: int | None = None) -> list[slice]:
+    """The rows of a matrix in slices of at most so many numbers, ``AT_ONCE`` by default."""
+    step = max(1, (numbers or AT_ONCE) // max(1, width))
     return [slice(begin, begin + step) for begin in range(0, rows, step)]
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import has_numbers, require_integer, require_tensor
+from pylate_fastmaxsim._checks import require_integer
+from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.codec import ResidualCodec, chunks
 from pylate_fastmaxsim.tokens import TokenBatch, check_sequences, share_rows
 
@@ -22,6 +22,11 @@ _FP8_MAX = 448.0
 # as the least, which some number of a unit vector is (d up to 2**16), it would round many to 0.
 _FP8_SCALE = 2.0**-8
 _FP8_LEAST = 2.0**-8
+
+
+def _tensors_on(device: str | torch.device, batch: object, non_blocking: bool) -> dict[str, Tensor]:
+    fields = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    return {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in fields.items()}
 
 
 class _Tokens:
@@ -43,11 +48,7 @@ class _Tokens:
         return tuple(value for value in vars(self).values() if isinstance(value, Tensor))
 
     def to(self, device: torch.device, non_blocking: bool = False) -> _Tokens:
-        return replace(self, **self._fields_on(device, non_blocking))
-
-    def _fields_on(self, device: torch.device, non_blocking: bool) -> dict[str, object]:
-        fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in fields.items()}
+        return replace(self, **_tensors_on(device, self, non_blocking))
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,14 +63,6 @@ class Int8(_Tokens):
     scales: Tensor
     per_token: bool
 
-    def __post_init__(self) -> None:
-        require_tensor("Int8", "values", self.values, "int8 [T, d]", 2, (torch.int8,))
-        require_tensor("Int8", "scales", self.scales, "float32 [T] or [N]", 1, (torch.float32,), self.device)
-        if self.per_token and len(self.scales) != len(self.values):
-            raise ValueError(
-                f"Int8: scales must be [T] with T = {len(self.values)} where per_token, got [{len(self.scales)}]."
-            )
-
 
 @dataclass(frozen=True, eq=False)
 class Fp8(_Tokens):
@@ -77,12 +70,6 @@ class Fp8(_Tokens):
 
     values: Tensor
     scale: float
-
-    def __post_init__(self) -> None:
-        require_tensor("Fp8", "values", self.values, "float8_e4m3fn [T, d]", 2, (torch.float8_e4m3fn,))
-        scale = self.scale
-        if not (isinstance(scale, float) and 2.0**-126 <= scale <= 2.0**127 and math.frexp(scale)[0] == 0.5):
-            raise ValueError(f"Fp8: scale must be a power of two from 2**-126 to 2**127, got {scale!r}.")
 
     def __reduce__(self):
         # As bytes, because PyTorch 2.11 pickles float8 but cannot read it.
@@ -98,8 +85,7 @@ class Residual(_Tokens):
     """Token vectors as residual codes: (centroid + bucket weights) * scale, in float32.
 
     ``codes`` int32 or int64 ``[T]``, ``packed`` uint8 ``[T, d * bits / 8]``, ``scales`` float32 ``[T]``. Scales are None
-    where every vector has length 1, as in PLAID's files. Whether the codec has a centroid for each code is checked on a CPU
-    only.
+    where every vector has length 1, as in PLAID's files.
     """
 
     codes: Tensor
@@ -107,38 +93,12 @@ class Residual(_Tokens):
     scales: Tensor | None
     codec: ResidualCodec
 
-    def __post_init__(self) -> None:
-        require_tensor("Residual", "codes", self.codes, "int32 or int64 [T]", 1, (torch.int32, torch.int64))
-        require_tensor("Residual", "packed", self.packed, "uint8 [T, d * bits / 8]", 2, (torch.uint8,), self.device)
-        if self.scales is not None:
-            require_tensor("Residual", "scales", self.scales, "float32 [T]", 1, (torch.float32,), self.device)
-        lengths = {len(tensor) for tensor in self.tensors}
-        if len(lengths) > 1:
-            raise ValueError(
-                f"Residual: codes, packed and scales must have one length T, got {', '.join(map(str, sorted(lengths)))}."
-            )
-        codec = self.codec
-        if self.packed.shape[1] * 8 != codec.dim * codec.bits:
-            raise ValueError(
-                f"Residual: the codec has d = {codec.dim} and {codec.bits} bits, so packed must have "
-                f"{codec.dim * codec.bits // 8} bytes a token, got {self.packed.shape[1]}; they belong to another codec."
-            )
-        if codec.device != self.device:
-            raise ValueError(f"Residual: the codec is on {codec.device} and the codes on {self.device}; use codec.to.")
-        if len(self) and has_numbers(self.codes):
-            low, high = map(int, torch.aminmax(self.codes))
-            if low < 0 or high >= len(codec.centroids):
-                raise ValueError(
-                    f"Residual: codes must be from 0 to C - 1 = {len(codec.centroids) - 1}, got {low} to {high}; they "
-                    "belong to another codec."
-                )
-
     @property
     def dim(self) -> int:
         return self.codec.dim
 
-    def _fields_on(self, device: torch.device, non_blocking: bool) -> dict[str, object]:
-        return {**super()._fields_on(device, non_blocking), "codec": self.codec.to(device)}
+    def to(self, device: torch.device, non_blocking: bool = False) -> Residual:
+        return replace(self, codec=self.codec.to(device), **_tensors_on(device, self, non_blocking))
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,9 +193,8 @@ class CompressedBatch:
 
     def to(self, device: str | torch.device, non_blocking: bool = False) -> CompressedBatch:
         """The batch on a device; ``non_blocking`` as in ``torch.Tensor.to``."""
-        fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in fields.items()}
-        return replace(self, tokens=self.tokens.to(device, non_blocking), **moved)
+        tokens = self.tokens.to(device, non_blocking)
+        return replace(self, tokens=tokens, **_tensors_on(device, self, non_blocking))
 
     def decompress(self, dtype: torch.dtype = torch.float32) -> TokenBatch:
         """Decompress to the vectors that are scored, a copy of dtype ``dtype``.
@@ -253,27 +212,18 @@ class CompressedBatch:
         if isinstance(tokens, Residual):
             values = tokens.codec.decode(tokens.codes, tokens.packed, tokens.scales, dtype)
         else:
-            exact = torch.float64 if dtype == torch.float64 else torch.float32
-            scales = row_scales(self)
+            exact = sum_dtype(dtype)
+            if isinstance(tokens, Fp8):
+                scales = torch.full((len(tokens),), tokens.scale, device=self.device)
+            elif tokens.per_token:
+                scales = tokens.scales
+            else:
+                document, inside = _documents_of_rows(self, len(tokens))
+                scales = tokens.scales[document].where(inside, 0) if len(self) else torch.zeros_like(inside)
             values = torch.empty(len(tokens), tokens.dim, dtype=dtype, device=self.device)
             for rows in chunks(*values.shape):
-                scale = scales if isinstance(scales, float) else scales[rows, None].to(exact)
-                values[rows] = tokens.values[rows].to(exact) * scale
+                values[rows] = tokens.values[rows].to(exact) * scales[rows, None].to(exact)
         return TokenBatch(values, self.starts, self.lengths, self.max_length, self.keep, self.gapless)
-
-
-def row_scales(batch: CompressedBatch) -> Tensor | float:
-    """Factors of the values of int8 or fp8: a scale for each of the T rows, float32 ``[T]``, or one number.
-
-    0 for a row of no document where scales are those of documents. Does not wait for the device.
-    """
-    tokens = batch.tokens
-    if isinstance(tokens, Fp8):
-        return tokens.scale
-    if tokens.per_token:
-        return tokens.scales
-    document, inside = _documents_of_rows(batch, len(tokens))
-    return torch.where(inside, tokens.scales[document], 0.0) if len(batch) else tokens.scales.new_zeros(len(tokens))
 
 
 def compress(
@@ -369,7 +319,7 @@ def rounded_queries(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
     scales = torch.empty(len(values), dtype=torch.float32, device=values.device)
     for rows in chunks(*values.shape):
         numbers = values[rows].float()
-        largest = _amax(numbers.abs())
+        largest = numbers.abs().amax(dim=1)
         finite = largest.isfinite()
         largest = largest.where(finite, 0)
         numbers = numbers.where(finite[:, None], 0)
@@ -400,11 +350,6 @@ def _documents_of_rows(batch: TokenBatch | CompressedBatch, rows: int) -> tuple[
     return document, (row >= first) & (row < first + batch.lengths[document])
 
 
-def _amax(numbers: Tensor) -> Tensor:
-    """The largest of each row, 0 where it has none."""
-    return numbers.amax(dim=1) if numbers.shape[1] else numbers.new_zeros(len(numbers))
-
-
 def _live(values: Tensor, live: Tensor, rows: slice) -> Tensor:
     """Rows in float32, zeros where they do not count."""
     return values[rows].float().where(live[rows, None], 0)
@@ -414,7 +359,7 @@ def _largest(values: Tensor, live: Tensor) -> Tensor:
     """Largest magnitude of each row that counts, float32 ``[T]``."""
     largest = torch.empty(len(values), dtype=torch.float32, device=values.device)
     for rows in chunks(*values.shape):
-        largest[rows] = _amax(_live(values, live, rows).abs_())
+        largest[rows] = _live(values, live, rows).abs_().amax(dim=1)
     return largest
 
 
@@ -450,10 +395,6 @@ def _to_fp8(values: Tensor, live: Tensor, largest: Tensor, scale: float | None) 
     if scale is None:
         usual = most == 0 or _FP8_LEAST <= most <= _FP8_MAX * _FP8_SCALE
         scale = _FP8_SCALE if usual else float(_fitting_powers(torch.tensor(most, device="cpu")))
-    if most > _FP8_MAX * scale:
-        raise ValueError(
-            f"compress: numbers must be at most {_FP8_MAX * scale:g} in magnitude for the fp8 scale {scale:g}, got {most:g}."
-        )
     tokens = Fp8(torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device), scale)
     for rows in chunks(*values.shape):
         tokens.values[rows] = (_live(values, live, rows) / scale).to(torch.float8_e4m3fn)

@@ -39,13 +39,22 @@ class TopK:
 
 
 @dataclass(frozen=True)
-class Softmax:
-    """The mean of the similarities S with the weights ``softmax(S / temperature)``."""
-
+class _Tempered:
     temperature: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "temperature", _temperature("Softmax", self.temperature))
+        where, value = type(self).__name__, self.temperature
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{where}: temperature must be a number from 1e-30 to 1e30, got {value!r}.")
+        # Similarities over it must be numbers of float32.
+        if not 1e-30 <= value <= 1e30:
+            raise ValueError(f"{where}: temperature must be a number from 1e-30 to 1e30, got {value}.")
+        object.__setattr__(self, "temperature", float(value))
+
+
+@dataclass(frozen=True)
+class Softmax(_Tempered):
+    """The mean of the similarities S with the weights ``softmax(S / temperature)``."""
 
     def of(self, similarities: Tensor, live: Tensor) -> Tensor:
         """Pool as :meth:`Max.of`."""
@@ -54,13 +63,8 @@ class Softmax:
 
 
 @dataclass(frozen=True)
-class LogSumExp:
+class LogSumExp(_Tempered):
     """``temperature * log sum exp(S / temperature)`` of the similarities S: colpali-engine's smooth maximum."""
-
-    temperature: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "temperature", _temperature("LogSumExp", self.temperature))
 
     def of(self, similarities: Tensor, live: Tensor) -> Tensor:
         """Pool as :meth:`Max.of`."""
@@ -75,15 +79,6 @@ def check_pooling(where: str, pooling: object) -> None:
     """Raise TypeError unless ``pooling`` is one; ``where`` is the name in the error."""
     if not isinstance(pooling, Pooling):
         raise TypeError(f"{where}: pooling must be Max(), TopK(k), Softmax(t) or LogSumExp(t), got {pooling!r}.")
-
-
-def _temperature(where: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{where}: temperature must be a number from 1e-30 to 1e30, got {value!r}.")
-    # Similarities over it must be numbers of float32.
-    if not 1e-30 <= value <= 1e30:
-        raise ValueError(f"{where}: temperature must be a number from 1e-30 to 1e30, got {value}.")
-    return float(value)
 
 
 def _tempered(similarities: Tensor, live: Tensor, temperature: float) -> Tensor:

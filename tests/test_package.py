@@ -87,8 +87,7 @@ ROOMS = {
         ("script",),
     ),
     "losses": (
-        ("columns", "tokens"),
-        ("views",),
+        ("columns", "views"),
         ("pylate", "multi_vector", "colpali"),
         ("encode",),
         ("contrastive_distillation", "matryoshka"),

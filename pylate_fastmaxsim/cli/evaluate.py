@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Evaluate, and print the metrics, the tests and where indexes and run files are."""
     from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
-    from pylate_fastmaxsim.recipes.search.evaluate import Options, evaluate
+    from pylate_fastmaxsim.recipes.search.evaluate import evaluate
+    from pylate_fastmaxsim.recipes.search.run import Options
     from pylate_fastmaxsim.recipes.tables import metrics_table, pairs_table
     from pylate_fastmaxsim.recipes.targets import find_collection, find_targets
 
@@ -59,9 +60,9 @@ def run(options: argparse.Namespace) -> None:
     settings = from_arguments(Options, options, inputs=inputs)
     targets = find_targets(options.models, options.overrides)
     with report_interruption(lambda: kept_documents(options.index)):
-        name, collection = find_collection(targets, options.beir, options.split)
+        name, collection, _ = find_collection(targets, options.beir, options.split)
         with progress_of_tasks() as begin:
-            result = evaluate(targets, name, collection, settings, begin)
+            result = evaluate(targets, name, collection, settings, begin, options.per_query, options.test)
         if options.json is not None:
             write_json(options.json, result)
     plain.print(metrics_table(result))

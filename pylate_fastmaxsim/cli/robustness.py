@@ -57,9 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, print the tables, and write them as JSON, PNG and HTML."""
-    from pylate_fastmaxsim.recipes.robustness.measure import settings_of
+    from pylate_fastmaxsim.recipes.robustness.measure import robustness, settings_of
     from pylate_fastmaxsim.recipes.robustness.report import tables, write_robustness_page, write_robustness_png
-    from pylate_fastmaxsim.recipes.robustness.run import robustness
     from pylate_fastmaxsim.recipes.robustness.task import Limits
 
     settings = settings_of(options.pooling, options.times, options.tokens, options.append, options.noise, options.seed)

@@ -95,13 +95,14 @@ def from_arguments(dataclass: type[T], options: argparse.Namespace, **more: Any)
 
 
 def quiet_libraries() -> None:
-    """Hide the progress bars and log lines of other libraries."""
+    """Hide the progress bars and log lines of other libraries, but on a terminal those of loading data, which takes minutes."""
     import logging
 
     from datasets import disable_progress_bars
     from transformers.utils import logging as transformers_logging
 
-    disable_progress_bars()
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     logging.getLogger("pylate.models.colbert").setLevel(logging.ERROR)

@@ -91,7 +91,9 @@ def headline(comparison: dict[str, Any]) -> str:
     if summary["speedup"] is None:
         gone = " and ".join(LABELS[mode] for mode, run in comparison["runs"].items() if run["status"] != FINISHED)
         return f"{title}: {f'{gone} ran out of memory' if gone else 'too few steps for a verdict on the speed'}"
-    step = "no verdict on the speed, the machine was busy" if _busy(summary) else f"{speed(summary)} per step"
+    step = (
+        "no verdict on the speed, the machine was busy" if _machine_was_busy(summary) else f"{speed(summary)} per step"
+    )
     return f"{title}: {step}, {summary['peak_memory']:.0%} of the peak memory"
 
 
@@ -99,7 +101,7 @@ def speed(summary: dict[str, Any]) -> str:
     """The speed of a run relative to stock; of a busy machine only the ratio, rounded."""
     if summary["speedup"] is None:
         return "-"
-    return f"{summary['speedup']:.2g} (busy)" if _busy(summary) else f"{summary['speedup']:.2f}x as fast"
+    return f"{summary['speedup']:.2g} (busy)" if _machine_was_busy(summary) else f"{summary['speedup']:.2f}x as fast"
 
 
 def caption(comparison: dict[str, Any]) -> str:
@@ -111,7 +113,7 @@ def caption(comparison: dict[str, Any]) -> str:
     on_gpu = "CPU" not in title_of(comparison).rpartition(" on ")[2]
     before = ", before evaluation" if "model" in recipe else ""  # not of a script
     sentences = [
-        *_on_the_turns(summary),
+        *_speed_sentences(summary),
         "Steps after warm-up, data loading included; memory "
         f"{'allocated on the GPU' if on_gpu else 'resident in the process'}{before}.",
     ]
@@ -133,7 +135,7 @@ def caption(comparison: dict[str, Any]) -> str:
     return " ".join(sentences)
 
 
-def _on_the_turns(summary: dict[str, Any]) -> list[str]:
+def _speed_sentences(summary: dict[str, Any]) -> list[str]:
     """Sentences on how the ratio was measured, and whether the machine was busy."""
     turns = summary.get("turns")
     if turns is None:
@@ -172,7 +174,7 @@ def _last_loss(run: dict[str, Any]) -> str:
     return "NaN" if last is None or not math.isfinite(last) else f"{last:.4f}"
 
 
-def _busy(summary: dict[str, Any]) -> bool:
+def _machine_was_busy(summary: dict[str, Any]) -> bool:
     return bool((summary.get("turns") or {}).get("busy"))
 
 

@@ -82,7 +82,7 @@ class ScriptGate(Gate):
 
 
 def _flush() -> None:
-    """Before this process is ended from outside, or by ``os._exit``."""
+    """Write what was printed, before this process is ended from outside or by ``os._exit``."""
     sys.stdout.flush()
     sys.stderr.flush()
 
@@ -101,7 +101,7 @@ class LoopWatch:
         self.inside = False
         optimizers.register_optimizer_step_pre_hook(self._before)
         optimizers.register_optimizer_step_post_hook(self._after)
-        self._keep_losses()
+        self._patch_backward()
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.first is None and not self.trainer:
@@ -112,7 +112,7 @@ class LoopWatch:
         if id(optimizer) == self.first and not self.trainer:
             self.gate.after_step(**({} if self.loss is None else {"loss": self.loss}))
 
-    def _keep_losses(self) -> None:
+    def _patch_backward(self) -> None:
         backward, scale = torch.Tensor.backward, torch.amp.GradScaler.scale
 
         @wraps(backward)
@@ -137,7 +137,7 @@ class LoopWatch:
         torch.Tensor.backward, torch.amp.GradScaler.scale = kept, scaled
 
 
-def _watch_trainers(gate: ScriptGate, loop: LoopWatch, folder: Path, padded: bool) -> None:
+def _patch_trainers(gate: ScriptGate, loop: LoopWatch, folder: Path, padded: bool) -> None:
     """Have transformers' Trainer measured when it is imported, and write into ``folder`` and report to nobody.
 
     ``padded``: texts are encoded as they are collated, so that the collator's masks tell how much is padding.
@@ -145,14 +145,14 @@ def _watch_trainers(gate: ScriptGate, loop: LoopWatch, folder: Path, padded: boo
 
     def change(module: ModuleType) -> None:
         if module.__name__ == "transformers.trainer":
-            _change_trainer(module.Trainer, gate, loop, folder, padded)
+            _patch_trainer(module.Trainer, gate, loop, folder, padded)
         else:
-            _change_arguments(module.TrainingArguments, folder)
+            _patch_arguments(module.TrainingArguments, folder)
 
     sys.meta_path.insert(0, AfterImport(("transformers.trainer", "transformers.training_args"), change))
 
 
-def _change_trainer(trainer: type, gate: ScriptGate, loop: LoopWatch, folder: Path, padded: bool) -> None:
+def _patch_trainer(trainer: type, gate: ScriptGate, loop: LoopWatch, folder: Path, padded: bool) -> None:
     init, train = trainer.__init__, trainer.train
     signature = inspect.signature(init)
 
@@ -166,15 +166,15 @@ def _change_trainer(trainer: type, gate: ScriptGate, loop: LoopWatch, folder: Pa
     @wraps(train)
     def measured_train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         loop.trainer = True
-        _last_for(self, gate.steps)
+        _lengthen_training(self, gate.steps)
         measure_steps(self, gate, partial(count_tokens, padded=padded))
         return train(self, None, *args, **kwargs)
 
     trainer.__init__, trainer.train = quiet_init, measured_train
 
 
-def _change_arguments(arguments: type, folder: Path) -> None:
-    """A script may write into the folder of its TrainingArguments before it makes a Trainer."""
+def _patch_arguments(arguments: type, folder: Path) -> None:
+    """Redirect the folder of TrainingArguments, into which a script may write before it makes a Trainer."""
     post_init = arguments.__post_init__
 
     @wraps(post_init)
@@ -192,7 +192,7 @@ def _write_into(arguments: Any, folder: Path) -> None:
     arguments.report_to = []
 
 
-def _last_for(trainer: Any, steps: int) -> None:
+def _lengthen_training(trainer: Any, steps: int) -> None:
     """Have a training that would be shorter last for ``steps``; of a longer one the learning rates stay as they are."""
     arguments = trainer.args
     arguments.eval_on_start = arguments.auto_find_batch_size = False
@@ -210,7 +210,7 @@ def _last_for(trainer: Any, steps: int) -> None:
 
 
 def _seed() -> None:
-    """Weights and samples that a script draws without a seed are the same in both runs."""
+    """Seed what a script draws without a seed of its own, so that both runs draw the same."""
     import numpy
 
     random.seed(0)
@@ -234,7 +234,7 @@ def _steps(text: str) -> int:
     return int(text)
 
 
-def _fail(folder: Path, said: str, code: int) -> NoReturn:
+def _exit_with(folder: Path, said: str, code: int) -> NoReturn:
     """End as the script would: the parent repeats what it said, without the rest of its log."""
     (folder / FAILURE).write_text(said, encoding="utf-8")
     print(said, end="", file=sys.stderr)
@@ -254,7 +254,7 @@ def main() -> None:
     os.environ["PYLATE_FASTMAXSIM"] = "1" if mode == FAST else "0"
     os.environ["WANDB_MODE"] = "disabled"
     gate = ScriptGate.from_environment(words[0], steps, warnings.messages)
-    _watch_trainers(gate, LoopWatch(gate), folder, padded=mode == STOCK)
+    _patch_trainers(gate, LoopWatch(gate), folder, padded=mode == STOCK)
     show_log()
     _seed()
     try:
@@ -265,15 +265,15 @@ def main() -> None:
     except SystemExit as stop:
         if stop.code:
             code, said = (stop.code, "") if isinstance(stop.code, int) else (1, f"{stop.code}\n")
-            _fail(folder, said, code)
+            _exit_with(folder, said, code)
     except BaseException as error:
         if is_out_of_memory(error):
             gate.finish(OUT_OF_MEMORY)
         found = traceback_of(error)
         if found is None and isinstance(error, (ImportError, OSError)):  # by runpy, which found nothing to run
-            _fail(folder, f"fastmaxsim compare: {error}\n", 2)
-        _fail(folder, "".join(traceback.format_exception(type(error), error.with_traceback(found), found)), 1)
+            _exit_with(folder, f"fastmaxsim compare: {error}\n", 2)
+        _exit_with(folder, "".join(traceback.format_exception(type(error), error.with_traceback(found), found)), 1)
     if not gate.taken:
         no_step = "ended without a training step: no optimizer stepped in its process"
-        _fail(folder, f"fastmaxsim compare: {words[0]} {no_step}.\n", 1)
+        _exit_with(folder, f"fastmaxsim compare: {words[0]} {no_step}.\n", 1)
     gate.finish()

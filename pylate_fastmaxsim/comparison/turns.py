@@ -51,14 +51,11 @@ class Child:
         The file that receives what it prints.
     environment
         Its environment variables; None for those of this process.
-    again
-        Its command line when it is started again for more blocks, if that is another one.
     """
 
     command: Sequence[str]
     log: Path
     environment: Mapping[str, str] | None = None
-    again: Sequence[str] | None = None
 
 
 @dataclass
@@ -339,7 +336,7 @@ class _Process:
         environment = os.environ if child.environment is None else child.environment
         with open(child.log, "a" if again else "w", encoding="utf-8") as log, theirs:
             self._process = subprocess.Popen(
-                child.again if again and child.again else child.command,
+                child.command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**environment, VARIABLE: str(theirs.fileno())},

@@ -126,20 +126,19 @@ def injection_sweep(
     if not counts or len(set(counts)) < len(counts) or not all(isinstance(each, int) and each >= 0 for each in counts):
         raise ValueError(f"injection_sweep: counts must be different whole numbers from 0, got {counts!r}.")
     tokens = injected_tokens(queries, max(counts), noise, seed)
-    sums: dict[tuple[str, int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    sums: dict[tuple[str, int, int], Tensor] = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
     for part in torch.arange(len(queries), device=queries.device).split(QUERIES_AT_ONCE):
         some, attacks = queries.select(part), Injected(*(each[part] for each in tokens))
-        for setting, values in _block(some, documents, grades[part], attacks, poolings, counts):
-            for name, value in values.items():
-                sums[setting][name] += value.item()
+        for setting, *values in _block(some, documents, grades[part], attacks, poolings, counts):
+            sums[setting] += torch.stack(values).to("cpu", torch.float64)
     pairs = max(1, int((queries.to_padded()[1].sum(dim=1)[:, None] * _not_gold(grades)).sum()))
     rows = []
     for attack in (TARGETED, RANDOM, EVERYWHERE):
         for count in counts:
             for place, pooling in enumerate(poolings):
-                total = sums[attack, count, place]
-                metrics = {name: total[name] / len(queries) for name in ("ndcg@10", "recall@1")}
-                shares = {name: total[name] / pairs for name in ("hijack_rate", "injected_weight")}
+                ndcg, recall, hijacked, weight = sums[attack, count, place].tolist()
+                metrics = {"ndcg@10": ndcg / len(queries), "recall@1": recall / len(queries)}
+                shares = {"hijack_rate": hijacked / pairs, "injected_weight": weight / pairs}
                 rows.append({"attack": attack, "tokens": count, "pooling": pooling, **metrics, **shares})
     return rows
 
@@ -151,8 +150,8 @@ def _block(
     tokens: Injected,
     poolings: Sequence[Pooling],
     counts: Sequence[int],
-) -> Iterator[tuple[tuple[str, int, int], dict[str, Tensor]]]:
-    """For a few queries the sums of each metric, by attack, number of tokens and place of the pooling."""
+) -> Iterator[tuple[tuple[str, int, int], Tensor, Tensor, Tensor, Tensor]]:
+    """Attack, number of tokens and place of the pooling, and for a few queries the sums of nDCG, recall and both shares."""
     values, mask = queries.to_padded()
     values = values.to(sum_dtype(values.dtype))
     not_gold = _not_gold(grades)
@@ -179,13 +178,12 @@ def _block(
                     scores[attack, count, place][:, chosen] = _sum(similarity, mask[:, :, None], dim=1)
     for (attack, count, place), all_attacked in scores.items():
         weight = shares[attack, count, weighting_of(poolings[place])]
-        weights = {"hijack_rate": shares[attack, count, TopK(1)], "injected_weight": weight}
         rankings = {attack: torch.where(not_gold, all_attacked, plain[place])}
         if attack == TARGETED:
             rankings[EVERYWHERE] = all_attacked
         for name, ranked in rankings.items():
-            metrics = retrieval_metrics(ranked, grades)
-            yield (name, count, place), {**{key: each.sum() for key, each in metrics.items()}, **weights}
+            ndcg, recall = (each.sum() for each in retrieval_metrics(ranked, grades).values())
+            yield (name, count, place), ndcg, recall, shares[attack, count, TopK(1)], weight
 
 
 def _similarities(values: Tensor, documents: TokenBatch) -> Iterator[tuple[Tensor, Tensor]]:

@@ -161,12 +161,8 @@ def lengthened(
 
 
 def _live_tokens(batch: TokenBatch) -> list[Tensor]:
-    keep = torch.ones_like(batch.values[:, 0], dtype=torch.bool) if batch.keep is None else batch.keep
-    spans = [
-        slice(start, start + length)
-        for start, length in zip(*map(Tensor.tolist, (batch.starts, batch.lengths)), strict=True)
-    ]
-    return [batch.values.detach()[span][keep[span]] for span in spans]
+    values, live = batch.to_padded()
+    return [tokens[kept] for tokens, kept in zip(values.detach(), live, strict=True)]
 
 
 def draw_fillers(

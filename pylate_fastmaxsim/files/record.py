@@ -25,15 +25,19 @@ def write_record(file: Path, values: dict[str, Any]) -> None:
     replace_file(file, (json.dumps(values | {_CHECKSUM: _of(values)}) + "\n").encode())
 
 
-def read_record(file: Path) -> dict[str, Any] | None:
-    """Read what :func:`write_record` wrote; None if there is no such file. ValueError if it is damaged, or of something else."""
+def read_record(file: Path, format: str | None = None) -> dict[str, Any] | None:
+    """Read what :func:`write_record` wrote; None if there is no such file.
+
+    ValueError if it is damaged, or of something else: of another ``"format"`` than the given one.
+    """
     try:
         values = json.loads(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, RecursionError):
         values = None
-    if not isinstance(values, dict) or values.pop(_CHECKSUM, None) != _of(values):
+    sound = isinstance(values, dict) and values.pop(_CHECKSUM, None) == _of(values)
+    if not sound or format not in (None, values.get("format")):
         raise ValueError(f"{file} is damaged, or of another release.")
     return values
 

@@ -248,7 +248,7 @@ def _switch_to(new: Options | None) -> None:
         if new is None:
             _patches.undo()
         elif new.compile:
-            from pylate_fastmaxsim.integrations.compilation import checkpointing as compilation_checkpointing
+            from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 
-            compilation_checkpointing.patch_checkpointing()
+            compilation_layers.patch_checkpointing()
         set_options(new)

@@ -75,10 +75,9 @@ HOSTS = (
         below="2",
         providers=(
             "pylate.scores",
-            "pylate.xtr",
             "pylate.losses",
             "encoding.masks",
-            "pylate.kv_cache",
+            "models.encoders",
             "pylate.fused_head",
         ),
         gains={"pylate.scores": _MAXSIM},
@@ -101,9 +100,7 @@ HOSTS = (
         below="7",
         providers=(
             "sentence_transformers.scores",
-            "sentence_transformers.xtr",
             "sentence_transformers.encoder",
-            "sentence_transformers.losses",
             "encoding.masks",
         ),
         gains={"sentence_transformers.scores": _MAXSIM},
@@ -117,9 +114,7 @@ HOSTS = (
         below="7",
         providers=(
             "sparse_encoder.encoder",
-            "sparse_encoder.training",
             "sparse_encoder.search",
-            "sparse_encoder.evaluation",
             "encoding.masks",
         ),
         gains={

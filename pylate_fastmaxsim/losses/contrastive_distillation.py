@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
-from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_over_views_of_leaves
+from pylate_fastmaxsim.integrations.encoding.views import sum_over_views
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.losses.columns import Features, texts_in
 from pylate_fastmaxsim.losses.encode import host_of
 from pylate_fastmaxsim.ops.gathered import gather_documents
 from pylate_fastmaxsim.ops.pooled import pooled_scores, state_bytes
-from pylate_fastmaxsim.pooling import Max, Pooling
+from pylate_fastmaxsim.pooling import Max
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
@@ -134,65 +134,42 @@ class ContrastiveDistillation(nn.Module):
         if self.uses_gradient_cache:
 
             def loss_of(queries: Tensor, mask: Tensor | None, *documents_and_floor) -> Tensor:
-                return sum_over_views_of_leaves(partial(self._in_chunks, labels, mask), queries, *documents_and_floor)
+                in_chunks = partial(self._loss, labels, mask)
+                return sum_over_views(in_chunks, queries, *documents_and_floor, of_leaves=True)
 
             return host.cached(self.model, features, loss_of, self.mini_batch_size, self.mini_batch_tokens)
         queries, mask, documents, zero_floor = host.encoded(self.model, features)
-        return sum_over_views(partial(self._at_once, labels, mask), queries, documents, zero_floor)
+        return sum_over_views(partial(self._loss, labels, mask), queries, documents, zero_floor)
 
     forward.takes_views = True
 
-    def _at_once(
+    def _loss(
         self, labels: Tensor, mask: Tensor | None, queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None
     ) -> Tensor:
-        documents, zero_floor, own = self._gathered(documents, zero_floor, labels)
-        return self._share(labels, mask, queries, documents, zero_floor, own)
-
-    def _in_chunks(
-        self, labels: Tensor, mask: Tensor | None, queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None
-    ) -> Tensor:
-        documents, zero_floor, own = self._gathered(documents, zero_floor, labels)
-        kept = state_bytes(_pooling(), documents.max_length, documents.values.dtype)
-        step, count = queries_at_once(queries.shape[1], len(documents), kept), len(queries)
+        """The loss of embeddings; with GradCache of some queries at a time, which leaves gradients at them."""
+        own = torch.arange(len(documents), device=documents.device).view(labels.shape)
+        if self.gather_across_devices and dist.is_available() and dist.is_initialized():
+            own = own + dist.get_rank() * len(documents)
+            documents, zero_floor = gather_documents(documents, zero_floor)
+        dtype = torch.promote_types(queries.dtype, documents.values.dtype)
+        options = current_options()
+        pooling = Max() if options is None else options.pooling
 
         def loss_of(chunk: slice, values: Tensor) -> Tensor:
-            of_queries = labels[chunk], None if mask is None else mask[chunk], queries[chunk]
-            share = self._share(*of_queries, documents.with_values(values), zero_floor, own[chunk])
-            return share * (len(of_queries[0]) / count)
+            batch = TokenBatch.from_padded(queries[chunk].to(dtype), None if mask is None else mask[chunk])
+            scores = pooled_scores(batch, documents.with_values(values), pooling=pooling, zero_floor=zero_floor)
+            scores = scores / self.temperature
+            # Not times the number of ranks, as in PyLate: the balance of the terms would depend on it.
+            contrastive = F.cross_entropy(scores, own[chunk, 0])
+            teacher = F.log_softmax(labels[chunk].detach().to(scores.dtype) / self.teacher_temperature, dim=1)
+            student = F.log_softmax(scores.gather(1, own[chunk]), dim=1)
+            distillation = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+            loss = self.contrastive_weight * contrastive + self.distillation_weight * distillation
+            return loss * (len(batch) / len(queries))
 
-        chunks = (slice(begin, begin + step) for begin in range(0, count, step))
-        return torch.stack(losses_of_chunks(documents.values, count, chunks, loss_of)).sum()
-
-    def _gathered(
-        self, documents: TokenBatch, zero_floor: Tensor | None, labels: Tensor
-    ) -> tuple[TokenBatch, Tensor | None, Tensor]:
-        """The documents of all ranks, if asked for, and which of them each query has of its own, ``[B, N]``."""
-        own = torch.arange(len(documents), device=documents.device).view(labels.shape)
-        if not (self.gather_across_devices and dist.is_available() and dist.is_initialized()):
-            return documents, zero_floor, own
-        return *gather_documents(documents, zero_floor), own + dist.get_rank() * len(documents)
-
-    def _share(
-        self,
-        labels: Tensor,
-        mask: Tensor | None,
-        queries: Tensor,
-        documents: TokenBatch,
-        zero_floor: Tensor | None,
-        own: Tensor,
-    ) -> Tensor:
-        """The mean over some queries."""
-        batch = TokenBatch.from_padded(queries.to(torch.promote_types(queries.dtype, documents.values.dtype)), mask)
-        scores = pooled_scores(batch, documents, pooling=_pooling(), zero_floor=zero_floor) / self.temperature
-        # Not times the number of ranks, as in PyLate: the balance of the terms would depend on it.
-        contrastive = F.cross_entropy(scores, own[:, 0])
-        teacher = F.log_softmax(labels.detach().to(scores.dtype) / self.teacher_temperature, dim=1)
-        student = F.log_softmax(scores.gather(1, own), dim=1)
-        distillation = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
-        return self.contrastive_weight * contrastive + self.distillation_weight * distillation
-
-
-def _pooling() -> Pooling:
-    """The pooling in force, with the flag off the default."""
-    options = current_options()
-    return Max() if options is None else options.pooling
+        if not self.uses_gradient_cache:
+            return loss_of(slice(None), documents.values)
+        kept = state_bytes(pooling, documents.max_length, documents.values.dtype)
+        step = queries_at_once(queries.shape[1], len(documents), kept)
+        chunks = (slice(begin, begin + step) for begin in range(0, len(queries), step))
+        return torch.stack(losses_of_chunks(documents.values, len(queries), chunks, loss_of)).sum()

@@ -42,7 +42,7 @@ class Matryoshka(nn.Module):
         One for each of ``document_tokens``; ``None``: 1.
     pooled
         Take not the first tokens of a document but so many means of neighbours
-        (:func:`~pylate_fastmaxsim.losses.tokens.pooled_tokens`).
+        (:func:`~pylate_fastmaxsim.losses.views.pooled_tokens`).
 
     Raises
     ------

@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.encoding.encode import encode_batch
 from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged
-from pylate_fastmaxsim.integrations.encoding.plans import live_tokens
+from pylate_fastmaxsim.integrations.encoding.plans import live_tokens, unit
 from pylate_fastmaxsim.integrations.models.wrappers import wrapper_attribute
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
-from pylate_fastmaxsim.integrations.pylate.gradcache import CachedBatch
-from pylate_fastmaxsim.integrations.pylate.losses import scored_tokens
-from pylate_fastmaxsim.integrations.pylate.normalize import unit
+from pylate_fastmaxsim.integrations.pylate.losses import CachedBatch, scored_tokens
 from pylate_fastmaxsim.losses.columns import Encoded, Features, by_query, texts_in
 from pylate_fastmaxsim.losses.views import View, replaced_model
 from pylate_fastmaxsim.tokens import TokenBatch

@@ -1,16 +1,21 @@
-"""Fewer dimensions and tokens of one encoding, and the models that return them to a loss."""
+"""Fewer dimensions and tokens of one encoding, and the models that return them to a loss.
+
+The tokens are the first ones of each document, or means of neighbours.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from pylate_fastmaxsim._checks import require_count
+from pylate_fastmaxsim.integrations.encoding.plans import unit
 from pylate_fastmaxsim.integrations.models.wrappers import StandIn
-from pylate_fastmaxsim.integrations.pylate.normalize import unit
-from pylate_fastmaxsim.losses.tokens import first_live, first_tokens, padded_to, pool_padded, pooled_tokens
 from pylate_fastmaxsim.ops.pooled import live_counts
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -40,8 +45,10 @@ class View:
         """View of one side as ``[N, L, d]`` with a mask ``[N, L]``, in as many places."""
         if are_documents and self.tokens is not None:
             if self.pooled:
-                length = live.shape[1]
-                values, live = padded_to(*pool_padded(values, live, min(self.tokens, length)), length)
+                count = min(self.tokens, live.shape[1])
+                more = live.shape[1] - count
+                values, live = pool_padded(values, live, count)
+                values, live = F.pad(values, (0, 0, 0, more)), F.pad(live, (0, more))
             else:
                 live = first_live(live, self.tokens)
         return self._cut(values), live
@@ -57,6 +64,75 @@ class View:
         return unit(values[..., : self.dim])
 
 
+def first_tokens(documents: TokenBatch, count: int) -> TokenBatch:
+    """The first ``count`` live tokens of each document, without a copy. Waits for no device.
+
+    Raises
+    ------
+    ValueError
+        ``count`` is below 1.
+    TypeError
+        ``count`` is no integer.
+
+    Examples
+    --------
+    >>> batch = TokenBatch.from_padded(torch.ones(2, 4, 8), torch.tensor([[0, 1, 1, 1], [1, 0, 0, 0]]))
+    >>> first_tokens(batch, 2).lengths.tolist()
+    [3, 1]
+    """
+    count = require_count("first_tokens", "count", count)
+    place = torch.arange(documents.max_length, device=documents.device)
+    live = place < documents.lengths[:, None]
+    rows = torch.where(live, documents.starts[:, None] + place, 0)
+    live = first_live(live if documents.keep is None else live & documents.keep[rows], count)
+    keep = torch.zeros(len(documents.values) + 1, dtype=torch.bool, device=documents.device)
+    # What is not live is written behind the last row. An assignment would copy its value from the host, and wait.
+    keep.index_fill_(0, torch.where(live, rows, len(documents.values)).flatten(), True)
+    return replace(documents, lengths=(live * (place + 1)).amax(dim=1), keep=keep[:-1], gapless=False)
+
+
+def pooled_tokens(documents: TokenBatch, count: int) -> TokenBatch:
+    """At most ``count`` vectors for each document: means of runs of neighbouring live tokens, of unit length.
+
+    A document with n live tokens is divided into ``count`` runs of n / count tokens each, up to rounding; one with no
+    more than ``count`` tokens stays as it is. Differentiable, repeatable bit by bit. The same before an index is built
+    gives what a model trained with :class:`Matryoshka` and ``pooled=True`` is trained for.
+
+    Raises
+    ------
+    ValueError
+        ``count`` is below 1.
+    TypeError
+        ``count`` is no integer.
+
+    Examples
+    --------
+    >>> tokens = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    >>> pooled_tokens(TokenBatch.from_list([tokens, tokens[:1]]), 2).to_padded()[0].tolist()
+    [[[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 0.0]]]
+    """
+    count = require_count("pooled_tokens", "count", count)
+    # No document has more, and memory is for as many as are asked for.
+    return TokenBatch.from_padded(*pool_padded(*documents.to_padded(), min(count, documents.max_length)))
+
+
+def first_live(live: Tensor, count: int) -> Tensor:
+    """First ``count`` live places of each row of a mask ``[N, L]`` (bool)."""
+    return live & (live.cumsum(dim=1) <= count)
+
+
+def pool_padded(values: Tensor, live: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """:func:`pooled_tokens` of padded tokens ``[N, L, d]`` with a mask: ``[N, count, d]`` and its mask."""
+    tokens = live.sum(dim=1, keepdim=True)
+    place = live.cumsum(dim=1) - 1
+    run = torch.where(tokens > count, place * count // tokens.clamp(min=1), place)
+    runs = torch.arange(count, device=live.device)
+    # Products of matrices, because adding into rows would not be repeatable on a GPU.
+    member = (run[:, None] == runs[:, None]) & live[:, None]
+    sums = member.to(values.dtype) @ values.masked_fill(~live[..., None], 0)
+    return unit(sums), runs < tokens
+
+
 @contextmanager
 def replaced_model(loss: nn.Module, answer: Callable) -> Iterator[None]:
     """Context in which ``answer`` stands for the model of a loss, and of the losses inside of it.
@@ -69,7 +145,7 @@ def replaced_model(loss: nn.Module, answer: Callable) -> Iterator[None]:
         asked.append(None)
         return answer(*args, **kwargs)
 
-    holders = list(_holders(loss, model))
+    holders = [module for module in loss.modules() if getattr(module, "model", None) is model]
     for holder in holders:
         holder.model = StandIn(model, asking)
     try:
@@ -81,11 +157,3 @@ def replaced_model(loss: nn.Module, answer: Callable) -> Iterator[None]:
         raise ValueError(
             f"Matryoshka: {type(loss).__name__} does not call self.model, so its embeddings cannot be cut."
         )
-
-
-def _holders(loss: nn.Module, model: nn.Module) -> Iterator[nn.Module]:
-    if getattr(loss, "model", None) is model:
-        yield loss
-    for child in loss.children():
-        if child is not model:
-            yield from _holders(child, model)

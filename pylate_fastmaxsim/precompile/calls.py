@@ -8,7 +8,6 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,15 +21,6 @@ from pylate_fastmaxsim.ops.splade import splade_pool
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.precompile.shapes import FORMATS, Call
 from pylate_fastmaxsim.tokens import TokenBatch
-
-
-@dataclass(frozen=True)
-class Share:
-    """The calls that a process compiles, and how."""
-
-    calls: tuple[Call, ...]
-    device: int
-    float32_precision: str
 
 
 def run(call: Call, device: torch.device) -> None:
@@ -118,12 +108,12 @@ def _splade_pooled(call: Call, device: torch.device) -> Iterator[Tensor]:
 
 
 def main() -> None:
-    share: Share = pickle.load(sys.stdin.buffer)
-    torch.cuda.set_device(share.device)
-    torch.set_float32_matmul_precision(share.float32_precision)
-    for call in share.calls:
+    calls, index, float32_precision = pickle.load(sys.stdin.buffer)
+    torch.cuda.set_device(index)
+    torch.set_float32_matmul_precision(float32_precision)
+    for call in calls:
         try:
-            run(call, torch.device("cuda", share.device))
+            run(call, torch.device("cuda", index))
             torch.cuda.synchronize()
         except Exception as error:
             said = f"{type(error).__name__}: {error}".partition("\n")[0]

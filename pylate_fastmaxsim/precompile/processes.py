@@ -18,7 +18,6 @@ import torch
 from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim.ops.operands import has_kernels
-from pylate_fastmaxsim.precompile.calls import Share
 from pylate_fastmaxsim.precompile.shapes import BatchShape, Call, calls_of
 
 _WORKER = [sys.executable, "-m", "pylate_fastmaxsim.precompile.calls"]
@@ -97,7 +96,7 @@ def compile_calls(calls: Sequence[Call], processes: int | None = None) -> Compil
     forwards = [tuple(same) for _, same in groupby(calls, _key_of_forward)]
     count = min(len(forwards), most)
     device, precision = torch.cuda.current_device(), float32_precision(torch.float32)
-    shares = [Share(tuple(chain.from_iterable(forwards[first::count])), device, precision) for first in range(count)]
+    shares = [(list(chain.from_iterable(forwards[first::count])), device, precision) for first in range(count)]
     # Not multiprocessing, which would run the user's script again.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

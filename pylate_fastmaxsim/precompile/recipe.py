@@ -19,9 +19,7 @@ from pylate_fastmaxsim.precompile.processes import Compiled, cached_kernels, com
 from pylate_fastmaxsim.precompile.shapes import BatchShape, Call, calls_of
 from pylate_fastmaxsim.recipes.config.schema import PoolingSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.kind import kind_of
-from pylate_fastmaxsim.recipes.models.encoder import encoder_of
-from pylate_fastmaxsim.recipes.models.load import HostModel, load_model
+from pylate_fastmaxsim.recipes.models.load import HostModel, encoder_of, kind_of, load_model
 from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
@@ -91,6 +89,7 @@ def warm_up(recipe: Recipe, processes: int | None = None) -> Warmed:
     -------
     The steps have one entry per batch size. The difference between its two steps is the time that training saves.
     """
+    kind = kind_of(recipe.model)
     prepared = prepare(recipe)
     rows = load_data(prepared).train
     if recipe.data.streaming:
@@ -99,6 +98,7 @@ def warm_up(recipe: Recipe, processes: int | None = None) -> Warmed:
     with tempfile.TemporaryDirectory() as scratch, plugin_of(recipe.fast):
         arguments = training_arguments(
             recipe,
+            kind,
             output_dir=scratch,
             max_steps=2,
             gradient_accumulation_steps=1,
@@ -116,7 +116,7 @@ def warm_up(recipe: Recipe, processes: int | None = None) -> Warmed:
             ahead = compile_calls(calls_of_recipe(recipe, model, rows, sizes, dtype), processes)
         for size in sizes:
             arguments.per_device_train_batch_size = size
-            trainer = kind_of(recipe.model).build_trainer(recipe.loss, model, rows.select(range(size)), arguments)
+            trainer = kind.build_trainer(recipe.loss, model, rows.select(range(size)), arguments)
             times = _StepTimes()
             trainer.add_callback(times)
             trainer.train()

@@ -8,7 +8,7 @@ import torch
 
 from pylate_fastmaxsim.codec import ResidualCodec
 from pylate_fastmaxsim.compressed import CompressedBatch, compress
-from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.errors import as_recipe_error
 from pylate_fastmaxsim.tokens import TokenBatch
 
 Compress = Callable[[TokenBatch], TokenBatch | CompressedBatch]
@@ -41,10 +41,8 @@ def train_codec(key: str, name: str, batches: Iterable[TokenBatch]) -> ResidualC
         tokens += len(some[-1])
         if tokens == SAMPLE_TOKENS:
             break
-    try:
+    with as_recipe_error(key, (ValueError, ImportError)):
         return ResidualCodec.train(torch.cat(some), bits=int(name.removeprefix(RESIDUAL)))
-    except (ValueError, ImportError) as error:
-        raise RecipeError(f"{key}: {first_line(error)}") from error
 
 
 def unchanged(batch: TokenBatch) -> TokenBatch:
@@ -61,9 +59,7 @@ def compressor(key: str, format: str | ResidualCodec | None) -> Compress:
         return unchanged
 
     def compressed(batch: TokenBatch) -> CompressedBatch:
-        try:
+        with as_recipe_error(key):
             return compress(batch, format)
-        except ValueError as error:
-            raise RecipeError(f"{key}: {first_line(error)}") from error
 
     return compressed

@@ -64,10 +64,10 @@ def prepare_file(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> No
         raise RecipeError(f"{key} {file} cannot be written: {file.parent} is read-only.")
 
 
-def require_outputs(key: str, folder: Path, names: Sequence[str], *sections: Any) -> None:
-    """Refuse files in a folder as :func:`require_output`, where the command reads these sections of a recipe."""
+def require_outputs(key: str, folder: Path, names: Sequence[str], inputs: Sequence[Path]) -> None:
+    """Refuse files in a folder as :func:`require_output`."""
     for name in names:
-        require_output(key, folder / name, inputs_of(*sections))
+        require_output(key, folder / name, inputs)
 
 
 def require_output(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> None:

@@ -1,16 +1,12 @@
-"""The interface of a kind of model, and how that of a recipe is found. Each kind is a file in ``kinds``."""
+"""The interface of a kind of model. Each kind is a file in ``kinds``."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import sentence_transformers
 from transformers import ModernBertModel, PreTrainedModel
 
 from pylate_fastmaxsim.recipes.config.schema import LossSection, ModelSection, Recipe
-from pylate_fastmaxsim.recipes.errors import RecipeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,15 +16,6 @@ if TYPE_CHECKING:
     from sentence_transformers.evaluation import NanoBEIREvaluator
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
-MODULES = {
-    "colbert": "colbert",
-    "multi_vector": "multi_vector",
-    "splade": "splade",
-    "colpali": "pages",
-    "colqwen2": "pages",
-}
-# The library that a kind needs, and the extras that bring it.
-NEEDED = {"colbert": ("PyLate", "pylate,recipes"), "pages": ("colpali-engine", "pylate,recipes,colpali")}
 
 
 class Kind:
@@ -41,10 +28,10 @@ class Kind:
     nano_beir_evaluator: Callable[..., NanoBEIREvaluator]  # of which only queries, documents and judgements are used
     encoder_class: type[PreTrainedModel] = ModernBertModel  # of a model from scratch
 
-    def load(self, section: ModelSection, device: torch.device | str, key: str, checkpoint: Path | None = None) -> Any:
-        """The model of a section, or of a ``checkpoint`` of its training; an error calls it ``key``.
+    def load(self, section: ModelSection, device: torch.device | str, key: str, base: str) -> Any:
+        """The model of a section, or of a checkpoint of the training of ``base``; an error calls it ``key``.
 
-        What its checkpoint lacks is drawn from the random numbers in force.
+        What it lacks is drawn from the random numbers in force.
         """
         raise NotImplementedError
 
@@ -55,9 +42,6 @@ class Kind:
     def tokenizer_of(self, model: Any) -> PreTrainedTokenizerBase:
         """The tokenizer that a model was loaded with; of pages that of its queries."""
         return model.tokenizer
-
-    def check_lengths(self, section: ModelSection, model: Any) -> None:
-        """Refuse lengths beyond the encoder's positions."""
 
     def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         """Rows under names that the host's collator knows; refuse columns that do not fit it or the loss."""
@@ -82,25 +66,6 @@ class Kind:
     def counted_module(self, model: Any) -> nn.Module | None:
         """The module whose inputs are the tokens that the encoder is given, padding included; None if ``count`` says it."""
         return None
-
-
-def kind_of(model: ModelSection) -> Kind:
-    """The kind of a model."""
-    module = MODULES[model.kind]
-    if module == "multi_vector" and not hasattr(sentence_transformers, "MultiVectorEncoder"):
-        raise RecipeError(
-            "model.kind multi_vector needs Sentence Transformers 6, in an environment without PyLate: pip install "
-            f'"pylate-fastmaxsim[multi-vector,recipes]" (installed is {sentence_transformers.__version__}).'
-        )
-    try:
-        return import_module(f"pylate_fastmaxsim.recipes.kinds.{module}").KIND
-    except ImportError as error:
-        if module not in NEEDED:
-            raise
-        library, extra = NEEDED[module]
-        raise RecipeError(
-            f'model.kind {model.kind} needs {library}: pip install "pylate-fastmaxsim[{extra}]" ({error}).'
-        ) from error
 
 
 def kl_divergence(scores: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:

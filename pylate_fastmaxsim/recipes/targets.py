@@ -14,7 +14,7 @@ from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
 from pylate_fastmaxsim.recipes.config.shipped import is_recipe
 from pylate_fastmaxsim.recipes.data.collection import Collection, load_collection, load_files_of_collection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of
+from pylate_fastmaxsim.recipes.evaluation.evaluate import collection_of
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import HostModel, load_retriever, load_trained, saved_class
 from pylate_fastmaxsim.recipes.pooling import final_pooling
@@ -23,6 +23,7 @@ from pylate_fastmaxsim.recipes.training.run_directory import MODEL_DIRECTORY
 
 if TYPE_CHECKING:
     import torch
+    from datasets import Dataset
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,11 @@ def _trained(name: str, recipe: Recipe) -> Path:
     return folder
 
 
-def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> tuple[str, Collection]:
-    """The name of the collection and the collection: that of ``--beir``, or that of the recipes."""
+def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> tuple[str, Collection, Dataset | None]:
+    """The name of the collection and the collection: that of ``--beir``, or that of the recipes.
+
+    Of rows that a recipe holds out also those that it trains on.
+    """
     visual = [target.label for target in targets if target.visual]
     if visual and (beir is not None or len(visual) < len(targets)):
         raise RecipeError(
@@ -106,7 +110,7 @@ def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> 
             "models of texts."
         )
     if beir is not None:
-        return beir, load_collection(beir, split, "--beir")
+        return beir, load_collection(beir, split, "--beir"), None
     recipes = [target.recipe for target in targets if target.recipe is not None]
     if not recipes:
         raise RecipeError("name a collection in BEIR's layout with --beir, or give the recipe of a model.")
@@ -117,12 +121,13 @@ def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> 
         )
     section = first.evaluation
     if section.beir is not None:
-        return section.beir, load_collection(section.beir, section.split)
+        return section.beir, load_collection(section.beir, section.split), None
     if section.nano_beir is not None or not section.rows:
         has = "several collections (evaluation.nano_beir)" if section.nano_beir else "no data to evaluate on"
         raise RecipeError(f"{first.name} has {has}; name one collection with --beir.")
     prepared = prepare(first)
-    return f"rows held out by {first.name}", collection_of(prepared, load_data(prepared).held_out)
+    data = load_data(prepared)
+    return f"rows held out by {first.name}", collection_of(prepared, data.held_out), data.train
 
 
 def _evaluation_data(recipe: Recipe) -> Any:

@@ -13,9 +13,9 @@ from torch import Tensor
 from pylate_fastmaxsim._checks import require_batches, require_count, require_integer, require_positions
 from pylate_fastmaxsim.codec import ResidualCodec
 from pylate_fastmaxsim.files.lock import writing
+from pylate_fastmaxsim.retrieval.formats.description import rank_folder
 from pylate_fastmaxsim.retrieval.formats.format import Batch, chosen_format
-from pylate_fastmaxsim.retrieval.formats.part import Part
-from pylate_fastmaxsim.retrieval.formats.ranks import open_parts, rank_folder
+from pylate_fastmaxsim.retrieval.formats.part import Part, open_parts
 from pylate_fastmaxsim.retrieval.formats.reading import Piece, batch_on, batch_to, streamed
 from pylate_fastmaxsim.retrieval.formats.writer import write
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -136,13 +136,6 @@ class Corpus:
     def __init__(self, folder: str | os.PathLike) -> None:
         folder = Path(folder)
         self._set(folder, open_parts(folder))
-
-    @classmethod
-    def of_parts(cls, folder: str | os.PathLike, parts: Sequence[Part]) -> Corpus:
-        """A corpus of parts, at least one, all of one format and one d."""
-        corpus = cls.__new__(cls)
-        corpus._set(Path(folder), list(parts))
-        return corpus
 
     def _set(self, folder: Path, parts: list[Part]) -> None:
         self.folder, self.parts = folder, parts
@@ -278,12 +271,12 @@ class Corpus:
 
     def blocks(self, positions: Tensor, tokens_per_block: int) -> list[Tensor]:
         """Ascending positions in blocks for :meth:`select`, with about that many tokens at most, each of one part."""
-        by_part = self._by_part(positions)
-        return [
-            block
-            for part, places, documents in by_part
-            for block in part.blocks(documents, positions[places], tokens_per_block)
-        ]
+        blocks = []
+        for part, places, documents in self._by_part(positions):
+            starts, ends = part.bounds_of(documents)
+            sizes = ((ends - starts).cumsum(0) // tokens_per_block).unique_consecutive(return_counts=True)[1]
+            blocks += positions[places].split(sizes.tolist())
+        return blocks
 
     def _by_part(self, positions: Tensor) -> list[tuple[Part, Tensor, Tensor]]:
         """Parts that hold some of the positions: each with their places in ``positions`` and numbers in the part."""

@@ -7,7 +7,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim.codec import ResidualCodec
 from pylate_fastmaxsim.retrieval.corpus import Corpus
-from pylate_fastmaxsim.retrieval.formats.format import Arrays, Format
+from pylate_fastmaxsim.retrieval.formats.format import Format
 from pylate_fastmaxsim.retrieval.formats.part import Part
 
 METADATA_FILE = "metadata.json"
@@ -31,7 +31,8 @@ KNOWN = "fast-plaid 1.4.6 to 1.7.0 and Stanford's ColBERT"
 HALVES = (torch.float16, torch.float32)
 WHOLE = (torch.int32, torch.int64)
 
-Buckets = tuple[Any, Any, Any]  # centroids, weights, cutoffs
+# Libraries, by the endings of their files.
+FAST_PLAID, STANFORD = "npy", "pt"
 
 
 class PlaidCorpus(Corpus):
@@ -41,7 +42,10 @@ class PlaidCorpus(Corpus):
     documents are in the order in which they were added, without those that fast-plaid has deleted.
     """
 
-    ids: list[Any] | None
+    def __init__(self, folder: Path, parts: list[Part], ids: list[Any] | None) -> None:
+        """Use :func:`read_plaid`."""
+        self._set(folder, parts)
+        self.ids = ids
 
 
 def read_plaid(folder: str | os.PathLike) -> PlaidCorpus:
@@ -97,35 +101,24 @@ def read_plaid(folder: str | os.PathLike) -> PlaidCorpus:
     ids = _read_ids(folder)
     if ids is not None:
         numbers = list(range(sum(map(len, parts))))
-        if layout is STANFORD:
+        if layout == STANFORD:
             # A document that PyLate has removed is still there, without tokens.
             kept = [part.bounds.diff() > 0 for part in parts]
             numbers = torch.cat(kept).nonzero().flatten().tolist()
-            parts = [part.of(some) for part, some in zip(parts, kept, strict=True)]
+            parts = [
+                replace(part, bounds=torch.cat([part.bounds[:1], part.bounds[1:][some]]))
+                for part, some in zip(parts, kept, strict=True)
+            ]
         if ids.keys() != set(numbers):
             raise ValueError(
                 f"read_plaid: {_ids_file(folder)} must hold the ids of the {len(numbers)} documents of the index, but "
                 f"holds {len(ids)}, or those of others, as after a change without PyLate; build the index anew."
             )
         ids = [ids[number] for number in numbers]
-    corpus = PlaidCorpus.of_parts(folder, parts)
-    corpus.ids = ids
-    return corpus
+    return PlaidCorpus(folder, parts, ids)
 
 
-class _Chunk(Part):
-    """A chunk of an index."""
-
-    def views(self, begin: int, end: int) -> tuple[Arrays, Tensor, int]:
-        arrays, bounds, longest = super().views(begin, end)
-        return {**arrays, "codes": arrays["codes"].int()}, bounds, longest
-
-    def of(self, kept: Tensor) -> _Chunk:
-        """The chunk without some documents, none of which has tokens."""
-        return _Chunk(self.format, self.arrays, torch.cat([self.bounds[:1], self.bounds[1:][kept]]), self.file)
-
-
-def _chunk(folder: Path, number: int, layout: Layout, stored: Format, merged: bool, begin: int) -> _Chunk:
+def _chunk(folder: Path, number: int, layout: str, stored: Format, merged: bool, begin: int) -> Part:
     """A chunk; ``begin``: where its rows begin in files of all chunks."""
     file = _lengths_file(folder, number)
     lengths = _read_json(file)
@@ -136,27 +129,12 @@ def _chunk(folder: Path, number: int, layout: Layout, stored: Format, merged: bo
     codes_file, packed_file = (_rows_file(folder, number, name, layout, merged) for name in ("codes", "residuals"))
     # Behind the last chunk fast-plaid has rows of no document.
     codes, packed = (
-        layout.read(file)[begin : begin + tokens] if file.name.startswith(MERGED) else layout.read(file)
+        _array(file)[begin : begin + tokens] if file.name.startswith(MERGED) else _array(file)
         for file in (codes_file, packed_file)
     )
     _require(codes_file, codes, WHOLE, (tokens,))
     _require(packed_file, packed, (torch.uint8,), (tokens, stored.columns["packed"].width))
-    return _Chunk(stored, {"codes": codes, "packed": packed}, bounds, file)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Names of a library's files, and how they are read."""
-
-    suffix: str
-    buckets_file: str
-    read: Callable[[Path], Any]
-    bits: Callable[[dict[str, Any]], Any]
-    buckets: Callable[[Path], Buckets]
-
-    @property
-    def centroids_file(self) -> str:
-        return f"centroids.{self.suffix}"
+    return Part(stored, {"codes": codes, "packed": packed}, bounds, tokens, file)
 
 
 def plaid_folder(folder: Path) -> Path:
@@ -170,20 +148,22 @@ def plaid_folder(folder: Path) -> Path:
     )
 
 
-def _layout_of(folder: Path) -> Layout:
+def _layout_of(folder: Path) -> str:
     """By which library an index is. ValueError if it is none of those that are known."""
     for layout in (FAST_PLAID, STANFORD):
-        if (folder / layout.centroids_file).exists():
+        if (folder / f"centroids.{layout}").exists():
             return layout
-    raise _unknown_layout(folder, f"{FAST_PLAID.centroids_file} or {STANFORD.centroids_file}")
+    raise _unknown_layout(folder, f"centroids.{FAST_PLAID} or centroids.{STANFORD}")
 
 
-def read_sizes(folder: Path, layout: Layout) -> tuple[int, int, bool]:
+def read_sizes(folder: Path, layout: str) -> tuple[int, int, bool]:
     """Bits of each number, the number of chunks, and whether rows may be in files of all chunks only."""
     file = folder / METADATA_FILE
     metadata = _read_json(file)
     metadata = metadata if isinstance(metadata, dict) else {}
-    bits, chunks, merged = layout.bits(metadata), metadata.get("num_chunks"), bool(metadata.get("frozen"))
+    config = metadata if layout == FAST_PLAID else metadata.get("config")
+    bits = config.get("nbits") if isinstance(config, dict) else None
+    chunks, merged = metadata.get("num_chunks"), bool(metadata.get("frozen"))
     if bits is None or chunks is None:
         raise _unknown_layout(folder, f"nbits and num_chunks in {METADATA_FILE}")
     if bits not in (1, 2, 4) or not isinstance(chunks, int) or chunks < 1:
@@ -207,21 +187,29 @@ def _lengths_file(folder: Path, chunk: int) -> Path:
     return folder / f"doclens.{chunk}.json"
 
 
-def _rows_file(folder: Path, chunk: int, name: str, layout: Layout, merged: bool) -> Path:
+def _rows_file(folder: Path, chunk: int, name: str, layout: str, merged: bool) -> Path:
     """File with the codes or residuals of a chunk.
 
     fast-plaid 1.7, and ``freeze()`` from 1.4.7 on, keep all chunks in one file, and only what changed since in its own.
     """
-    own = folder / f"{chunk}.{name}.{layout.suffix}"
-    return folder / f"{MERGED}{name}.{layout.suffix}" if merged and not own.exists() else own
+    own = folder / f"{chunk}.{name}.{layout}"
+    return folder / f"{MERGED}{name}.{layout}" if merged and not own.exists() else own
 
 
-def _read_buckets(folder: Path, layout: Layout, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def _read_buckets(folder: Path, layout: str, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Centroids ``[C, d]``, weights ``[2**bits]`` and cutoffs ``[2**bits - 1]``."""
-    centroids, weights, cutoffs = layout.buckets(folder)
-    _require(folder / layout.centroids_file, centroids, HALVES, (None, None))
-    _require(folder / layout.buckets_file, weights, HALVES, (2**bits,))
-    _require(folder / layout.buckets_file, cutoffs, HALVES, (2**bits - 1,))
+    centroids_file = folder / f"centroids.{layout}"
+    centroids = _array(centroids_file)
+    if layout == FAST_PLAID:
+        file = folder / "bucket_weights.npy"
+        weights, cutoffs = _array(file), _array(folder / "bucket_cutoffs.npy")
+    else:
+        file = folder / "buckets.pt"
+        buckets = _array(file)
+        cutoffs, weights = buckets if isinstance(buckets, tuple) and len(buckets) == 2 else (None, None)
+    _require(centroids_file, centroids, HALVES, (None, None))
+    _require(file, weights, HALVES, (2**bits,))
+    _require(file, cutoffs, HALVES, (2**bits - 1,))
     return centroids, weights, cutoffs
 
 
@@ -279,30 +267,9 @@ def _readable(file: Path, read: Callable[[], Any]) -> Any:
         raise ValueError(f"read_plaid: {file} cannot be read ({reason}); build the index anew.") from error
 
 
-def _npy(file: Path) -> Tensor:
+def _array(file: Path) -> Any:
+    if file.suffix == ".pt":
+        return _readable(file, lambda: torch.load(file, map_location="cpu", mmap=True, weights_only=True))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return _readable(file, lambda: torch.from_numpy(np.load(file, mmap_mode="r")))
-
-
-def _pt(file: Path) -> Any:
-    return _readable(file, lambda: torch.load(file, map_location="cpu", mmap=True, weights_only=True))
-
-
-def _npy_buckets(folder: Path) -> Buckets:
-    return tuple(_npy(folder / f"{name}.npy") for name in ("centroids", "bucket_weights", "bucket_cutoffs"))
-
-
-def _pt_buckets(folder: Path) -> Buckets:
-    buckets = _pt(folder / "buckets.pt")
-    cutoffs, weights = buckets if isinstance(buckets, tuple) and len(buckets) == 2 else (None, None)
-    return _pt(folder / "centroids.pt"), weights, cutoffs
-
-
-def _pt_bits(metadata: dict[str, Any]) -> Any:
-    config = metadata.get("config")
-    return config.get("nbits") if isinstance(config, dict) else None
-
-
-FAST_PLAID = Layout("npy", "bucket_weights.npy", _npy, lambda metadata: metadata.get("nbits"), _npy_buckets)
-STANFORD = Layout("pt", "buckets.pt", _pt, _pt_bits, _pt_buckets)

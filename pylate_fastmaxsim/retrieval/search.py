@@ -36,16 +36,7 @@ class SearchResult(tuple):
     and more of them lie behind: raise ``candidates_per_result``, unless all documents were candidates.
     """
 
-    from_last_tenth: Tensor | None
-
-    def __new__(cls, scores: Tensor, positions: Tensor, from_last_tenth: Tensor | None = None) -> SearchResult:
-        result = super().__new__(cls, (scores, positions))
-        result.from_last_tenth = from_last_tenth
-        return result
-
-    def __getnewargs__(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        # To be copied and pickled.
-        return (*self, self.from_last_tenth)
+    from_last_tenth: Tensor | None = None
 
     @property
     def scores(self) -> Tensor:
@@ -151,7 +142,7 @@ def search(
     wanted = k if rescore is None else candidates_per_result * k
     scores, positions, seen = _best(rounded, documents, wanted, pooling, progress)
     if rescore is None:
-        return SearchResult(scores, positions)
+        return SearchResult((scores, positions))
     if isinstance(rescore, Corpus):
         _require_same_length(rescore, seen)
         scores = _rescored(_rounded(queries, rescore), positions, rescore, pooling)
@@ -183,10 +174,12 @@ def _best(
             raise TypeError(f"search: each of documents must be a TokenBatch, got {type(batch).__name__}.")
         if len(batch) == 0:
             continue
+        new = torch.arange(seen, seen + len(batch), device=queries.device)
         rows = torch.arange(len(queries), device=queries.device).split(max(1, SCORES_AT_ONCE // len(batch)))
         merged = [
-            merge(scores[part], positions[part], pooled_scores(queries.select(part), batch, pooling=pooling), seen, k)
+            merge(scores[part], positions[part], found, new.expand_as(found), k)
             for part in rows
+            for found in [pooled_scores(queries.select(part), batch, pooling=pooling)]
         ]
         scores, positions = (torch.cat(parts) for parts in zip(*merged, strict=True))
         seen += len(batch)
@@ -208,7 +201,7 @@ def _rescored(queries: TokenBatch, positions: Tensor, corpus: Corpus, pooling: P
     ends = torch.searchsorted(ascending, ascending.new_tensor([int(block[-1]) for block in blocks]), right=True)
     begin = 0
     # One block is read while another is scored.
-    reading = read_ahead(blocks, (None, None), lambda block, *_: corpus.select(block), lambda: None)
+    reading = read_ahead(len(blocks), 2, lambda number, _: corpus.select(blocks[number]))
     for block, batch, end in zip(blocks, reading, ends.tolist(), strict=True):
         batch, block = batch_to(batch, queries.device), block.to(queries.device)
         for inside in pairs[begin:end].split(PAIRS_AT_ONCE):
@@ -235,4 +228,6 @@ def _ordered(scores: Tensor, positions: Tensor, k: int) -> SearchResult:
     scores = scores.gather(1, columns)
     order = largest(scores, min(k, scores.shape[1]))
     last_tenth = columns >= scores.shape[1] - -(-scores.shape[1] // 10)
-    return SearchResult(scores.gather(1, order), positions.gather(1, order), last_tenth.gather(1, order).sum(1))
+    result = SearchResult((scores.gather(1, order), positions.gather(1, order)))
+    result.from_last_tenth = last_tenth.gather(1, order).sum(1)
+    return result

@@ -16,7 +16,6 @@ from pylate_fastmaxsim.retrieval import sparse_files
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 from pylate_fastmaxsim.retrieval.formats import description as corpus_files
 from pylate_fastmaxsim.retrieval.formats.part import Part, mapped_part
-from pylate_fastmaxsim.retrieval.formats.ranks import folders
 from pylate_fastmaxsim.retrieval.static import files as static_files
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 
@@ -152,13 +151,13 @@ def repair_corpus(folder: str | os.PathLike) -> int:
     ValueError if there is no complete corpus, its description, checksums or codec is damaged, a rank before the last is,
     or no document is sound.
     """
-    *others, last = folders(Path(folder))
+    *others, last = corpus_files.folders(Path(folder))
     for each in others:
         mapped_part(each, corpus_files.read(each)).verify()
     with writing("repair_corpus", last):
         held = corpus_files.read(last)
         for name, size in held.sizes.items():
-            with (last / name).open("ab") as file:
+            with (last / corpus_files.file_of(name)).open("ab") as file:
                 if file.tell() < size:  # zeros, which are damage like any other
                     file.truncate(size)
         part = mapped_part(last, held)
@@ -167,11 +166,10 @@ def repair_corpus(folder: str | os.PathLike) -> int:
             raise ValueError(f"repair_corpus: {last} has no sound document; write the corpus again with write_corpus.")
         if kept < len(part):
             tokens = int(part.bounds[kept])
-            rows = {name: kept if column.per_document else tokens for name, column in held.format.columns.items()} | {
-                "bounds": kept + 1
-            }
-            checksums = np.concatenate([part.checked[name].checksums_of(count) for name, count in rows.items()])
-            corpus_files.finish(last, held._replace(documents=kept, tokens=tokens, checksums=checksums))
+            columns = held.columns.items()
+            checksums = [part.checked[name].checksums_of(column.rows(kept, tokens)) for name, column in columns]
+            held = held._replace(documents=kept, tokens=tokens, checksums=np.concatenate(checksums))
+            corpus_files.finish(last, held)
     return kept + sum(corpus_files.read(each).documents for each in others)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from pylate_fastmaxsim.files.record import read_record, write_record
 from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.kernels.sparse import postings
-from pylate_fastmaxsim.sparse import LARGEST_OF_UINT16, SparseBatch
+from pylate_fastmaxsim.sparse import SparseBatch
 
 DESCRIPTION_FILE = "index.json"
 # Of a build or an addition that has not ended: the blocks that it has written.
@@ -78,11 +78,10 @@ def write_block(folder: Path, number: int, block: SparseBatch) -> Block:
     return line
 
 
-def read_block(where: str, folder: Path, number: int, line: Block, vocabulary: int, dtype: torch.dtype) -> SparseBatch:
-    """A block on the CPU, mapped into memory: what is not used is not read.
+def read_block(where: str, folder: Path, number: int, line: Block, vocabulary: int) -> SparseBatch:
+    """A block on the CPU, mapped into memory. ValueError, which names the file, if it is missing, truncated or damaged.
 
-    ValueError, which names the file, if it is missing, truncated or of something else. :func:`require_sound` tells whether
-    its numbers are damaged.
+    Numbers that are not those that were written must not reach native code.
     """
     file = line.file(folder, number)
     try:
@@ -93,17 +92,10 @@ def read_block(where: str, folder: Path, number: int, line: Block, vocabulary: i
         raise ValueError(f"{where}: {file} {reason}.") from None
     except (SafetensorError, OSError, ValueError, AttributeError, RuntimeError, TypeError) as error:
         raise ValueError(f"{where}: {file} is truncated or damaged ({error}); build the index again.") from None
-    terms = torch.uint16 if vocabulary <= LARGEST_OF_UINT16 else torch.int32
-    expected = [(torch.int64, line.documents + 1), (terms, line.entries), (dtype, line.entries)]
-    if [(each.dtype, *each.shape) for each in tensors] != expected:
-        raise ValueError(f"{where}: {file} is not the block that {DESCRIPTION_FILE} names; build the index again.")
-    return SparseBatch._trusted(*tensors, vocabulary)
-
-
-def require_sound(where: str, folder: Path, number: int, line: Block, block: SparseBatch) -> None:
-    """Raise ValueError unless a block's numbers are those that were written: others must not reach native code."""
+    block = SparseBatch._trusted(*tensors, vocabulary)
     if described(block) != line:
-        raise ValueError(f"{where}: {line.file(folder, number)} is damaged; build the index again.")
+        raise ValueError(f"{where}: {file} is damaged; build the index again.")
+    return block
 
 
 def write_description(folder: Path, description: Description, *, unfinished: bool = False) -> None:
@@ -139,8 +131,7 @@ def sound_blocks(where: str, folder: Path, description: Description) -> tuple[in
     """Count the blocks before the first that is damaged, and say what is wrong with that one, if there is one."""
     for number, line in enumerate(description.blocks):
         try:
-            block = read_block(where, folder, number, line, description.vocabulary, description.dtype)
-            require_sound(where, folder, number, line, block)
+            read_block(where, folder, number, line, description.vocabulary)
         except ValueError as error:
             return number, str(error)
     return len(description.blocks), None
@@ -175,7 +166,7 @@ def read_description(
     """Read a description; ValueError if it is of another format, or missing unless it may be."""
     file = folder / name
     try:
-        values = read_record(file)
+        values = read_record(file, FORMAT)
     except (ValueError, OSError):
         raise ValueError(
             f"{where}: {file} is damaged, or of another release; put it back, or build the index in another folder."
@@ -187,8 +178,6 @@ def read_description(
             f"{where}: {folder} holds no complete index, since it has no {file.name}, which is written last; "
             "an interrupted build goes on with SparseIndex.build."
         )
-    if values.get("format") != FORMAT:
-        raise ValueError(f"{where}: {file} must be of the format {FORMAT!r}, as SparseIndex.save writes it.")
     if values["documents_per_block"] != postings.DOCUMENTS_PER_BLOCK:
         raise ValueError(
             f"{where}: {file} has blocks of {values['documents_per_block']} documents, but this release has "

@@ -7,6 +7,7 @@ import os
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -35,12 +36,11 @@ Batches = Iterable[SparseBatch] | Callable[[int], Iterable[SparseBatch]]
 
 
 def _exclusive(method: Callable) -> Callable:
-    """A method that one thread at a time calls, of an index whose blocks are sound."""
+    """A method that one thread at a time calls."""
 
     @functools.wraps(method)
     def call(self: SparseIndex, *arguments: object, **named: object) -> object:
         with self._lock:
-            self._require_sound(f"SparseIndex.{method.__name__}")
             return method(self, *arguments, **named)
 
     return call
@@ -80,7 +80,6 @@ class SparseIndex:
         self._folder: Path | None = None
         self._written: dict[int, files.Block] = {}
         self._state = files.new_state()  # of the description there
-        self._unverified: set[int] = set()  # mapped blocks whose checksums nobody has looked at
         self._lock = threading.RLock()
         # This rank and the number of ranks, the number of this rank's first block, and of the documents of all ranks.
         self._shard: tuple[int, int] | None = None
@@ -130,42 +129,36 @@ class SparseIndex:
         ...     len(SparseIndex.build(batches, folder=folder))
         3
         """
-        where = "SparseIndex.build"
+        where, folder = "SparseIndex.build", None if folder is None else Path(folder)
         device = None if device is None else _device(where, device)
-        if folder is None:
-            return cls._built(where, batches, None, device)
-        with writing(where, Path(folder)):
-            return cls._built(where, batches, Path(folder), device)
-
-    @classmethod
-    def _built(cls, where: str, batches: Batches, folder: Path | None, device: torch.device | None) -> SparseIndex:
-        index, held = None, 0
-        if folder is not None:
-            device = device or torch.device("cpu")
-            if (begun := files.read_unfinished(where, folder)) is not None:
-                index = cls._opened(where, folder, device, begun, range(len(begun.blocks)))
-                held = len(index)
-            if not callable(batches) and holds_something(folder):
-                raise ValueError(
-                    f"{where}: {folder} must be empty, unless batches is a function of the number of documents that it "
-                    f"holds ({held}), which goes on with them."
-                )
-        batches = batches(held) if callable(batches) else batches
-        require_batches(where, "batches", batches, SparseBatch)
-        if index is None:
-            batches = iter(batches)
-            first = next(batches, None)
-            if first is None:
-                raise ValueError(f"{where}: there must be at least one batch, which says what the vocabulary is.")
-            if not isinstance(first, SparseBatch):
-                raise TypeError(f"{where}: each of batches must be a SparseBatch, got {type(first).__name__}.")
-            index = cls(first.vocabulary, first.dtype, device or _device(where, first.device))
-            index._folder = folder
-            batches = chain([first], batches)
-        index._append(where, batches, folder)
-        if folder is not None:
-            index._describe(folder, index._description(index._written, index._state))
-        return index
+        with nullcontext() if folder is None else writing(where, folder):
+            index, held = None, 0
+            if folder is not None:
+                device = device or torch.device("cpu")
+                if (begun := files.read_unfinished(where, folder)) is not None:
+                    index = cls._opened(where, folder, device, begun, range(len(begun.blocks)))
+                    held = len(index)
+                if not callable(batches) and holds_something(folder):
+                    raise ValueError(
+                        f"{where}: {folder} must be empty, unless batches is a function of the number of documents that it "
+                        f"holds ({held}), which goes on with them."
+                    )
+            batches = batches(held) if callable(batches) else batches
+            require_batches(where, "batches", batches, SparseBatch)
+            if index is None:
+                batches = iter(batches)
+                first = next(batches, None)
+                if first is None:
+                    raise ValueError(f"{where}: there must be at least one batch, which says what the vocabulary is.")
+                if not isinstance(first, SparseBatch):
+                    raise TypeError(f"{where}: each of batches must be a SparseBatch, got {type(first).__name__}.")
+                index = cls(first.vocabulary, first.dtype, device or _device(where, first.device))
+                index._folder = folder
+                batches = chain([first], batches)
+            index._append(where, batches, folder)
+            if folder is not None:
+                index._describe(folder, index._written, index._state)
+            return index
 
     @classmethod
     def load(
@@ -176,7 +169,7 @@ class SparseIndex:
     ) -> SparseIndex:
         """Open an index that :meth:`save` or :meth:`build` has written.
 
-        On a CPU the files are mapped into memory, and the operating system reads and caches what is used. If a file is
+        All is read once, to compare it with its checksums. On a CPU the files are mapped into memory. If a file is
         truncated while it is mapped, reading ends the process (SIGBUS) without a Python error.
 
         Parameters
@@ -222,11 +215,7 @@ class SparseIndex:
         index._documents_of_all = description.documents
         for number in blocks:
             line = description.blocks[number]
-            block = files.read_block(where, folder, number, line, description.vocabulary, description.dtype)
-            if device.type == "cpu":
-                index._unverified.add(len(index._blocks))
-            else:
-                files.require_sound(where, folder, number, line, block)
+            block = files.read_block(where, folder, number, line, description.vocabulary)
             first = number * postings.DOCUMENTS_PER_BLOCK
             begin, end = (bisect_left(description.removed, first + each) for each in (0, line.documents))
             live = None
@@ -398,7 +387,7 @@ class SparseIndex:
                 line = written.get(number)
                 if line is None or line.documents != len(block) or not line.file(folder, number).exists():
                     written[number] = files.write_block(folder, number, block)
-            self._describe(folder, self._description(written, state))
+            self._describe(folder, written, state)
 
     @_exclusive
     def to(self, device: str | torch.device) -> SparseIndex:
@@ -420,19 +409,18 @@ class SparseIndex:
         begun, live = None, None
         if first and len(self._blocks[-1]) < postings.DOCUMENTS_PER_BLOCK:
             first -= 1
-            self._require_sound(where, {first})
             begun, live = self._blocks[-1], self._live[-1]
         fitting = require_fitting(where, "batches", batches, self.device, self.vocabulary, self.dtype)
         for number, block in enumerate(in_blocks(fitting, begun), first):
             line = None if folder is None else files.write_block(folder, number, block)
             if line is not None and self.device.type == "cpu":
-                block = files.read_block(where, folder, number, line, self.vocabulary, self.dtype)
+                block = files.read_block(where, folder, number, line, self.vocabulary)
             if live is not None:
                 live = torch.nn.functional.pad(live, (0, len(block) - len(live)), value=True)
             self._set(number, block, live)
             if line is not None:
                 self._written[number] = line
-                files.write_description(folder, self._description(self._written, self._state), unfinished=True)
+                self._describe(folder, self._written, self._state, unfinished=True)
             live = None
 
     def _set(self, number: int, block: SparseBatch, live: Tensor | None) -> None:
@@ -442,10 +430,15 @@ class SparseIndex:
         self._blocks[number], self._live[number] = block, live
         self._searched.set(number, block.offsets, block.terms, block.weights, live)
 
-    def _describe(self, folder: Path, description: files.Description) -> None:
-        """Write ``index.json``, when all blocks are there."""
-        files.write_description(folder, description)
-        self._folder, self._written, self._state = folder, dict(enumerate(description.blocks)), description.state
+    def _describe(
+        self, folder: Path, written: dict[int, files.Block], state: tuple[str, int], unfinished: bool = False
+    ) -> None:
+        """Write the description of the generation after ``state``; if it is finished, ``index.json``."""
+        blocks, state = [written[number] for number in range(len(self._blocks))], (state[0], state[1] + 1)
+        description = files.Description(self.vocabulary, self.dtype, blocks, self._removed().tolist(), state)
+        files.write_description(folder, description, unfinished=unfinished)
+        if not unfinished:
+            self._folder, self._written, self._state = folder, dict(enumerate(blocks)), state
 
     def _removed(self) -> Tensor:
         """Positions of removed documents, ascending, on the CPU."""
@@ -456,26 +449,8 @@ class SparseIndex:
         ]
         return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *removed])
 
-    def _description(self, written: dict[int, files.Block], state: tuple[str, int]) -> files.Description:
-        """Description of the generation after ``state``."""
-        return files.Description(
-            self.vocabulary,
-            self.dtype,
-            [written[number] for number in range(len(self._blocks))],
-            self._removed().tolist(),
-            (state[0], state[1] + 1),
-        )
-
-    def _require_sound(self, where: str, numbers: set[int] | None = None) -> None:
-        """Look at the checksums of mapped blocks, of all or of some ``numbers``, before their first use."""
-        for number in sorted(self._unverified if numbers is None else self._unverified & numbers):
-            of_file = self._first_block + number
-            files.require_sound(where, self._folder, of_file, self._written[number], self._blocks[number])
-            self._unverified.remove(number)
-
     def __getstate__(self) -> dict:
         with self._lock:
-            self._require_sound("SparseIndex")
             return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict) -> None:

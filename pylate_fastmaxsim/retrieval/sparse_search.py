@@ -11,7 +11,7 @@ from torch import Tensor
 from pylate_fastmaxsim._checks import require_batches, require_count
 from pylate_fastmaxsim.cpu.sparse import PreparedQueries
 from pylate_fastmaxsim.kernels.sparse import postings
-from pylate_fastmaxsim.retrieval.topk import mark_missing, merge_at, merge_results
+from pylate_fastmaxsim.retrieval.topk import mark_missing, merge, merge_results
 from pylate_fastmaxsim.sparse import LARGEST_OF_UINT16, SparseBatch
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class HostBlocks:
         for number, (block, live) in sorted(self._blocks.items()):
             first = number * postings.DOCUMENTS_PER_BLOCK
             for rows, new, places in queries.candidates(block, live, scores[:, -1], floor):
-                scores[rows], positions[rows] = merge_at(scores[rows], positions[rows], new, places + first, k)
+                scores[rows], positions[rows] = merge(scores[rows], positions[rows], new, places + first, k)
         return mark_missing(scores, positions)
 
 

@@ -10,14 +10,8 @@ from torch import Tensor
 LEAST_GROUP = 3
 
 
-def merge(best: Tensor, positions: Tensor, scores: Tensor, first: int, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` best scores and positions of those so far and of new scores, the first of which is at ``first``."""
-    new = torch.arange(first, first + scores.shape[1], device=scores.device).expand_as(scores)
-    return merge_at(best, positions, scores, new, k)
-
-
-def merge_at(best: Tensor, positions: Tensor, scores: Tensor, new: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Merge new scores at the positions ``new``, which ascend and lie behind those so far."""
+def merge(best: Tensor, positions: Tensor, scores: Tensor, new: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` best scores and positions of those so far and of scores at ``new``, which ascend and lie behind those."""
     order = largest(scores, min(k, scores.shape[1]))
     scores = torch.cat([best, scores.gather(1, order)], dim=1)
     positions = torch.cat([positions, new.gather(1, order)], dim=1)

@@ -13,6 +13,7 @@ import stepping
 
 from pylate_fastmaxsim.comparison import turns
 from pylate_fastmaxsim.comparison.turns import Child, ChildFailed, OutOfMemoryElsewhere, python, take_turns
+from pylate_fastmaxsim.comparison.verdict import timed_steps
 
 
 def child(folder: Path, name: str, **options) -> Child:
@@ -175,6 +176,8 @@ def test_where_memory_does_not_hold_both_each_is_started_alone(reason, play):
         # Once to its end, and twice for a block.
         assert run.status == "finished" and len(run.steps) == 20 and run.result == {"again": False}
         assert pairs(run) == [(0, 15), (1, 15), (2, 15)]
+        # The blocks of later starts are not of its steps.
+        assert [step["seconds"] for step in timed_steps(run)] == pytest.approx([0.1] * 20)
     starts = [name for name, steps in script.orders if steps == 15]
     assert starts[-6:] == ["stock", "fast", "fast", "stock", "stock", "fast"]
     assert pairs(play(script, rounds=1).runs["fast"]) == [(0, 15)]

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from pylate_fastmaxsim import TokenBatch
-from pylate_fastmaxsim.losses.tokens import first_tokens, pooled_tokens
+from pylate_fastmaxsim.losses.views import first_tokens, pooled_tokens
 
 
 def batch_and_tokens() -> tuple[TokenBatch, list[torch.Tensor]]:

@@ -39,12 +39,12 @@ def test_every_call_is_in_one_share(as_on_a_gpu, tmp_path):
         torch.set_float32_matmul_precision("highest")
     assert (done.kernels, done.processes) == (3, 3) and done.seconds > 0
     shares = [pickle.loads(file.read_bytes()) for file in tmp_path.rglob("*.cubin")]
-    assert sorted(map(str, (call for share in shares for call in share.calls))) == sorted(
+    assert sorted(map(str, (call for given, _, _ in shares for call in given))) == sorted(
         map(str, [*calls_of(SHAPE), *calls_of(OTHER)])
     )
-    forwards = [{processes._key_of_forward(call) for call in share.calls} for share in shares]
+    forwards = [{processes._key_of_forward(call) for call in given} for given, _, _ in shares]
     assert sum(map(len, forwards)) == len(set().union(*forwards))
-    assert {share.float32_precision for share in shares} == {"high"}
+    assert {precision for _, _, precision in shares} == {"high"}
     assert warmup([]).processes == 0
 
 

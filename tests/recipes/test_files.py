@@ -12,10 +12,10 @@ from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.recipes.comparison.compare import compare
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.evaluation.ranking import write_run
 from pylate_fastmaxsim.recipes.files import prepare_file
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.mine import mine
-from pylate_fastmaxsim.recipes.search.results import write_run
 from pylate_fastmaxsim.recipes.training.train import train
 
 

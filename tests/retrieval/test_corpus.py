@@ -163,35 +163,35 @@ def test_no_part_is_loaded_before_its_slot_is_free():
     started = [threading.Event() for _ in range(8)]
     calls = []
 
-    def load(part, slot, marked):
-        calls.append((part, slot, marked))
+    def load(part, marked):
+        calls.append((part, marked))
         started[part].set()
         return part
 
     seen = []
-    for part in reading.read_ahead(range(8), "abc", load, lambda: f"after {seen[-1]}"):
+    for part in reading.read_ahead(8, 3, load, lambda: f"after {seen[-1]}"):
         assert started[min(part + 2, 7)].wait(10)  # that many are loaded ahead
         assert not any(event.is_set() for event in started[part + 3 :])
         seen.append(part)
     assert seen == list(range(8)) and not readers()
-    assert calls == [(n, "abc"[n % 3], None if n < 3 else f"after {n - 3}") for n in range(8)]
+    assert calls == [(n, None if n < 3 else f"after {n - 3}") for n in range(8)]
 
 
 def test_an_error_while_loading_comes_in_its_turn():
-    def load(part, slot, marked):
+    def load(part, marked):
         if part == 4:
             raise RuntimeError("out of memory")
         return part
 
     seen = []
     with pytest.raises(RuntimeError, match="out of memory"):
-        seen.extend(reading.read_ahead(range(8), "abc", load, lambda: None))
+        seen.extend(reading.read_ahead(8, 3, load))
     assert seen == [0, 1, 2, 3] and not readers()
 
 
 def test_nothing_is_loaded_any_more_once_the_caller_leaves():
     calls = []
-    parts = reading.read_ahead(range(100), "abc", lambda part, slot, marked: calls.append(part), lambda: None)
+    parts = reading.read_ahead(100, 3, lambda part, marked: calls.append(part))
     assert not readers()
     next(parts)
     assert readers()
@@ -205,12 +205,12 @@ def test_nothing_holds_on_to_what_was_loaded():
 
     alive, before = weakref.WeakSet(), []
 
-    def load(part, slot, marked):
+    def load(part, marked):
         before.append(len(alive))
         alive.add(loaded := Loaded())
         return loaded
 
-    for loaded in reading.read_ahead(range(20), "ab", load, lambda: None):
+    for loaded in reading.read_ahead(20, 2, load):
         del loaded
     assert max(before) <= 1  # with two slots
 

@@ -104,7 +104,7 @@ def test_the_folder_holds_the_index_of_before_until_the_new_one_is_complete(docu
     index.save(tmp_path)
     index.add([documents])
     with monkeypatch.context() as patch:
-        patch.setattr(sparse_files, "write_description", lambda *_: 1 / 0)
+        patch.setattr(sparse_files, "write_description", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             index.save(tmp_path)
     assert_finds(SparseIndex.load(tmp_path), documents)
@@ -242,9 +242,8 @@ def test_files_of_something_else_are_named(documents, tmp_path):
     index.save(tmp_path)
     description = read_record(tmp_path / "index.json")
     for change, sentence in (
-        ({"format": "other"}, "must be of the format"),
+        ({"format": "other"}, "is damaged, or of another release"),
         ({"documents_per_block": 9}, "has blocks of 9 documents, but this release has 8"),
-        ({"weights": "float16"}, "is not the block that index.json names"),
     ):
         write_record(tmp_path / "index.json", {**description, **change})
         with pytest.raises(ValueError, match=f"^SparseIndex.load: .*{sentence}"):
@@ -307,7 +306,7 @@ def test_blocks_in_each_others_place_are_refused(documents, tmp_path):
     contents = one.read_bytes(), other.read_bytes()
     one.write_bytes(contents[1])
     other.write_bytes(contents[0])
-    with pytest.raises(ValueError, match="is damaged|is not the block"):
+    with pytest.raises(ValueError, match="is damaged"):
         SparseIndex.load(tmp_path).search(documents, 3)
 
 

@@ -30,8 +30,8 @@ from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import Options, current_options
 from pylate_fastmaxsim.integrations.patching.fallback import (
     FallbackToHost,
-    asked_backend,
     check,
+    check_backend,
     own_documents,
     replaces,
 )
@@ -66,14 +66,14 @@ def patches() -> list[Patch]:
 
 @_replaces(stock_scores.maxsim_inbatch)
 def maxsim_inbatch(options: Options, query: Tensor, doc: Tensor) -> Tensor:
-    _check_backend()
+    check_backend("COLPALI_SCORES_BACKEND")
     _check(query, doc, 3)
     return _score(options, query, doc)
 
 
 @_replaces(stock_scores.maxsim_kd)
 def maxsim_kd(options: Options, query: Tensor, doc: Tensor) -> Tensor:
-    _check_backend()
+    check_backend("COLPALI_SCORES_BACKEND")
     _check(query, doc, 4)
     if len(query) != len(doc):
         raise FallbackToHost("queries and documents differ in number")
@@ -134,7 +134,7 @@ def score_multi_vector(
     batch_size: int = 128,
     device: str | torch.device | None = None,
 ) -> Tensor:
-    _check_backend()
+    check_backend("COLPALI_SCORES_BACKEND")
     if len(qs) == 0 or len(ps) == 0:
         raise FallbackToHost("there are no queries or no passages")
     device = device or get_torch_device("auto")
@@ -201,15 +201,10 @@ def _check(queries: Tensor, documents: Tensor, documents_dim: int) -> None:
 
 
 def _check_loss(loss: nn.Module) -> None:
-    _check_backend()
+    check_backend("COLPALI_SCORES_BACKEND")
     for name, stock in _AGGREGATION.items():
         # Not getattr(loss, name).__func__, which for torch.compile is another function each time.
         if name in vars(loss) or getattr(type(loss), name) is not stock:
             raise FallbackToHost(f"its {name} is not colpali-engine's own")
     if loss.use_smooth_max and isinstance(loss.tau, Tensor):
         raise FallbackToHost("its tau is a tensor, which may be trained")
-
-
-def _check_backend() -> None:
-    if (backend := asked_backend("COLPALI_SCORES_BACKEND")) is not None:
-        raise FallbackToHost(f"the environment asks for it with COLPALI_SCORES_BACKEND={backend}")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pylate_fastmaxsim.integrations.encoding import token_counts
-from pylate_fastmaxsim.integrations.encoding.token_counts import known_total
+from pylate_fastmaxsim.integrations.encoding.token_counts import has_gaps, known_total, verify_async
 
 
 @dataclass(frozen=True)
@@ -62,15 +61,9 @@ class Documents:
 
 
 def attended_index(attention_mask: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
-    """Find the attended tokens of a mask ``[N, L]``, 0/1, and where each row begins among them.
+    """Positions ``row * L + column`` of the attended tokens of a mask ``[N, L]``, 0/1, int64, and their ``cu_seqlens``.
 
-    Waits for the device if the ``total``, T, is not known. With a wrong one the positions are wrong, but inside the
-    batch.
-
-    Returns
-    -------
-    tuple of Tensor
-        Positions ``row * L + column``, ``[T]``, int64, and ``cu_seqlens``, ``[N + 1]``, int32.
+    Waits for the device if the ``total`` is not known. With a wrong one positions are wrong, but inside the batch.
 
     Examples
     --------
@@ -96,20 +89,8 @@ def attended_tokens(columns: Sequence[dict[str, Tensor]], attention_mask: Tensor
     totals = [known_total(column) for column in columns]
     if None in totals:
         return *attended_index(attention_mask), False
-    token_counts.verify_async(attention_mask, sum(totals))
+    verify_async(attention_mask, sum(totals))
     return *attended_index(attention_mask, sum(totals)), True
-
-
-def has_gaps(attention_mask: Tensor) -> bool:
-    """Check whether a row of a mask ``[N, L]``, 0/1, has a 0 before a 1. Waits for the device.
-
-    Examples
-    --------
-    >>> has_gaps(torch.tensor([[1, 1, 0]])), has_gaps(torch.tensor([[1, 0, 1]]))
-    (False, True)
-    """
-    attended = attention_mask != 0
-    return bool((attended[:, 1:] & ~attended[:, :-1]).any())
 
 
 def column_has_gaps(column: dict[str, Tensor]) -> bool:

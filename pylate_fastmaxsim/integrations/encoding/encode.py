@@ -116,11 +116,10 @@ def plan_documents(
         if mini_batch_tokens is not None:
             mini_batch_size = _texts_within(mini_batch_tokens, document_features, group)
         return padded_plan(document_features, skiplist, mini_batch_size)
-    if group:
-        modes.require_features_without_padding(model, document_features)
     budget = mini_batch_tokens if mini_batch_size is None else mini_batch_size * documents.max_length
     agree = int
     if group:
+        modes.require_features_without_padding(model, document_features)
         # Without a budget the smallest number wins, so that no rank needs more documents than it has.
         of_all_ranks = least_of_all_ranks if budget is None else partial(calls_of_all_ranks, texts=len(documents))
         agree = partial(of_all_ranks, device=documents.input_ids.device, group=group)

@@ -91,14 +91,8 @@ def two_passes(
 ) -> Callable[..., tuple]:
     """The ``embed_minibatch`` of a loss, whose second pass over some texts encodes as the first did.
 
-    Parameters
-    ----------
-    stock
-        What it replaces, :func:`~pylate_fastmaxsim.integrations.patching.patches.detached`.
-    check
-        Called with the loss before each first pass.
-    advise
-        Called after it with the loss, the texts of the whole column, and what was found out about those encoded.
+    ``check`` is called with the loss before each first pass, and ``advise`` after it with the loss, the texts of the whole
+    column, and what was found out about those encoded.
     """
     parameters = inspect.signature(stock)
 
@@ -127,12 +121,8 @@ def two_passes(
 class CachedCall:
     """One call of a model that is made twice: without gradients, and again with the same random numbers and precision.
 
-    Parameters
-    ----------
-    embed
-        Makes the call and returns embeddings ``[..., d]``.
-    features
-        What it is given. Its tensors say on which devices random numbers are drawn.
+    ``embed`` makes it and returns embeddings ``[..., d]``. The tensors in ``features``, which it is given, say on which
+    devices random numbers are drawn.
     """
 
     def __init__(self, embed: Callable[[], Tensor], features: Mapping[str, object]) -> None:
@@ -160,16 +150,8 @@ def with_second_passes(
 ) -> Tensor:
     """A loss whose ``backward()`` makes the calls again, and goes on from the gradients of their embeddings.
 
-    Parameters
-    ----------
-    loss
-        A scalar, already differentiated by what the first calls returned.
-    model
-        What the calls call, possibly wrapped.
-    calls
-        All calls of the step, in the order of the first pass.
-    gradients
-        Of each, in any shape of as many numbers.
+    The ``loss`` is a scalar, already differentiated by what the first calls returned: ``gradients`` in any shape. The
+    ``calls`` are all of the step, in the order of the first pass; ``model`` is what they call, possibly wrapped.
     """
     loss = loss.detach().requires_grad_()
     loss.register_hook(partial(_second_passes, model, calls, gradients))
@@ -179,19 +161,10 @@ def with_second_passes(
 def losses_of_chunks(
     values: Tensor, count: int, chunks: Iterable[slice], loss_of: Callable[[slice, Tensor], Tensor]
 ) -> list[Tensor]:
-    """Losses of chunks of queries; with gradients enabled each adds its own to the leaves.
+    """Losses of chunks of ``count`` queries against all documents; with gradients enabled each adds its own to the leaves.
 
-    The chunks leave those of the documents at a copy of ``values [T, d]``, so that what these were made from, as by an
+    ``loss_of`` is given a chunk and the documents' ``values [T, d]``: a copy, so that what these were made from, as by an
     exchange with other ranks, is differentiated once and not per chunk.
-
-    Parameters
-    ----------
-    values
-        Token embeddings of all documents.
-    count, chunks
-        The number of queries, and slices of them.
-    loss_of
-        The loss of a chunk against the documents with these values.
     """
     with_backward = torch.is_grad_enabled()
     leaf = values.detach().requires_grad_(with_backward)

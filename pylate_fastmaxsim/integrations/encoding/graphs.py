@@ -16,8 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pylate_fastmaxsim.integrations.compilation.checkpointing import can_be_traced, checkpointed_layers
-from pylate_fastmaxsim.integrations.compilation.layers import has_compiled_layers
+from pylate_fastmaxsim.integrations.compilation.layers import (
+    can_be_traced,
+    checkpointed_layers,
+    has_compiled_layers,
+)
 from pylate_fastmaxsim.integrations.encoding import gradcache
 from pylate_fastmaxsim.integrations.encoding.attention import is_packed_mask, packed_mask
 from pylate_fastmaxsim.integrations.log import log_once

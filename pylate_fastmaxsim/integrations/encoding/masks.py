@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.models.context import setting
-from pylate_fastmaxsim.integrations.models.wrappers import unwrap
+from pylate_fastmaxsim.integrations.models.wrappers import least_of_all_ranks, unwrap
 from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 
 try:
@@ -47,15 +47,11 @@ def changes_masks(loss: nn.Module) -> bool | None:
 def agree_on_mask_changes(loss: nn.Module, here: bool, device: torch.device, group: dist.ProcessGroup | None) -> None:
     """Decide in the first batch of a loss whether its model changes masks, for all ranks of ``group`` alike.
 
-    ``here``: whether it did on this rank, in this batch.
-
-    Raises MasksChanged if it did on one of them, and ValueError if it does now, and did not in the first batch.
+    Raises MasksChanged if one did on one of them (``here``: on this rank), and ValueError if it does now only.
     """
     if changes_masks(loss) is None:
-        anywhere = torch.tensor(int(here), device=device)
-        if group:
-            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group)
-        _changes.setdefault(loss, {})[_phase(loss)] = bool(anywhere)
+        anywhere = not least_of_all_ranks(int(not here), device, group) if group else here
+        _changes.setdefault(loss, {})[_phase(loss)] = anywhere
         if anywhere:
             raise MasksChanged
     elif here:

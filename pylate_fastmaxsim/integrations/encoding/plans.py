@@ -12,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.encoding.attention import packed_mask
 from pylate_fastmaxsim.integrations.encoding.batch import Documents, attended_tokens
@@ -216,6 +217,23 @@ def token_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
     """Token embeddings ``[N, L, d]`` of one call of the model. ``features`` is not changed."""
     with masks_unread():
         return model(dict(features))["token_embeddings"]
+
+
+def unit(embeddings: Tensor) -> Tensor:
+    """Token embeddings ``[..., d]`` divided by their length, in the dtype that they are scored in.
+
+    Under autocast the quotient is float32, which stock's scoring rounds to the autocast dtype as well.
+
+    Examples
+    --------
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     unit(torch.tensor([[3.0, 4.0]]))
+    tensor([[0.6016, 0.8008]], dtype=torch.bfloat16)
+    """
+    device = embeddings.device.type
+    if not torch.is_autocast_enabled(device) or embeddings.dtype == torch.float64:
+        return F.normalize(embeddings, dim=-1)
+    return F.normalize(embeddings.float(), dim=-1).to(torch.get_autocast_dtype(device))
 
 
 def live_tokens(column: dict[str, Tensor], skiplist: Sequence[int]) -> Tensor:

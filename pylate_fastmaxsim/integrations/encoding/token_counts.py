@@ -1,18 +1,27 @@
-"""Counts of the tokens of each text, made by the host's collator, so that nobody waits for the GPU to count."""
+"""Counts of the tokens of each text, so that nobody waits for the GPU to count.
+
+The host's collator adds them to its batch, the trainer takes them out again, and masks carry them from there on.
+"""
 
 from __future__ import annotations
 
+import os
 from collections import deque
+from collections.abc import Callable
 from copy import copy
+from functools import wraps
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
 from pylate_fastmaxsim.integrations.encoding.masks import writes_to
+from pylate_fastmaxsim.integrations.options import current_options
+from pylate_fastmaxsim.integrations.patching.patches import Patch
 
 # Behind the name of a column: the key of its counts in a batch.
 TOKEN_TOTAL = "token_total"
+_MASK = "_attention_mask"
 
 # What moves a batch to a GPU leaves counts where they are.
 _MOVES = {Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.pin_memory}
@@ -55,13 +64,61 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     return tensor if isinstance(tensor, TokenCounts) else tensor.cpu()
 
 
+def counting_tokens_of_batches(collator: type, trainer: type, by_rank: bool = True) -> tuple[Patch, Patch]:
+    """The patches of a host's collator and of its trainer. ``by_rank``: also where there are several ranks."""
+    stock_collate, stock_prepare = _method(collator, "__call__"), _method(trainer, "_prepare_inputs")
+
+    # A worker with start method spawn imports the host afresh and adds no counts.
+    @wraps(collator.__call__)
+    def collate(self: object, features: list[dict]) -> dict[str, Tensor]:
+        batch, options = stock_collate(self, features), current_options()
+        # A subclass with its own __call__ may change the masks afterwards.
+        if options is None or not options.padding_free or type(self).__call__ is not collate:
+            return batch
+        # Of a streamed dataset one process hands batches to all others, by NCCL, which takes nothing that stays on the CPU.
+        if not by_rank and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return batch
+        return add_token_counts(batch)
+
+    @wraps(trainer._prepare_inputs)
+    def prepare_inputs(self: object, inputs: object) -> object:
+        batch = stock_prepare(self, inputs)
+        # A compute_loss and a loss see the batch of stock's collator. Here, not where the trainer divides it into columns:
+        # there `negative` also gets the keys of a column `negative_1`. A user's collator may return another type than dict.
+        return attach_token_counts(batch) if isinstance(batch, dict) else batch
+
+    return Patch(collator, "__call__", collate), Patch(trainer, "_prepare_inputs", prepare_inputs)
+
+
+def add_token_counts(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch, with counts beside the mask of every column.
+
+    Counting on the CPU, in a worker, spares waiting for the GPU.
+
+    Examples
+    --------
+    >>> import torch
+    >>> add_token_counts({"query_attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])})["query_token_total"].tolist()
+    [[2, 3], [1, 3]]
+    """
+    for key in [key for key in batch if key.endswith(_MASK)]:
+        # A mask with gaps cannot be packed, and is found without counts.
+        if not has_gaps(batch[key]):
+            batch[f"{key.removesuffix(_MASK)}_{TOKEN_TOTAL}"] = TokenCounts.of(batch[key])
+    return batch
+
+
+def _method(owner: type, name: str) -> Callable:
+    """A method as a class has it now; an inherited one is looked up in each call, since it may be replaced later."""
+    if name in vars(owner):
+        return vars(owner)[name]
+    return lambda self, *args: getattr(super(owner, self), name)(*args)
+
+
 def attach_token_counts(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Take the counts out of a batch, for its masks to carry them until somebody makes others of these."""
-    counted = {
-        mask: counts
-        for mask in batch
-        if mask.endswith("_attention_mask") and (counts := mask.removesuffix("attention_mask") + TOKEN_TOTAL) in batch
-    }
+    counts_of = {mask: f"{mask.removesuffix(_MASK)}_{TOKEN_TOTAL}" for mask in batch if mask.endswith(_MASK)}
+    counted = {mask: counts for mask, counts in counts_of.items() if counts in batch}
     if not counted:
         return batch
     # A copy has the type of the batch, which a compute_loss of the user's may know.
@@ -114,18 +171,21 @@ _answers: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
 def matches(attention_mask: Tensor, total: int) -> Tensor:
     """Compare a mask ``[N, L]`` with a number of tokens in texts without gaps: a bool tensor on its device."""
+    return ((attention_mask != 0).sum() == total) & ~_any_gap(attention_mask)
+
+
+def has_gaps(attention_mask: Tensor) -> bool:
+    """Check whether a row of a mask ``[N, L]``, 0/1, has a 0 before a 1. Waits for the device."""
+    return bool(_any_gap(attention_mask))
+
+
+def _any_gap(attention_mask: Tensor) -> Tensor:
     attended = attention_mask != 0
-    return (attended.sum() == total) & ~(attended[:, 1:] & ~attended[:, :-1]).any()
+    return (attended[:, 1:] & ~attended[:, :-1]).any()
 
 
 def verify_async(attention_mask: Tensor, total: int) -> None:
-    """Check asynchronously that a count of tokens matches the mask. A later call raises if it does not.
-
-    Raises
-    ------
-    ValueError
-        The count of an earlier batch did not match.
-    """
+    """Check asynchronously that a count of tokens matches the mask. A later call raises ValueError if it does not."""
     if not attention_mask.is_cuda:
         return
     while _answers and _answers[0][1].query():

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.tokens import TokenBatch
 
-# Queries [Nq, Lq, d], documents, and which documents have a floor of 0, [Nd] or None.
-Embedded = tuple[Tensor, TokenBatch, Tensor | None]
-
-
-class View(Protocol):
-    """A part of each embedding."""
-
-    weight: float
-    of: Callable[[Tensor, TokenBatch, Tensor | None], Embedded]
-
 
 class Views(Protocol):
     """The views of the loss that is running, and its weighted sum if it knows none and calls its model itself."""
 
-    views: Sequence[View]
+    # Each has a weight, and of(queries, documents, zero_floor) returns what it sees of these.
+    views: Sequence[Any]
     of_stock: Callable[..., Tensor]
 
 
@@ -33,27 +24,29 @@ current: ContextVar[Views | None] = ContextVar("views", default=None)
 
 
 def sum_over_views(
-    loss_of: Callable[..., Tensor], queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None = None
+    loss_of: Callable[..., Tensor],
+    queries: Tensor,
+    documents: TokenBatch,
+    zero_floor: Tensor | None = None,
+    of_leaves: bool = False,
 ) -> Tensor:
-    """A loss of the embeddings, or the weighted sum over the views that are to be taken of them."""
-    views = current.get()
-    if views is None:
-        return loss_of(queries, documents, zero_floor)
-    return sum(view.weight * loss_of(*view.of(queries, documents, zero_floor)) for view in views.views)
+    """A loss of the embeddings, or the weighted sum over the views that are to be taken of them.
 
-
-def sum_over_views_of_leaves(
-    loss_of: Callable[..., Tensor], queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None = None
-) -> Tensor:
-    """A sum over views of a loss that leaves gradients at its arguments itself; they are passed on to these."""
+    One ``of_leaves`` leaves gradients at its arguments itself; they are passed on to these.
+    """
     views = current.get()
     if views is None:
         return loss_of(queries, documents, zero_floor)
     total = 0.0
     for view in views.views:
-        seen_queries, seen, floor = view.of(queries, documents, zero_floor)
-        leaves = [each.detach().requires_grad_(each.requires_grad) for each in (seen_queries, seen.values)]
-        total = total + view.weight * loss_of(leaves[0], seen.with_values(leaves[1]), floor).detach()
-        if torch.is_grad_enabled():
-            torch.autograd.backward([seen_queries, seen.values], [view.weight * leaf.grad for leaf in leaves])
+        seen = seen_queries, seen_documents, floor = view.of(queries, documents, zero_floor)
+        if of_leaves:
+            values = [seen_queries, seen_documents.values]
+            leaves = [each.detach().requires_grad_(each.requires_grad) for each in values]
+            loss = loss_of(leaves[0], seen_documents.with_values(leaves[1]), floor).detach()
+            if torch.is_grad_enabled():
+                torch.autograd.backward(values, [view.weight * leaf.grad for leaf in leaves])
+        else:
+            loss = loss_of(*seen)
+        total = total + view.weight * loss
     return total

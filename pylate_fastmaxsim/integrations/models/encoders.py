@@ -6,10 +6,14 @@ The model is a ``pylate.models.ColBERT``, or the Transformer of Sentence Transfo
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache, wraps
+from importlib import util
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 
 # Of each encoder, the position of its padding token if positions are counted from there (RoBERTa), and whether it has
 # token types.
@@ -48,6 +52,29 @@ def layers_share_keys(transformer: nn.Module) -> bool:
     if hasattr(config, "get_text_config"):  # not in transformers before 4.46, nor such layers
         config = config.get_text_config()
     return bool(getattr(config, "num_kv_shared_layers", 0))
+
+
+@lru_cache(maxsize=1)
+def patches() -> tuple[Patch, ...]:
+    """Have decoders keep no KV cache, as Sentence Transformers does itself since release 6.
+
+    Encoding never decodes further, so the cache is dead weight: each layer copies its keys and values, the copies live
+    until the forward ends, and each layer's own place in the cache makes ``torch.compile`` compile every layer for itself.
+    """
+    if util.find_spec("sentence_transformers.multi_vector_encoder") is not None:
+        return ()
+    from sentence_transformers.models import Transformer
+
+    stock = detached(Transformer.forward)
+
+    @wraps(stock)
+    def forward(self: Transformer, features: dict[str, Tensor], **kwargs: object) -> dict[str, Tensor]:
+        asked = "use_cache" in features or "use_cache" in kwargs
+        if "use_cache" in self.model_forward_params and not asked and not layers_share_keys(self):
+            kwargs["use_cache"] = False
+        return stock(self, features, **kwargs)
+
+    return (Patch(Transformer, "forward", forward),)
 
 
 def checkpoints_layers(core: nn.Module) -> bool:

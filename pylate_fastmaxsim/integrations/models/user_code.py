@@ -123,6 +123,13 @@ def has_user_hooks(module: nn.Module) -> bool:
     return has_hooks(module) and any(_of_user(hook) for name in _HOOKS for hook in getattr(module, name).values())
 
 
+def reason_in_calls(modules: Iterable[nn.Module]) -> str | None:
+    """Reason in the first module whose call may do more than its class has it do."""
+    changed = (module for module in modules if has_user_hooks(module) or not has_class_forward(module))
+    module = next(changed, None)
+    return None if module is None else f"a hook or another forward is on {type(module).__name__}"
+
+
 @contextmanager
 def without_user_hooks(model: nn.Module) -> Iterator[None]:
     """Context without the user's hooks on modules: one may collect a penalty, to which a trial must add nothing."""

@@ -84,6 +84,11 @@ def sharded_by_deepspeed(module: nn.Module) -> bool:
     return "deepspeed" in sys.modules and any(hasattr(weight, "ds_id") for weight in module.parameters())
 
 
+def is_data_parallel_copy(module: nn.Module) -> bool:
+    """Check whether DataParallel made a module for one step."""
+    return getattr(module, "_is_replica", False)
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Check whether ``torch.compile(model)`` or ``model.compile()`` was called for the whole model."""
     return any(

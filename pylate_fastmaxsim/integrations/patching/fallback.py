@@ -69,6 +69,12 @@ def asked_backend(variable: str) -> str | None:
     return None if backend.lower() == "auto" else backend
 
 
+def check_backend(variable: str) -> None:
+    """Leave scores to stock where an environment variable asks for an implementation. Raises FallbackToHost."""
+    if (backend := asked_backend(variable)) is not None:
+        raise FallbackToHost(f"the environment asks for it with {variable}={backend}")
+
+
 def own_documents(documents: Tensor) -> Tensor:
     """Candidates ``[B, N]`` of queries that have the documents ``[B, N, L, d]``, one after the other."""
     count, ways = documents.shape[:2]
@@ -76,13 +82,7 @@ def own_documents(documents: Tensor) -> Tensor:
 
 
 def check(queries: Tensor, documents: Tensor, queries_dim: int, documents_dim: int) -> None:
-    """Leave to stock what the operator does not take. Stock raises for most of it, in words its users know.
-
-    Raises
-    ------
-    FallbackToHost
-        Types, numbers of dimensions, token dimension, devices or dtypes do not fit together.
-    """
+    """Raise FallbackToHost for what the operator does not take. Stock raises for most of it, in words its users know."""
     if not isinstance(queries, Tensor) or not isinstance(documents, Tensor):
         raise FallbackToHost("embeddings are neither tensors nor arrays nor lists of them")
     if (queries.dim(), documents.dim()) != (queries_dim, documents_dim) or queries.shape[-1] != documents.shape[-1]:

@@ -61,19 +61,10 @@ def known() -> dict[str, dict[str, dict]]:
 # Outside of what is compiled: dynamo cannot trace it.
 @torch.compiler.disable
 def unknown_part(function: Callable, instance: object = None) -> str | None:
-    """The part of a host's function that is not the code of a known release; None if all of it is.
+    """The dotted name of the first part of a host's function that is not the code of a known release; None if all is.
 
-    Parameters
-    ----------
-    function
-        As the host defines it, or one of this package's replacements for it.
-    instance
-        The object whose method it is: none of the methods that it calls may be set on the object or overridden.
-
-    Returns
-    -------
-    str or None
-        The dotted name of the first such function, its own among them; of the object, as "its calculate_loss".
+    ``function`` is as the host defines it, or one of this package's replacements for it. ``instance`` is the object whose
+    method it is: none of the methods that it calls may be set on the object or overridden, else "its calculate_loss".
     """
     function = host_function(function)
     if function is None:
@@ -123,13 +114,7 @@ def digest_of(node: ast.FunctionDef) -> str:
 
 
 def _references(function: FunctionType, seen: set[str]) -> Iterator[_Reference]:
-    """The names that a function and all functions below it use, without those that were ``seen``.
-
-    Raises
-    ------
-    _UnknownError
-        One of them is not known.
-    """
+    """The names that a function and all below it use, without those ``seen``. Raises _UnknownError if one is not known."""
     name = dotted_name(function)
     seen.add(name)
     rows = known().get(name)

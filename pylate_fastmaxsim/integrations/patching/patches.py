@@ -38,26 +38,15 @@ _numbers = count()
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """One name to replace.
+    """One name to replace."""
 
-    Parameters
-    ----------
-    owner
-        The module or the class that has the name. A plain function of a module stays the same object and runs the
-        replacement, so that whoever holds it follows. On a class, the attribute of that class alone is replaced, also
-        if it was inherited.
-    name
-        The attribute of ``owner`` to replace.
-    replacement
-        What stands there, or is run, while the patch is applied. It must call what it replaces through a copy that
-        was :func:`detached` before.
-    needs
-        Functions of the host that the replacement computes in place of, besides: code of known releases too.
-    """
-
+    # A module or a class. A plain function of a module stays the same object and runs the replacement, so that whoever
+    # holds it follows. On a class, the attribute of that class alone is replaced, also if it was inherited.
     owner: ModuleType | type
     name: str
+    # It must call what it replaces through a copy that was detached() before.
     replacement: object
+    # Functions of the host that it computes in place of, besides: code of known releases too.
     needs: tuple[Callable, ...] = ()
 
     @property
@@ -104,13 +93,7 @@ class PatchSet:
         return list(self._put_back)
 
     def apply(self, patches: Iterable[Patch]) -> None:
-        """Apply the patches that are not applied yet; all of them or, where a name is missing, none.
-
-        Raises
-        ------
-        AttributeError
-            An owner has no attribute of that name.
-        """
+        """Apply the patches that are not applied yet. AttributeError, and none is, where a name is missing."""
         with self._lock:
             fresh = {patch.target: patch for patch in patches if patch.target not in self._put_back}
             for target, patch in fresh.items():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import wraps
 
 import torch
-from pylate.models import ColBERT, Dense
+from pylate.models import Dense
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -18,14 +18,9 @@ from torch.nn.parallel import DataParallel
 from torch.utils import _pytree
 
 from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged, changed, masks_of, masks_unread
+from pylate_fastmaxsim.integrations.encoding.plans import unit
 from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.integrations.models.user_code import (
-    custom_module,
-    has_class_forward,
-    has_hooks,
-    has_user_hooks,
-    user_wrapper,
-)
+from pylate_fastmaxsim.integrations.models.user_code import custom_module, has_hooks, reason_in_calls, user_wrapper
 from pylate_fastmaxsim.integrations.models.wrappers import (
     is_compiled,
     layers_of_wrapping,
@@ -34,9 +29,8 @@ from pylate_fastmaxsim.integrations.models.wrappers import (
     unwrap,
 )
 from pylate_fastmaxsim.integrations.options import current_options
-from pylate_fastmaxsim.integrations.patching.known_sources import LIBRARIES, defined_in, unknown_part
+from pylate_fastmaxsim.integrations.patching.known_sources import LIBRARIES, defined_in
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.pylate.normalize import unit
 from pylate_fastmaxsim.ops.projection import project_normalize
 
 # In the features: which module is asked for unit embeddings, by its id, and the answer.
@@ -77,24 +71,11 @@ def project(self: Dense, features: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unit_embeddings(model: nn.Module, features: dict[str, Tensor], masks_stay: bool = False) -> Tensor:
-    """Token embeddings of length 1, ``[N, L, d]``, of one call of the model, which changes nothing in the features.
+    """Token embeddings of length 1, ``[N, L, d]``, of one call of a ColBERT, possibly wrapped.
 
-    Where the head is fused they have the dtype that the encoder computes in, else that of the model's output.
-
-    Parameters
-    ----------
-    model
-        A ``pylate.models.ColBERT``, possibly wrapped.
-    features
-        What the tokenizer made of texts.
-    masks_stay
-        Whether the caller goes on with ids and masks as they were, and with what the modules of the model left beside
-        token embeddings, which the features hold afterwards.
-
-    Raises
-    ------
-    MasksChanged
-        They have to stay, and the model changes them.
+    Where the head is fused they have the dtype that the encoder computes in, else that of the model's output. Features
+    are not changed but, if ``masks_stay``, by what modules left beside token embeddings: the caller goes on with ids and
+    masks as they were, and gets MasksChanged if the model changes them.
     """
     head = _head(model)
     given = {**features, **({} if head is None else {_ASKED: id(head)})}
@@ -116,60 +97,34 @@ def _head(model: nn.Module) -> Dense | None:
         return None
     core = unsharded(unwrap(model))
     last = unsharded(core[-1]) if isinstance(core, nn.Sequential) else core
-    reason = _reason_to_leave(model, last)
+    reason = _reason_to_leave(model, core, last)
     if reason is None:
         return last
     log_once("The head is not fused, Dense and normalisation run one after the other: %s.", reason, about=unwrap(model))
     return None
 
 
-def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
+def _reason_to_leave(model: nn.Module, core: nn.Module, last: nn.Module) -> str | None:
     if torch.compiler.is_compiling():
         return "torch.compile compiles the loss"
-    if any(isinstance(layer, DataParallel) for layer in layers_of_wrapping(model)):
-        return "DataParallel cannot gather what the Dense module answers"
     if is_compiled(model):
         return "torch.compile compiles the model as a whole"
-    if not isinstance(last, Dense):
-        return f"the model ends with {type(last).__name__}, not with PyLate's Dense"
+    around = layers_of_wrapping(model)[:-1]
+    if any(isinstance(layer, DataParallel) for layer in around):
+        return "DataParallel cannot gather what the Dense module answers"
     if type(last).forward is not project:
-        return f"the forward of {type(last).__name__} is not PyLate's own"
-    activation = last.activation_function
-    if type(activation) is not nn.Identity or "forward" in vars(activation):
-        return f"Dense has the activation {type(activation).__name__}"
-    if last.use_residual:
-        return "Dense adds a residual"
-    if (wrapper := user_wrapper(model)) is not None:
-        return f"{type(wrapper).__name__} is around the model, which may change what it returns"
-    *around, core = layers_of_wrapping(model)
-    for module in (*around, unsharded(core), *map(unsharded, unsharded(core).children())):
-        if reason := _reason_to_expect_changes(module):
-            return reason
-    if (module := custom_module(core)) is not None:
-        return f"{type(module).__name__} may look at anything that the model is given"
-    linear = last.linear
+        return f"the model ends with {type(last).__name__}, not with PyLate's Dense"
     # FSDP 2 has made the weight whole by the time the module runs.
     whole = (nn.Parameter, Tensor, DTensor) if isinstance(unwrap(model), FSDPModule) else (nn.Parameter, Tensor)
-    if type(linear) is not nn.Linear:
-        return f"the linear layer of Dense is a {torch.typename(type(linear))}"
-    if type(linear.weight) not in whole:
-        return f"the weight of Dense's linear layer is a {torch.typename(type(linear.weight))}"
-    if "forward" in vars(linear) or not defined_in(nn.Linear.forward, LIBRARIES):
-        return "the forward of Dense's linear layer was replaced"
-    if sharded_by_deepspeed(linear):
-        return "DeepSpeed divides the weights of the model (ZeRO 3)"
-    if has_hooks(linear):
-        return "the linear layer of Dense has hooks, which would not be called"
-    return None
-
-
-def _reason_to_expect_changes(module: nn.Module) -> str | None:
-    """Reason why a module may return something else than PyLate's code made, as where embeddings are cut short."""
-    name = type(module).__name__
-    if isinstance(module, ColBERT) and unknown_part(type(module).forward) is not None:
-        return f"the forward of {name} is not PyLate's own"
-    if not has_class_forward(module):
-        return f"the forward of {name} was replaced"
-    if has_user_hooks(module):
-        return f"{name} has hooks of your own, which may change what it takes or returns"
+    activation, linear = last.activation_function, last.linear
+    if last.use_residual or type(activation) is not nn.Identity or "forward" in vars(activation):
+        return "Dense has an activation or a residual"
+    if type(linear) is not nn.Linear or type(linear.weight) not in whole or sharded_by_deepspeed(linear):
+        return "the linear layer of Dense is not PyTorch's, or has no whole weight, as in DeepSpeed (ZeRO 3)"
+    if "forward" in vars(linear) or has_hooks(linear) or not defined_in(nn.Linear.forward, LIBRARIES):
+        return "a hook or another forward is on the linear layer of Dense"
+    if (reason := reason_in_calls([*around, core, *map(unsharded, core.children())])) is not None:
+        return reason
+    if (module := user_wrapper(model) or custom_module(core)) is not None:
+        return f"{type(module).__name__} may change what the model is given or returns"
     return None

@@ -21,8 +21,7 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
-from pylate_fastmaxsim.integrations.encoding.collated import counting_tokens_of_batches
-from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
+from pylate_fastmaxsim.integrations.encoding.gradcache import CachedCall, losses_of_chunks, with_second_passes
 from pylate_fastmaxsim.integrations.encoding.masks import (
     MasksChanged,
     agree_on_mask_changes,
@@ -30,9 +29,9 @@ from pylate_fastmaxsim.integrations.encoding.masks import (
     with_copied_masks,
 )
 from pylate_fastmaxsim.integrations.encoding.plans import live_tokens
-from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
+from pylate_fastmaxsim.integrations.encoding.token_counts import counting_tokens_of_batches, without_total
 from pylate_fastmaxsim.integrations.encoding.views import current as current_views
-from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_over_views_of_leaves
+from pylate_fastmaxsim.integrations.encoding.views import sum_over_views
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.wrappers import StandIn, group_in_step, wrapper_attribute
 from pylate_fastmaxsim.integrations.options import Options, current_options
@@ -40,8 +39,6 @@ from pylate_fastmaxsim.integrations.patching.fallback import asked_backend
 from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
-from pylate_fastmaxsim.integrations.pylate.gradcache import CachedBatch
-from pylate_fastmaxsim.integrations.pylate.xtr import passing_tokens
 from pylate_fastmaxsim.ops.gathered import DtypesDiffer, gather_documents
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.pooled import state_bytes
@@ -113,7 +110,7 @@ def _reason_to_leave(loss: nn.Module, stock: Callable) -> str | None:
     if (part := unknown_part(stock, loss)) is not None:
         return not_known(part)
     metric = loss.score_metric
-    if passing_tokens(loss) is not None:
+    if _passing_tokens(loss) is not None:
         return None
     if type(metric) is PooledScores:
         if metric.own_documents != isinstance(loss, Distillation):
@@ -135,6 +132,13 @@ def _reason_to_leave(loss: nn.Module, stock: Callable) -> str | None:
     if (backend := asked_backend("PYLATE_SCORES_BACKEND")) is not None:
         return f"the environment asks for PYLATE_SCORES_BACKEND={backend}"
     return None
+
+
+def _passing_tokens(loss: nn.Module) -> int | None:
+    """Number of document tokens that pass for each query token with PyLate's XTR scores; None with others."""
+    own = stock_scores.XTRKDScores if isinstance(loss, Distillation) else stock_scores.XTRScores
+    metric = loss.score_metric
+    return metric.k if type(metric) is own and unknown_part(own.__call__, metric) is None else None
 
 
 def _reason_in_model(loss: nn.Module) -> str | None:
@@ -171,7 +175,7 @@ def contrastive(self: Contrastive, options: Options, features: Features, labels:
         loss = F.cross_entropy(scores / self.temperature, targets, reduction=reduction)
         return loss * get_world_size() if self.gather_across_devices else loss
 
-    return _seen(sum_over_views, loss_of, queries, _scored(self, options, documents, features))
+    return _seen(loss_of, queries, _scored(self, options, documents, features))
 
 
 @_replaces(Distillation.forward)
@@ -188,7 +192,7 @@ def distillation(self: Distillation, options: Options, features: Features, label
             scores = (scores - lowest) / (highest - lowest + 1e-8)
         return self.loss_function(F.log_softmax(scores, dim=-1), F.log_softmax(labels, dim=-1))
 
-    return _seen(sum_over_views, loss_of, queries, _scored(self, options, documents, features))
+    return _seen(loss_of, queries, _scored(self, options, documents, features))
 
 
 @_replaces(CachedContrastive.forward)
@@ -211,15 +215,58 @@ def cached_contrastive(
         return loss / len(queries) if self.size_average else loss
 
     scored = _scored(self, options, batch.documents, features)
-    loss = _seen(sum_over_views_of_leaves, loss_of, batch.queries, scored)
+    loss = _seen(loss_of, batch.queries, scored, of_leaves=True)
     return batch.with_second_passes(loss) if torch.is_grad_enabled() else loss
 
 
-def _seen(total: Callable, loss_of: Callable[[Tensor, _Scored], Tensor], queries: Tensor, scored: _Scored) -> Tensor:
+class CachedBatch:
+    """Unit token embeddings of a batch, made without gradients: ``queries`` ``[Nq, Lq, d]``, ``documents`` a TokenBatch.
+
+    While gradients are computed, ``queries`` and ``documents.values`` are leaves: differentiate the loss by them, and
+    then return it from :meth:`with_second_passes`.
+
+    ``features`` are the tokenized columns, the queries and then the documents. Give ``mini_batch_size`` or
+    ``mini_batch_tokens``, as to ``plan_documents``. ``progress`` goes through the calls of the first pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        features: Sequence[dict[str, Tensor]],
+        *,
+        mini_batch_size: int | None = None,
+        mini_batch_tokens: int | None = None,
+        progress: Callable[[Sequence[CachedCall]], Iterable[CachedCall]] = iter,
+    ) -> None:
+        size = {"mini_batch_size": mini_batch_size, "mini_batch_tokens": mini_batch_tokens}
+        plan = encoding_encode.plan_documents(model, features[1:], wrapper_attribute(model, "skiplist"), **size)
+        query_calls = encoding_encode.query_calls(model, features[0], plan, **size)
+        self._model, self._queries = model, len(query_calls)
+        self._calls = [CachedCall(partial(unit_embeddings, model, call), call) for call in query_calls + plan.calls]
+        embeddings = [call.first() for call in progress(self._calls)]
+        self._shapes = [part.shape for part in embeddings]
+        self.queries = torch.cat(embeddings[: self._queries])
+        self.documents = plan.batch(embeddings[self._queries :])
+        del embeddings  # of large batches the most memory, now held once more
+        if torch.is_grad_enabled():
+            self.queries.requires_grad_()
+            self.documents.values.requires_grad_()
+
+    def with_second_passes(self, loss: Tensor) -> Tensor:
+        """The loss, whose ``backward()`` embeds the batch again and goes on from the gradients of the leaves."""
+        of_queries, of_documents = self._shapes[: self._queries], self._shapes[self._queries :]
+        gradients = [*self.queries.grad.split([shape[0] for shape in of_queries])]
+        gradients += self.documents.values.grad.split([shape[:-1].numel() for shape in of_documents])
+        return with_second_passes(loss, self._model, self._calls, gradients)
+
+
+def _seen(
+    loss_of: Callable[[Tensor, _Scored], Tensor], queries: Tensor, scored: _Scored, of_leaves: bool = False
+) -> Tensor:
     def of_view(queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None) -> Tensor:
         return loss_of(queries, replace(scored, documents=documents, zero_floor=zero_floor))
 
-    return total(of_view, queries, scored.documents, scored.zero_floor)
+    return sum_over_views(of_view, queries, scored.documents, scored.zero_floor, of_leaves)
 
 
 def _losses_of_chunks(
@@ -291,7 +338,7 @@ def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: 
         )
     order = torch.arange(len(documents), device=documents.device).view(len(columns), -1).t().reshape(-1)
     zero_floor = None
-    k = passing_tokens(loss)
+    k = _passing_tokens(loss)
     metric = loss.score_metric if type(loss.score_metric) is PooledScores else None
     if k is not None and not isinstance(options.pooling, Max):
         log_once("pooling=%s has no effect with XTR scores: they choose tokens in a way of their own.", options.pooling)

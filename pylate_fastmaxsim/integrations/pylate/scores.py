@@ -1,4 +1,4 @@
-"""PyLate's scoring functions and reranking without a similarity tensor."""
+"""PyLate's scoring functions, XTR among them, and reranking without a similarity tensor."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from itertools import accumulate
 import numpy as np
 import torch
 from pylate.rank import rank as stock_rank
+from pylate.scores import XTRKDScores, XTRScores
 from pylate.scores import colbert as stock_scores
 from pylate.utils import convert_to_tensor
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
-from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, asked_backend, check, own_documents
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, check, check_backend, own_documents
+from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.score_metric import PooledScores
+from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.pooling import Max
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -27,15 +30,15 @@ replaces = functools.partial(fallback.replaces, host="PyLate")
 def patches() -> list[Patch]:
     """Replacements in PyLate.
 
-    Evaluators and retrievers score through these: the triplet evaluator pairwise, the distillation
-    evaluator with ``colbert_kd_scores``, the information retrieval evaluators with the model's
-    ``similarity``, which is ``colbert_scores``, ``retrieve.ColBERT`` with ``rerank``.
+    Its evaluators score through these, and ``retrieve.ColBERT`` through ``rerank``.
     """
     return [
         Patch(stock_scores, "colbert_scores", colbert_scores),
         Patch(stock_scores, "colbert_scores_pairwise", colbert_scores_pairwise),
         Patch(stock_scores, "colbert_kd_scores", colbert_kd_scores),
         Patch(stock_scores.ColBERTScores, "__call__", score_groups),
+        Patch(XTRScores, "__call__", score_xtr),
+        Patch(XTRKDScores, "__call__", score_xtr_of_own_documents),
         Patch(stock_rank, "rerank", rerank),
     ]
 
@@ -53,6 +56,16 @@ def colbert_kd_scores(options: Options, *args, **kwargs):
 @replaces(stock_scores.ColBERTScores.__call__)
 def score_groups(options: Options, _metric, *args, **kwargs):
     return _score(options, 4, False, *args, **kwargs)
+
+
+@replaces(XTRScores.__call__, pooled=False)
+def score_xtr(_options: Options, *args, **kwargs) -> Tensor:
+    return _score_xtr(False, *args, **kwargs)
+
+
+@replaces(XTRKDScores.__call__, pooled=False)
+def score_xtr_of_own_documents(_options: Options, *args, **kwargs) -> Tensor:
+    return _score_xtr(True, *args, **kwargs)
 
 
 @replaces(stock_scores.colbert_scores_pairwise)
@@ -105,40 +118,65 @@ def _rerank_one(options: Options, ids, query, documents: list, device) -> list[s
 
 
 def _check_backend(backend: str | None) -> None:
-    if backend is not None:
-        if backend.lower() != "auto":
-            raise FallbackToHost(f"the call asks for backend={backend!r}")
-        return
-    if (backend := asked_backend("PYLATE_SCORES_BACKEND")) is not None:
-        raise FallbackToHost(f"the environment asks for it with PYLATE_SCORES_BACKEND={backend}")
+    if backend is None:
+        check_backend("PYLATE_SCORES_BACKEND")
+    elif backend.lower() != "auto":
+        raise FallbackToHost(f"the call asks for backend={backend!r}")
 
 
 def _score(
     options: Options,
     documents_dim: int,
     own: bool,
-    queries_embeddings,
-    documents_embeddings,
+    queries,
+    documents,
     queries_mask=None,
     documents_mask=None,
     backend=None,
 ) -> Tensor:
-    """Scores of all documents or of each query's ``own``, which come as ``[N, L, d]`` or in groups ``[B, N, L, d]``."""
-    queries, documents = convert_to_tensor(queries_embeddings), convert_to_tensor(documents_embeddings)
     _check_backend(backend)
+    given = queries, documents, queries_mask, documents_mask
+    return _pooled(options, *_batches(documents_dim, own, *given, has_floor=options.stock_masking))
+
+
+def _score_xtr(
+    own: bool, metric, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None
+) -> Tensor:
+    # Asked only where the answer may be no: torch.compile cannot trace the question.
+    is_plain = "_score" not in vars(metric) and type(metric)._score is XTRScores._score
+    if not is_plain and (part := unknown_part(XTRScores.__call__, metric)) is not None:
+        raise FallbackToHost(not_known(part))
+    if getattr(queries_mask, "requires_grad", False):
+        # Which tokens pass does not depend on it in stock, where it comes after their choice.
+        raise FallbackToHost("queries_mask requires a gradient")
+    documents_mask = None if documents_mask is None else documents_mask.bool()
+    # A masked token never passes, and a token that does not pass counts as 0.
+    queries, documents, candidates, zero_floor = _batches(
+        4, own, queries_embeddings, documents_embeddings, queries_mask, documents_mask, has_floor=True
+    )
+    return xtr_scores(queries, documents, metric.k, candidates, zero_floor=zero_floor).float()
+
+
+def _batches(
+    documents_dim: int, own: bool, queries, documents, queries_mask, documents_mask, has_floor: bool
+) -> tuple[TokenBatch, TokenBatch, Tensor | None, Tensor | None]:
+    """Queries, documents, the ``own`` of each query, and which documents have a masked token, for a floor of 0.
+
+    Documents come as ``[N, L, d]`` or in groups ``[B, N, L, d]``.
+    """
+    queries, documents = convert_to_tensor(queries), convert_to_tensor(documents)
     check(queries, documents, 3, documents_dim)
     if own and len(queries) != len(documents):
         raise FallbackToHost("queries and documents differ in number")
     candidates = own_documents(documents) if own else None
     zero_floor = None
     if documents_mask is not None:
-        documents_mask = broadcast(documents_mask, documents).flatten(0, -2)
-        if options.stock_masking:
-            zero_floor = (documents_mask == 0).any(dim=1)
+        documents_mask = _broadcast(documents_mask, documents).flatten(0, -2)
+        zero_floor = (documents_mask == 0).any(dim=1) if has_floor else None
     if queries_mask is not None:
-        queries_mask = broadcast(queries_mask, queries)
-    queries, documents = masked_batch(queries, queries_mask), masked_batch(documents.flatten(0, -3), documents_mask)
-    return _pooled(options, queries, documents, candidates, zero_floor)
+        queries_mask = _broadcast(queries_mask, queries)
+    queries, documents = _masked_batch(queries, queries_mask), _masked_batch(documents.flatten(0, -3), documents_mask)
+    return queries, documents, candidates, zero_floor
 
 
 def _pooled(
@@ -154,7 +192,7 @@ def _pooled(
     return PooledScores(options.pooling).of_batches(queries, documents, candidates)
 
 
-def broadcast(mask, embeddings: Tensor) -> Tensor:
+def _broadcast(mask, embeddings: Tensor) -> Tensor:
     """The mask in the shape of the tokens. Stock also takes several masks of one sequence, for scores of each."""
     mask, shape = convert_to_tensor(mask), embeddings.shape[:-1]
     if mask is None:
@@ -164,7 +202,7 @@ def broadcast(mask, embeddings: Tensor) -> Tensor:
     return mask.broadcast_to(shape)
 
 
-def masked_batch(values: Tensor, mask: Tensor | None) -> TokenBatch:
+def _masked_batch(values: Tensor, mask: Tensor | None) -> TokenBatch:
     """Padded token vectors ``[N, L, d]`` as a ragged batch of those that a mask ``[N, L]`` keeps, weighed by it."""
     if mask is not None and mask.dtype != torch.bool:
         if torch.promote_types(values.dtype, mask.dtype) == torch.float64 != values.dtype:

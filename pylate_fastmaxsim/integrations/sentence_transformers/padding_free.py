@@ -33,8 +33,13 @@ from pylate_fastmaxsim.integrations.encoding.token_counts import take_total
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers, encoder_of, inputs_of
-from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, has_user_hooks
-from pylate_fastmaxsim.integrations.models.wrappers import layers_of_wrapping, sharded_by_deepspeed, sharded_by_fsdp
+from pylate_fastmaxsim.integrations.models.user_code import reason_in_calls
+from pylate_fastmaxsim.integrations.models.wrappers import (
+    is_data_parallel_copy,
+    layers_of_wrapping,
+    sharded_by_deepspeed,
+    sharded_by_fsdp,
+)
 from pylate_fastmaxsim.integrations.options import Options, current_options
 
 Features = dict[str, Tensor]
@@ -81,10 +86,10 @@ def noting_model(stock: Callable, accelerates: Callable[[nn.Module], bool] = lam
     return call
 
 
-def running_model(kind: type[nn.Module]) -> tuple[nn.Module, dict] | None:
+def running_model(model_class: type[nn.Module]) -> tuple[nn.Module, dict] | None:
     """The model of a class whose forward is running, and its keywords."""
     running = None if torch.compiler.is_compiling() else _running.get()
-    return running if running is not None and isinstance(running[0], kind) else None
+    return running if running is not None and isinstance(running[0], model_class) else None
 
 
 class LossColumns:
@@ -155,16 +160,9 @@ def noted(columns: LossColumns) -> AbstractContextManager[None]:
 
 
 class TransformerCall(ABC):
-    """A call of a Transformer in a model that is running.
+    """A call of a Transformer, with padded texts ``[N, L]``, in a model that is running.
 
     A class for each kind of model says what it makes of hidden states, and when.
-
-    Parameters
-    ----------
-    model, transformer
-        The model, and the Transformer in it.
-    features, kwargs
-        What the Transformer is called with: padded texts ``[N, L]``.
     """
 
     # Of the model and of the modules that it begins with, whose calls are left out for documents beside queries.
@@ -228,12 +226,7 @@ class TransformerCall(ABC):
 
     def _log(self, message: str, reason: str) -> None:
         # DataParallel makes new copies in every step.
-        log_once(message, reason, about=None if self._is_copy else self.transformer)
-
-    @property
-    def _is_copy(self) -> bool:
-        """True if DataParallel made the Transformer for one step."""
-        return getattr(self.transformer, "_is_replica", False)
+        log_once(message, reason, about=None if is_data_parallel_copy(self.transformer) else self.transformer)
 
     def _run(self, options: Options, features: Features) -> Tensor | None:
         if FLATTENED in features:
@@ -247,7 +240,8 @@ class TransformerCall(ABC):
             return None
         # Before anything is encoded: checkpointing needs the same layers in forward and backward.
         if options.compile and isinstance(encoder_of(self.transformer), nn.Module):
-            self._compile_layers()
+            compilation_layers.compile_layers(self.transformer)
+            graphs.install(self.transformer)
         if not _has_texts(features):
             return None
         columns = _columns.get()
@@ -306,19 +300,9 @@ class TransformerCall(ABC):
         with masks_unread():
             return plan.batch(list(map(self.call, plan.calls))).values[plan.starts[text] + place]
 
-    def _compile_layers(self) -> None:
-        if self._is_copy:
-            log_once(
-                "compile=True does nothing: DataParallel copies the layers in every step; start the script with "
-                "accelerate launch or torchrun."
-            )
-            return
-        compilation_layers.compile_layers(self.transformer)
-        graphs.install(self.transformer)
-
     def _reason_in_transformer(self) -> str | None:
         """Reason to leave the Transformer to stock, whatever the texts are."""
-        if self._is_copy:
+        if is_data_parallel_copy(self.transformer):
             return "DataParallel copies the model in every step; start the script with accelerate launch or torchrun"
         # Only with processes: to look at all modules takes a millisecond.
         if dist.is_available() and dist.is_initialized():
@@ -359,13 +343,9 @@ class TransformerCall(ABC):
         modules = self.first_modules
         if core is not self.model or list(core.children())[: len(modules)] != modules:
             return "the model does not begin with the encoder"
-        for module in (core, *modules):
-            # A subclass may have a __call__ or a forward of its own.
-            if type(module) not in self.known:
-                return f"{type(module).__name__} is a class of your own"
-            if not has_class_forward(module) or has_user_hooks(module):
-                return f"a hook or another forward is on {type(module).__name__}"
-        return None
+        # A subclass may have a __call__ or a forward of its own.
+        own = next((module for module in (core, *modules) if type(module) not in self.known), None)
+        return reason_in_calls([core, *modules]) if own is None else f"{type(own).__name__} is a class of your own"
 
     def _counts_calls(self) -> bool:
         """True if DistributedDataParallel may count the calls of checkpointed layers. Groups make more."""

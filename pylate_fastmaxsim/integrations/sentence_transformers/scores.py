@@ -1,4 +1,4 @@
-"""Scores of Sentence Transformers without a similarity tensor: those of its losses, evaluators and models."""
+"""Scores of Sentence Transformers, XTR among them, without a similarity tensor: of its losses, evaluators and models."""
 
 from __future__ import annotations
 
@@ -7,42 +7,48 @@ from functools import partial
 import numpy as np
 import torch
 from sentence_transformers.multi_vector_encoder.scoring import colbert as stock_scores
+from sentence_transformers.multi_vector_encoder.scoring import xtr as stock_xtr
 from sentence_transformers.util import similarity as stock_similarity
 from sentence_transformers.util.similarity import _fill_empty_document_scores, _query_token_counts, _zero_row_mask
 from sentence_transformers.util.tensor import _convert_to_tensor
 from torch import Tensor
 
+from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, check, own_documents
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.ops.pooled import pooled_scores
+from pylate_fastmaxsim.ops.xtr import xtr_scores
+from pylate_fastmaxsim.pooling import Max
 from pylate_fastmaxsim.tokens import TokenBatch
 
-replaces = partial(fallback.replaces, host="Sentence Transformers")
+_replaces = partial(fallback.replaces, host="Sentence Transformers")
 
 
 def patches() -> list[Patch]:
     """Replacements in Sentence Transformers.
 
-    Its other MaxSim scores and those of its models go through these.
+    Its other MaxSim and XTR scores and those of its models go through these.
     """
     return [
         Patch(stock_similarity, "maxsim", all_pairs),
         Patch(stock_similarity, "maxsim_pairwise", pairs),
         Patch(stock_scores, "colbert_scores", colbert_scores),
         Patch(stock_scores, "colbert_kd_scores", colbert_kd_scores),
+        Patch(stock_xtr, "xtr_scores", score_xtr),
+        Patch(stock_xtr, "xtr_kd_scores", score_xtr_of_own_documents),
     ]
 
 
-@replaces(stock_similarity.maxsim)
+@_replaces(stock_similarity.maxsim)
 def all_pairs(options: Options, a, b, *args, **kwargs) -> Tensor:
     if len(a) == 0 or len(b) == 0:
         return all_pairs.__wrapped__(a, b, *args, **kwargs)
     return _score_sides(options, False, a, b, *args, **kwargs)
 
 
-@replaces(stock_similarity.maxsim_pairwise)
+@_replaces(stock_similarity.maxsim_pairwise)
 def pairs(options: Options, a, b, *args, **kwargs) -> Tensor:
     if len(a) == 0 or len(b) == 0:
         return pairs.__wrapped__(a, b, *args, **kwargs)
@@ -68,14 +74,24 @@ def _score_sides(
     return _score(options, queries, documents, own, counts)
 
 
-@replaces(stock_scores.colbert_scores)
+@_replaces(stock_scores.colbert_scores)
 def colbert_scores(options: Options, *args, **kwargs) -> Tensor:
     return _score_groups(options, False, *args, **kwargs)
 
 
-@replaces(stock_scores.colbert_kd_scores)
+@_replaces(stock_scores.colbert_kd_scores)
 def colbert_kd_scores(options: Options, *args, **kwargs) -> Tensor:
     return _score_groups(options, True, *args, **kwargs)
+
+
+@_replaces(stock_xtr.xtr_scores, pooled=False)
+def score_xtr(options: Options, *args, **kwargs) -> Tensor:
+    return _score_xtr(options, False, *args, **kwargs)
+
+
+@_replaces(stock_xtr.xtr_kd_scores, pooled=False)
+def score_xtr_of_own_documents(options: Options, *args, **kwargs) -> Tensor:
+    return _score_xtr(options, True, *args, **kwargs)
 
 
 def _score_groups(
@@ -88,11 +104,37 @@ def _score_groups(
     chunk_elements=None,
     length_normalize=False,
 ) -> Tensor:
-    batches = groups(queries_embeddings, documents_embeddings, queries_mask, documents_mask, own)
+    batches = _groups(queries_embeddings, documents_embeddings, queries_mask, documents_mask, own)
     return _score(options, *batches, _counts(queries_embeddings, queries_mask) if length_normalize else None)
 
 
-def groups(queries, documents, queries_mask, documents_mask, own: bool) -> tuple[TokenBatch, TokenBatch, Tensor | None]:
+def _score_xtr(
+    options: Options,
+    own: bool,
+    queries_embeddings,
+    documents_embeddings,
+    queries_mask=None,
+    documents_mask=None,
+    top_k=256,
+    chunk_elements=None,
+) -> Tensor:
+    if not isinstance(options.pooling, Max):
+        # No value in it: torch.compile traces this.
+        log_once("The pooling of enable() has no effect with XTR scores: they choose tokens in a way of their own.")
+    if type(top_k) is not int or top_k < 1:
+        raise FallbackToHost(f"top_k is {top_k!r}")
+    queries = _convert_to_tensor(queries_embeddings)
+    if queries.dim() != 3:
+        raise FallbackToHost(f"queries have the shape {tuple(queries.shape)}")
+    queries, documents, candidates = _groups(queries, documents_embeddings, queries_mask, documents_mask, own)
+    _check_groups(queries, documents, candidates)
+    scores = xtr_scores(queries, documents, top_k, candidates, normalizer="retrieved").float()
+    return _fill_empty(scores, documents, candidates)
+
+
+def _groups(
+    queries, documents, queries_mask, documents_mask, own: bool
+) -> tuple[TokenBatch, TokenBatch, Tensor | None]:
     """Queries ``[Nq, Lq, d]``, groups of documents ``[B, N, L, d]`` one behind the other, and the ``own`` of each query."""
     documents = _convert_to_tensor(documents)
     if documents.dim() != 4:
@@ -115,20 +157,20 @@ def _score(
     counts: Tensor | None,
 ) -> Tensor:
     """``counts``: the number of tokens of each query, for the mean over them."""
-    check_groups(queries, documents, candidates)
+    _check_groups(queries, documents, candidates)
     scores = pooled_scores(queries, documents, candidates, pooling=options.pooling).float()
-    scores = without_empty(scores, documents, candidates)
+    scores = _fill_empty(scores, documents, candidates)
     return scores if counts is None else scores / counts.to(scores)[:, None]
 
 
-def check_groups(queries: TokenBatch, documents: TokenBatch, candidates: Tensor | None) -> None:
+def _check_groups(queries: TokenBatch, documents: TokenBatch, candidates: Tensor | None) -> None:
     """Raise FallbackToHost where tokens do not fit together, or there are not as many queries as rows of candidates."""
     if candidates is not None and len(queries) != len(candidates):
         raise FallbackToHost("queries and documents differ in number")
     check(queries.values, documents.values, 2, 2)
 
 
-def without_empty(scores: Tensor, documents: TokenBatch, candidates: Tensor | None) -> Tensor:
+def _fill_empty(scores: Tensor, documents: TokenBatch, candidates: Tensor | None) -> Tensor:
     """Scores with stock's own in the place of those of documents without a token."""
     empty = documents.lengths == 0
     return _fill_empty_document_scores(scores, empty if candidates is None else empty[candidates])

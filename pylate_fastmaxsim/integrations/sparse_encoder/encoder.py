@@ -12,14 +12,17 @@ from functools import cached_property, wraps
 
 import torch
 from sentence_transformers import SparseEncoder
+from sentence_transformers.sparse_encoder import SparseEncoderTrainer, losses
+from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.encoding import gradcache
 from pylate_fastmaxsim.integrations.encoding.batch import Documents
 from pylate_fastmaxsim.integrations.encoding.modes import UNDERSTOOD, mode_for, understood
+from pylate_fastmaxsim.integrations.encoding.token_counts import counting_tokens_of_batches
 from pylate_fastmaxsim.integrations.models.encoders import HiddenStates, encoder_of, hidden_states_of, inputs_of
-from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, has_hooks, has_user_hooks
+from pylate_fastmaxsim.integrations.models.user_code import has_hooks, reason_in_calls
 from pylate_fastmaxsim.integrations.models.wrappers import is_compiled
 from pylate_fastmaxsim.integrations.options import Options, current_options
 from pylate_fastmaxsim.integrations.patching.known_sources import defined_in, not_known, unknown_part
@@ -27,6 +30,7 @@ from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import (
     Features,
     TransformerCall,
+    noting_columns,
     noting_model,
     pad_to_widest_seen,
     running_model,
@@ -56,6 +60,18 @@ FEW_TOKENS = 128
 
 _LEFT_BEHIND = {"token_embeddings", "sentence_embedding", "text_keys"}
 
+# Token counts, all columns of a loss in one call, and GradCache's two passes alike.
+_TRAINING = [
+    Patch(losses.SpladeLoss, "forward", noting_columns(detached(losses.SpladeLoss.forward))),
+    *counting_tokens_of_batches(SparseEncoderDataCollator, SparseEncoderTrainer, by_rank=False),
+]
+if hasattr(losses, "CachedSpladeLoss"):  # from release 5.3 on
+    _CACHED = losses.CachedSpladeLoss
+    _TRAINING += [
+        Patch(_CACHED, "embed_minibatch", gradcache.two_passes(detached(_CACHED.embed_minibatch))),
+        *gradcache.minibatch_patches(),
+    ]
+
 
 def patches() -> list[Patch]:
     """Replacements in Sentence Transformers."""
@@ -66,6 +82,7 @@ def patches() -> list[Patch]:
         # Its forward is replaced for MultiVectorEncoder.
         Patch(MaskedLanguageModel, "__call__", embed, needs=(MaskedLanguageModel.forward, SpladePooling.forward)),
         Patch(SpladePooling, "forward", pool),
+        *_TRAINING,
     ]
 
 
@@ -202,16 +219,15 @@ def _reason_in_modules(model: SparseEncoder, transformer: nn.Module, pooling: nn
         )
     if pooling.pooling_strategy != "max":
         return f'SpladePooling has pooling_strategy="{pooling.pooling_strategy}"'
-    for module in _outside_of_encoders(model):
-        if has_user_hooks(module) or not has_class_forward(module):
-            return f"a hook or another forward is on {type(module).__name__}"
+    if (reason := reason_in_calls(_outside_of_encoders(model))) is not None:
+        return reason
     for module in (transformer, pooling):
         if has_hooks(module) or "forward" in vars(module) or is_compiled(module):
             return f"a hook or another forward is on {type(module).__name__}"
-    for module, kind in ((model, SparseEncoder), (transformer, MaskedLanguageModel), (pooling, SpladePooling)):
-        if type(module).forward is not kind.forward:
+    for module, stock in ((model, SparseEncoder), (transformer, MaskedLanguageModel), (pooling, SpladePooling)):
+        if type(module).forward is not stock.forward:
             return f"{type(module).__name__} has a forward of its own"
-        if (part := unknown_part(kind.forward)) is not None:
+        if (part := unknown_part(stock.forward)) is not None:
             return not_known(part)
     module = pooling
     while (module := _behind(model, module)) is not None:

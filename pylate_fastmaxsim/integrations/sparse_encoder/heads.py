@@ -30,20 +30,13 @@ _found: WeakKeyDictionary[nn.Module, dict[Hashable, str | None]] = WeakKeyDictio
 
 @dataclass(frozen=True)
 class Head:
-    """Head of a masked language model: steps from hidden states to hidden states, and the projection to the vocabulary.
+    """Head of a masked language model: steps from hidden states to hidden states, and the projection to the vocabulary."""
 
-    Parameters
-    ----------
-    holders
-        Modules around the steps, which are not called.
-    steps
-        What is called one after the other, from hidden states to hidden states ``[..., d]``.
-    decoder
-        Rows of the vocabulary, ``weight`` ``[V, d]``, and ``bias`` ``[V]`` or None.
-    """
-
+    # Modules around the steps, which are not called.
     holders: tuple[nn.Module, ...]
+    # Called one after the other, on hidden states [..., d].
     steps: tuple[Callable[[Tensor], Tensor], ...]
+    # Its weight is [V, d].
     decoder: nn.Module
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -85,16 +78,9 @@ def _of_modernbert(model: nn.Module) -> Head:
 
 
 def reason_to_compute_logits(transformer: nn.Module, hidden: HiddenStates, features: dict[str, Tensor]) -> str | None:
-    """Reason to run the head of a Transformer as it is; None if its decoder can be left out.
+    """Reason to run the head of a masked language model as it is; None if its decoder can be left out.
 
-    Parameters
-    ----------
-    transformer
-        Of Sentence Transformers, with a masked language model. It gives logits as token embeddings.
-    hidden
-        Its encoder.
-    features
-        Texts of the batch: ids, mask and perhaps token types.
+    The ``transformer`` is Sentence Transformers', and ``hidden`` its encoder.
     """
     model = encoder_of(transformer)
     head = head_of(model)

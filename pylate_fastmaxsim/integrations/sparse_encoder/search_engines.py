@@ -30,7 +30,7 @@ def semantic_search_fastmaxsim(
         Nq queries as ``SparseEncoder.encode_query`` returns them: a tensor ``[Nq, vocabulary]``, sparse (COO, CSR or
         CSC) or dense, one ``[vocabulary]``, or a list of these.
     corpus_embeddings
-        Nd documents of the same kind. Used only without a ``corpus_index``.
+        Nd documents in one of these forms. Used only without a ``corpus_index``.
     corpus_index
         An index of an earlier call, or any :class:`~pylate_fastmaxsim.SparseIndex`. Queries are moved to its device.
     top_k

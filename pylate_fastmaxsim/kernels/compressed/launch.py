@@ -26,7 +26,7 @@ from pylate_fastmaxsim.kernels.maxsim.plan import (
 )
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
 from pylate_fastmaxsim.kernels.runtime.arch import architecture, cdiv, next_power_of_2
-from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
+from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, gradient_of, on_device_of
 
 # Tokens that are decompressed at once, padding included: 256 MiB of 128 numbers of 16 bits.
 _TOKENS_AT_ONCE = 2**20
@@ -177,8 +177,7 @@ def backward(grad_scores: Tensor, winners: Tensor, operands: CompressedOperands)
     q_values = operands.q_values
     dim = q_values.shape[1]
     nothing_scored = 0 in (*grad_scores.shape, operands.max_q_length, operands.max_d_length, winners.numel(), dim)
-    make = torch.empty_like if operands.q_gapless and not nothing_scored else torch.zeros_like
-    grad_q = make(q_values)
+    grad_q = gradient_of(q_values, True, operands.q_gapless and not nothing_scored)
     if nothing_scored:
         return grad_q
     block_rows = gradient_rows(dim)

@@ -46,7 +46,7 @@ from pylate_fastmaxsim.kernels.runtime.arch import (
     next_power_of_2,
 )
 from pylate_fastmaxsim.kernels.runtime.cached_launch import RELEASE
-from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
+from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, gradient_of, on_device_of
 from pylate_fastmaxsim.kernels.winner_backward import launch as winner_backward
 
 # The most winners of a row. Sorting and merging are in Triton from 3.4 on.
@@ -145,10 +145,8 @@ def backward(
     num_queries, num_slots = operands.q_starts.shape[0], operands.num_slots
     nothing_scored = 0 in (*gradient.shape, operands.max_q_length, operands.max_d_length, d_values.shape[0], dim)
     every_row = operands.q_gapless and operands.q_keep is None
-    grad_q = winner_backward.gradient_of(q_values, need_q and nothing_scored, False)
-    grad_d = winner_backward.gradient_of(
-        d_values, need_d, operands.d_gapless and operands.d_keep is None and not nothing_scored
-    )
+    grad_q = gradient_of(q_values, need_q and nothing_scored, False)
+    grad_d = gradient_of(d_values, need_d, operands.d_gapless and operands.d_keep is None and not nothing_scored)
     if nothing_scored:
         return grad_q, grad_d
     gradient = gradient.contiguous()

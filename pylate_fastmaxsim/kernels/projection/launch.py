@@ -15,7 +15,7 @@ from pylate_fastmaxsim.kernels.projection.tiles import (
     weight_gradient_tiles,
 )
 from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, architecture, arithmetic, cdiv, launch_options
-from pylate_fastmaxsim.kernels.runtime.tensors import on_device_of
+from pylate_fastmaxsim.kernels.runtime.tensors import gradient_of, on_device_of
 
 
 def forward(
@@ -86,9 +86,7 @@ def backward(
     """Gradients of ``hidden``, ``weight`` and bias (in the dtype of ``weight``); an empty tensor for one not needed."""
     num_rows, dim_in = hidden.shape
     dim_out = weight.shape[0]
-    grad_hidden = (
-        torch.empty_like(hidden, memory_format=torch.contiguous_format) if need_hidden else hidden.new_empty(0)
-    )
+    grad_hidden = gradient_of(hidden, need_hidden, True)
     grad_weight = weight.new_zeros(weight.shape if need_weight else 0)
     grad_bias = weight.new_zeros(dim_out if need_bias else 0)
     if need_bias and dim_in == 0 and 0 not in (num_rows, dim_out):

@@ -20,10 +20,18 @@ def on_device_of(tensor: Tensor):
 
 def contiguous(operands: Operands) -> Operands:
     """The operands with contiguous tensors."""
-    if all(tensor.is_contiguous() for tensor in operands.tensors if tensor is not None):
+    if all(value.is_contiguous() for value in operands if isinstance(value, Tensor)):
         return operands
     return type(operands)(*(value.contiguous() if isinstance(value, Tensor) else value for value in operands))
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
+
+
+def gradient_of(values: Tensor, needed: bool, written: bool) -> Tensor:
+    """Memory for the gradient of `values`, of zeros unless the kernel writes every row."""
+    if not needed:
+        return values.new_empty(0)
+    make = torch.empty_like if written else torch.zeros_like
+    return make(values, memory_format=torch.contiguous_format)

@@ -14,11 +14,11 @@ from pylate_fastmaxsim.kernels.runtime.arch import (
     launch_options,
     next_power_of_2,
 )
-from pylate_fastmaxsim.kernels.runtime.tensors import contiguous, on_device_of
+from pylate_fastmaxsim.kernels.runtime.tensors import contiguous, gradient_of, on_device_of
 from pylate_fastmaxsim.kernels.splade.maxima import NO_KEY, maxima_kernel, slots_kernel, values_kernel
 from pylate_fastmaxsim.kernels.splade.slopes import slopes_kernel, vocabulary_gradient_kernel
 from pylate_fastmaxsim.kernels.splade.tiles import MaximaTiles, maxima_tiles
-from pylate_fastmaxsim.kernels.winner_backward.launch import document_gradient, gradient_of
+from pylate_fastmaxsim.kernels.winner_backward.launch import document_gradient
 from pylate_fastmaxsim.kernels.winner_backward.tiles import FROM_TABLES
 
 # Slots whose maximum is taken at once: those of 4 threads of a matrix unit.

@@ -14,7 +14,7 @@ from pylate_fastmaxsim.kernels.runtime.arch import (
     launch_options,
     next_power_of_2,
 )
-from pylate_fastmaxsim.kernels.runtime.tensors import contiguous, on_device_of
+from pylate_fastmaxsim.kernels.runtime.tensors import contiguous, gradient_of, on_device_of
 from pylate_fastmaxsim.kernels.winner_backward.document_gradient import (
     candidate_document_gradient_kernel,
     document_gradient_kernel,
@@ -92,14 +92,6 @@ def backward(
         elif need_d:
             _candidate_document_gradient(grad_scores, winners, operands, precision, tiles, grad_d)
     return grad_q, grad_d
-
-
-def gradient_of(values: Tensor, needed: bool, written: bool) -> Tensor:
-    """Memory for the gradient of `values`, of zeros unless the kernel writes every row."""
-    if not needed:
-        return values.new_empty(0)
-    make = torch.empty_like if written else torch.zeros_like
-    return make(values, memory_format=torch.contiguous_format)
 
 
 def _ranks(winners: Tensor) -> int:

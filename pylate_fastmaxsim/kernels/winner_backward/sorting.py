@@ -209,12 +209,12 @@ def place_kernel(
         winner, weight = _winners_of_rows(
             grad_scores, winners, row_query, row, document, num_documents, num_rows, RANKS, BLOCK_RANKS, SENTINEL
         )
-    begins += local * (1 + tiles_per_document * num_chunks) + chunk
-    num_tiles = tl.cdiv(tl.load(d_lengths + document).to(tl.int32), BLOCK_T)
     if RANKS == 1:
         tile = winner // BLOCK_T
-        begin = tl.load(begins + tile * num_chunks, mask=here, other=0)
+        begins += local * (1 + tiles_per_document * num_chunks)
+        begin = tl.load(begins + tile * num_chunks + chunk, mask=here, other=0)
         rank = tl.zeros([BLOCK_SCAN], tl.int32)
+        num_tiles = tl.cdiv(tl.load(d_lengths + document).to(tl.int32), BLOCK_T)
         for first_tile in range(0, num_tiles, _TILES_AT_ONCE):
             place = tile - first_tile
             before = tl.cumsum(_one_in_field(here, place), axis=0)
@@ -223,7 +223,9 @@ def place_kernel(
         tl.store(buckets + entry, row.to(buckets.dtype.element_ty) * BLOCK_T + winner % BLOCK_T, mask=here)
         tl.store(weights + entry, weight, mask=here)
     else:
+        begins += local * (1 + tiles_per_document * num_chunks) + chunk
         first_place = local * num_rows * tl.minimum(RANKS, tiles_per_document)
+        num_tiles = tl.cdiv(tl.load(d_lengths + document).to(tl.int32), BLOCK_T)
         for first_tile in range(0, num_tiles, _SET // BLOCK_T):
             tokens = _set_from(winner, first_tile * BLOCK_T)
             rank = tl.cumsum(_one_in_fields(tokens, BLOCK_T), axis=0)

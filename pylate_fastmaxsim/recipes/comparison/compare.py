@@ -28,7 +28,7 @@ from pylate_fastmaxsim.comparison.verdict import (
 )
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files import hold_lock, make_directory, require_outputs
+from pylate_fastmaxsim.recipes.files import hold_lock, inputs_of, make_directory, require_outputs
 from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.reporting.numbers import without_nan
 
@@ -84,7 +84,7 @@ def compare(
         raise RecipeError("compare measures on one device; start it without a distributed launcher.")
     directory = Path(recipe.output_dir)
     outputs = [str(Path(RESULT_FILE).with_suffix(suffix)) for suffix in SUFFIXES]
-    require_outputs("output_dir", directory, outputs, recipe.model, recipe.data, recipe.evaluation)
+    require_outputs("output_dir", directory, outputs, inputs_of(recipe.model, recipe.data, recipe.evaluation))
     taken = f"output_dir: another command compares in {directory}; wait until it ends, or choose another folder."
     # In one form for the runs and for compare.json.
     text = dump_recipe(recipe)
@@ -134,18 +134,12 @@ def _run(
     """Train in processes that take turns, one for each mode in ``options``: keywords of ``measure``."""
     made = make_directory("output_dir", logs)
     environment = {name: value for name, value in os.environ.items() if name != SWITCH_VARIABLE}
-
-    def command(mode: str, **keywords: Any) -> list[str]:
-        words = f"{str(recipe_file)!r}, fast={mode == FAST}, **{keywords!r}"
-        return python(f"from {_MODULE} import main; main({words})")
-
     stems = {mode: (mode + what).removesuffix(" run").replace(", batch of ", "-") for mode in options}
     children = {
         mode: Child(
-            command(mode, **keywords),
+            python(f"from {_MODULE} import main; main({str(recipe_file)!r}, {mode == FAST}, **{keywords!r})"),
             logs / f"{stems[mode]}.log",
             environment,
-            again=command(mode, **keywords | {"steps_only": True}),
         )
         for mode, keywords in options.items()
     }

@@ -26,9 +26,9 @@ from pylate_fastmaxsim.recipes.comparison.phases import STEPS, PhaseTimer
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
-from pylate_fastmaxsim.recipes.kind import kind_of
+from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.load import HostModel, load_model
+from pylate_fastmaxsim.recipes.models.load import HostModel, kind_of, load_model
 from pylate_fastmaxsim.recipes.plugin import plugin_of
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
@@ -45,7 +45,6 @@ def measure(
     gate: Gate,
     *,
     untrained: bool = False,
-    steps_only: bool = False,
     batch_size: int | None = None,
     largest_batch: int = 0,
 ) -> dict[str, Any]:
@@ -57,8 +56,6 @@ def measure(
     ----------
     untrained
         Evaluate the model as it was before training as well.
-    steps_only
-        Measure only the steps.
     batch_size
         Measure only a few steps of this size, on all rows.
     largest_batch
@@ -73,7 +70,8 @@ def measure(
     warnings = KeptWarnings()
     logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
     run = _recipe_of_run(recipe, batch_size)
-    arguments = training_arguments(run, **QUIET)
+    kind = kind_of(recipe.model)
+    arguments = training_arguments(run, kind, **QUIET)
     begun = time.perf_counter()
     prepared = prepare(recipe)
     result = {"prepare_seconds": time.perf_counter() - begun}
@@ -89,7 +87,7 @@ def measure(
     result |= {"warnings": warnings.messages, "environment": environment(arguments.device)}
     with plugin_of(recipe.fast):
         try:
-            state = _train(recipe, model, data.train, arguments, gate)
+            state = _train(recipe, kind, model, data.train, arguments, gate)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -97,10 +95,10 @@ def measure(
         if batch_size is not None and not state.global_step:
             return result | {"status": NO_BATCH}
         require_steps(recipe.training, state)
-        if steps_only or batch_size is not None:
+        if batch_size is not None:
             return result
         result |= evaluate(recipe, model, data)
-        result["phases"] = _phases(recipe, model, data.train)
+        result["phases"] = _phases(recipe, kind, model, data.train)
         # Also if the metrics of the trained model are None because it diverged.
         if untrained and data.is_evaluated:
             begun = time.perf_counter()
@@ -123,19 +121,23 @@ def _recipe_of_run(recipe: Recipe, batch_size: int | None) -> Recipe:
 
 
 def _train(
-    recipe: Recipe, model: HostModel, rows: Dataset, arguments: SentenceTransformerTrainingArguments, gate: Gate
+    recipe: Recipe,
+    kind: Kind,
+    model: HostModel,
+    rows: Dataset,
+    arguments: SentenceTransformerTrainingArguments,
+    gate: Gate,
 ) -> TrainerState:
-    kind = kind_of(recipe.model)
     trainer = kind.build_trainer(recipe.loss, model, rows, arguments)
     measure_steps(trainer, gate, partial(kind.count, trainer), kind.counted_module(model))
     trainer.train()
     return trainer.state
 
 
-def _phases(recipe: Recipe, model: HostModel, rows: Dataset) -> dict[str, float]:
+def _phases(recipe: Recipe, kind: Kind, model: HostModel, rows: Dataset) -> dict[str, float]:
     """Seconds of each phase of a step, in a few more steps of the trained model."""
-    arguments = training_arguments(recipe, **QUIET, max_steps=STEPS)
-    trainer = kind_of(recipe.model).build_trainer(recipe.loss, model, rows, arguments)
+    arguments = training_arguments(recipe, kind, **QUIET, max_steps=STEPS)
+    trainer = kind.build_trainer(recipe.loss, model, rows, arguments)
     timer = PhaseTimer(trainer)
     trainer.train()
     return timer.median_seconds()

@@ -294,72 +294,30 @@ PyLateFast = _fast_section("PyLateFast", PYLATE)
 SentenceTransformersFast = _fast_section("SentenceTransformersFast", SENTENCE_TRANSFORMERS)
 
 
-@dataclass(frozen=True)
-class ColBERTRecipe(Recipe):
-    """``model.kind: colbert``."""
-
-    model: ColBERTSection
-    loss: ColBERTLoss = field(default_factory=ColBERTLoss)
-    training: LateTraining = field(default_factory=LateTraining)
-    fast: PyLateFast = field(default_factory=PyLateFast)
-    evaluation: LateEvaluationSection = field(default_factory=LateEvaluationSection)
-    mining: MiningSection | None = None
+def _recipe(model: type[ModelSection], mining: bool = False, **sections: type) -> type[Recipe]:
+    """The class of the recipes of a kind, by the sections that it has."""
+    keys = [("model", model), *((name, section, field(default_factory=section)) for name, section in sections.items())]
+    if mining:
+        keys.append(("mining", MiningSection | None, None))
+    name = model.__name__.removesuffix("Section") + "Recipe"
+    return make_dataclass(name, keys, bases=(Recipe,), namespace={"__module__": __name__}, frozen=True)
 
 
-@dataclass(frozen=True)
-class MultiVectorRecipe(Recipe):
-    """``model.kind: multi_vector``."""
-
-    model: MultiVectorSection
-    loss: MultiVectorLoss = field(default_factory=MultiVectorLoss)
-    training: LateTraining = field(default_factory=LateTraining)
-    fast: SentenceTransformersFast = field(default_factory=SentenceTransformersFast)
-    evaluation: LateEvaluationSection = field(default_factory=LateEvaluationSection)
-    mining: MiningSection | None = None
-
-
-@dataclass(frozen=True)
-class SpladeRecipe(Recipe):
-    """``model.kind: splade``."""
-
-    model: SpladeSection
-    loss: SpladeLoss = field(default_factory=SpladeLoss)
-    training: SpladeTraining = field(default_factory=SpladeTraining)
-    fast: SentenceTransformersFast = field(default_factory=SentenceTransformersFast)
-    evaluation: TextEvaluationSection = field(default_factory=TextEvaluationSection)
-
-
-@dataclass(frozen=True)
-class PagesRecipe(Recipe):
-    """``model.kind: colpali`` and ``colqwen2``."""
-
-    model: PagesSection
-    loss: PagesLoss = field(default_factory=PagesLoss)
-    training: PagesTraining = field(default_factory=PagesTraining)
-    fast: FastSection = field(default_factory=FastSection)
-    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
-
-
-@dataclass(frozen=True)
-class ColPaliRecipe(PagesRecipe):
-    """``model.kind: colpali``."""
-
-    model: ColPaliSection
-
-
-@dataclass(frozen=True)
-class ColQwen2Recipe(PagesRecipe):
-    """``model.kind: colqwen2``."""
-
-    model: ColQwen2Section
-
+_LATE = {"training": LateTraining, "evaluation": LateEvaluationSection, "mining": True}
+_PAGES = {"loss": PagesLoss, "training": PagesTraining, "fast": FastSection, "evaluation": EvaluationSection}
 
 RECIPES: dict[str, type[Recipe]] = {
-    "colbert": ColBERTRecipe,
-    "multi_vector": MultiVectorRecipe,
-    "splade": SpladeRecipe,
-    "colpali": ColPaliRecipe,
-    "colqwen2": ColQwen2Recipe,
+    "colbert": _recipe(ColBERTSection, loss=ColBERTLoss, fast=PyLateFast, **_LATE),
+    "multi_vector": _recipe(MultiVectorSection, loss=MultiVectorLoss, fast=SentenceTransformersFast, **_LATE),
+    "splade": _recipe(
+        SpladeSection,
+        loss=SpladeLoss,
+        training=SpladeTraining,
+        fast=SentenceTransformersFast,
+        evaluation=TextEvaluationSection,
+    ),
+    "colpali": _recipe(ColPaliSection, **_PAGES),
+    "colqwen2": _recipe(ColQwen2Section, **_PAGES),
 }
 MODELS: dict[str, type[ModelSection]] = {kind: get_type_hints(recipe)["model"] for kind, recipe in RECIPES.items()}
 

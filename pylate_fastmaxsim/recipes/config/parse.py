@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 import os
 import types
 import typing
@@ -21,7 +22,11 @@ _TYPE_NAMES = {
     list[str]: "a list of at least one string",
     dict[str, Any]: "a mapping",
 }
-_LIMITS = {"minimum": "of at least", "above": "greater than", "maximum": "and at most"}
+_LIMITS = {
+    "minimum": ("of at least", operator.ge),
+    "above": ("greater than", operator.gt),
+    "maximum": ("and at most", operator.le),
+}
 
 # Limits of a key by name; None for none.
 Limits = dict[str, float | None]
@@ -91,7 +96,8 @@ def _convert(value: Any, hint: Any, limits: Limits, path: str, whose: str) -> An
     if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         with suppress(ValueError, OverflowError):
             value = float(value)
-    if not _is_a(value, kind) or not _is_within(value, **limits):
+    within = (holds(value, limits[name]) for name, (_, holds) in _LIMITS.items() if limits.get(name) is not None)
+    if not _is_a(value, kind) or not all(within):
         raise RecipeError(f"{path} must be {_allowed(hint, limits)}, got {value!r}.")
     return value
 
@@ -99,16 +105,6 @@ def _convert(value: Any, hint: Any, limits: Limits, path: str, whose: str) -> An
 def _alternatives(hint: Any) -> tuple[Any, ...]:
     """The types of a union, or the type itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-
-
-def _is_within(
-    value: Any, minimum: float | None = None, maximum: float | None = None, above: float | None = None
-) -> bool:
-    return (
-        (minimum is None or value >= minimum)
-        and (maximum is None or value <= maximum)
-        and (above is None or value > above)
-    )
 
 
 def _is_a(value: Any, kind: Any) -> bool:
@@ -133,6 +129,8 @@ def _allowed(hint: Any, limits: Limits) -> str:
         elif dataclasses.is_dataclass(option):
             names.append("a section with the keys " + ", ".join(field.name for field in dataclasses.fields(option)))
         else:
-            bounds = [f" {words} {limits[name]}" for name, words in _LIMITS.items() if limits.get(name) is not None]
+            bounds = [
+                f" {words} {limits[name]}" for name, (words, _) in _LIMITS.items() if limits.get(name) is not None
+            ]
             names.append(_TYPE_NAMES[option] + "".join(bounds))
     return " or ".join(names)

@@ -12,7 +12,8 @@ import importlib.util
 import inspect
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 
 from tqdm import tqdm
@@ -37,23 +38,16 @@ def docstring_pairs(packages: Sequence[str], limit: int | None, seed: int = 0) -
     """
     files = [file for package in packages for file in source_files(package)]
     random.Random(seed).shuffle(files)
-    pairs: list[dict[str, str]] = []
+    pairs = islice(_distinct_pairs(files), limit)
+    return list(tqdm(pairs, total=limit, desc="Reading docstrings", unit=" pairs", disable=None))
+
+
+def _distinct_pairs(files: Iterable[Path]) -> Iterator[dict[str, str]]:
     seen: set[str] = set()
-    with tqdm(total=limit, desc="Reading docstrings", unit=" pairs", disable=None) as progress:
-        for file in files:
-            for docstring in docstrings(file):
-                pair = split_docstring(docstring)
-                if pair is None:
-                    continue
-                query, positive = pair
-                keys = {_normalized(query), _normalized(positive)}
-                if seen.isdisjoint(keys):
-                    seen |= keys
-                    pairs.append({"query": query, "positive": positive})
-                    progress.update()
-                    if len(pairs) == limit:
-                        return pairs
-    return pairs
+    for pair in map(split_docstring, chain.from_iterable(map(docstrings, files))):
+        if pair is not None and seen.isdisjoint(keys := set(map(_normalized, pair))):
+            seen |= keys
+            yield dict(zip(("query", "positive"), pair, strict=True))
 
 
 def source_files(package: str) -> list[Path]:

@@ -22,10 +22,10 @@ from pylate_fastmaxsim.recipes.config.schema import DataSection
 from pylate_fastmaxsim.recipes.data.lists import is_list, list_lengths, titled
 from pylate_fastmaxsim.recipes.data.tables import (
     has_plain_files,
+    is_text,
     load_subset,
     require_texts,
     require_utf8,
-    show_progress_bars,
 )
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
@@ -91,17 +91,16 @@ def look_up(
         feature = Value("int64") if name in tables else Value("float32") if name == SCORES else rows.features[column]
         features[name] = List(feature) if is_list(rows.features.arrow_schema.field(column).type) else feature
     parts = [rows._fingerprint, *(table.table._fingerprint for table in tables.values()), names, n_ways, 5]
-    with show_progress_bars():
-        numbers = rows.with_format("arrow").map(
-            _Resolve(key, place, names, tables, n_ways),
-            batched=True,
-            batch_size=ROWS_PER_LOOKUP,
-            remove_columns=rows.column_names,
-            features=Features(features),
-            # Made of the tables' fingerprints: hashing the ids in memory would take long.
-            new_fingerprint=Hasher.hash(parts),
-            desc="Looking up ids",
-        )
+    numbers = rows.with_format("arrow").map(
+        _Resolve(key, place, names, tables, n_ways),
+        batched=True,
+        batch_size=ROWS_PER_LOOKUP,
+        remove_columns=rows.column_names,
+        features=Features(features),
+        # Made of the tables' fingerprints: hashing the ids in memory would take long.
+        new_fingerprint=Hasher.hash(parts),
+        desc="Looking up ids",
+    )
     return numbers.with_transform(Texts({name: table.table for name, table in tables.items()}))
 
 
@@ -169,14 +168,15 @@ class _Resolve:
             values, where = batch[column], f"{self.key}: {column!r} of {self.place}"
             nested = is_list(values.type)
             if nested:
-                values = pc.list_slice(values, 0, self.n_ways) if self.n_ways else values
-                lengths = pc.list_value_length(values).combine_chunks()
-                values = pc.list_flatten(values)
+                values = pc.list_flatten(pc.list_slice(values, 0, self.n_ways))
             if name in self.tables:
                 values = self._rows(where, values, self.tables[name])
             elif name == SCORES:
                 values = _finite(where, values)
-            columns[name] = _lists(values, lengths) if nested else values
+            if nested:
+                ends = pa.array(range(0, len(values) + 1, self.n_ways), pa.int32())
+                values = pa.ListArray.from_arrays(ends, values.combine_chunks())
+            columns[name] = values
         return pa.table(columns)
 
     def _rows(self, where: str, ids: pa.ChunkedArray, table: TextTable) -> pa.ChunkedArray:
@@ -197,12 +197,6 @@ def _finite(where: str, scores: pa.ChunkedArray) -> pa.ChunkedArray:
     if scores.null_count or not pc.all(pc.is_finite(scores)).as_py():
         raise RecipeError(f"{where} must be finite numbers, but some are missing, nan or infinite.")
     return scores
-
-
-def _lists(flat: pa.ChunkedArray, lengths: pa.Array) -> pa.Array:
-    ends = pc.cast(pc.cumulative_sum(pc.cast(lengths, pa.int64())), pa.int32())
-    ends = pa.concat_arrays([pa.array([0], pa.int32()), ends])
-    return pa.ListArray.from_arrays(ends, flat.combine_chunks() if isinstance(flat, pa.ChunkedArray) else flat)
 
 
 def load_distillation(data: DataSection) -> Dataset:
@@ -230,16 +224,12 @@ def load_distillation(data: DataSection) -> Dataset:
 
 def _parsed(train: Dataset) -> Dataset:
     """Parse lists that are written as text, as in some data sets of this layout."""
-    written = [
-        name for name in ("document_ids", "scores") if train.features[name] in (Value("string"), Value("large_string"))
-    ]
+    features = {"document_ids": List(Value("string")), "scores": List(Value("float64"))}
+    written = {name: features[name] for name in features if is_text(train, name)}
     if not written:
         return train
-    lists = {name: List(Value("string" if name == "document_ids" else "float64")) for name in written}
-    with show_progress_bars():
-        return train.map(
-            _parse, fn_kwargs={"columns": written}, features=Features({**train.features, **lists}), desc="Reading lists"
-        )
+    features = Features(train.features | written)
+    return train.map(_parse, fn_kwargs={"columns": list(written)}, features=features, desc="Reading lists")
 
 
 def _parse(row: dict[str, Any], columns: list[str]) -> dict[str, list]:

@@ -11,7 +11,6 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, Value
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection
-from pylate_fastmaxsim.recipes.data.tables import show_progress_bars
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 ROWS_AT_ONCE = 1_000
@@ -44,16 +43,15 @@ def spread_lists(data: DataSection, dataset: Dataset, section: str = "data") -> 
     spread = Spread(section, data, dataset[0])
     query_name, *names = spread.names()
     features = Features({query_name: dataset.features[query], **dict.fromkeys(names, Value("string"))})
-    with show_progress_bars():
-        return dataset.map(
-            spread,
-            batched=True,
-            batch_size=ROWS_AT_ONCE,
-            with_indices=True,
-            remove_columns=dataset.column_names,
-            features=features,
-            desc="Reading lists",
-        )
+    return dataset.map(
+        spread,
+        batched=True,
+        batch_size=ROWS_AT_ONCE,
+        with_indices=True,
+        remove_columns=dataset.column_names,
+        features=features,
+        desc="Reading lists",
+    )
 
 
 def is_list(dtype: pa.DataType) -> bool:

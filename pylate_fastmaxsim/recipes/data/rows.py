@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset, Features, IterableDataset, Sequence, Value, concatenate_datasets
+from datasets import Dataset, Features, IterableDataset, Sequence, Value, concatenate_datasets, disable_progress_bars
 from datasets.exceptions import DatasetGenerationError
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
@@ -24,11 +24,11 @@ from pylate_fastmaxsim.recipes.data.lists import (
     text_key_of,
     truncate_lists,
 )
-from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, show_progress_bars, table_failure
+from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, table_failure
 from pylate_fastmaxsim.recipes.data.text import check_first, is_id_column, require_text
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type, parse_json
-from pylate_fastmaxsim.recipes.kind import kind_of
+from pylate_fastmaxsim.recipes.kind import Kind
 
 # Streamed rows are shuffled within it, with ``data.seed``.
 BUFFER = 10_000
@@ -39,12 +39,12 @@ TRIPLES = {"query": Value("string"), "positive": Value("string"), "negatives": S
 SCORED = {"query": Value("string"), "documents": Sequence(Value("string")), "scores": Sequence(Value("float32"))}
 
 
-def load_rows(recipe: Recipe) -> Dataset:
+def load_rows(recipe: Recipe, kind: Kind) -> Dataset:
     """Load the rows of a recipe, with the columns that it uses, in the order of the data.
 
     Those that are streamed are read by :func:`pylate_fastmaxsim.recipes.data.rows.stream_rows`.
     """
-    return _load_mined(recipe) if recipe.data.source == "distillation" else _load_checked(recipe)
+    return _load_mined(recipe) if recipe.data.source == "distillation" else _load_checked(recipe, kind)
 
 
 def _load_mined(recipe: Recipe) -> Dataset:
@@ -58,7 +58,7 @@ def _load_mined(recipe: Recipe) -> Dataset:
         raise
 
 
-def _load_checked(recipe: Recipe) -> Dataset:
+def _load_checked(recipe: Recipe, kind: Kind) -> Dataset:
     dataset = load_columns(recipe.data, "data")
     if not len(dataset):
         raise RecipeError("data: there are no rows.")
@@ -68,10 +68,10 @@ def _load_checked(recipe: Recipe) -> Dataset:
     if not recipe.model.visual and recipe.loss.name != "distillation":
         dataset = spread_lists(recipe.data, dataset)
     if recipe.data.n_ways is not None:
-        with show_progress_bars():
-            options = {"n_ways": recipe.data.n_ways}
-            dataset = dataset.map(truncate_lists, fn_kwargs=options, batched=True, desc="Reading lists")
-    return kind_of(recipe.model).fit_columns(recipe, dataset)
+        dataset = dataset.map(
+            truncate_lists, fn_kwargs={"n_ways": recipe.data.n_ways}, batched=True, desc="Reading lists"
+        )
+    return kind.fit_columns(recipe, dataset)
 
 
 def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:
@@ -152,16 +152,17 @@ def open_rows(data: DataSection, section: str, streaming: bool = False) -> Datas
     return load_table(f"{section}.name", data.name, data.config, split=data.split or "train", streaming=streaming)
 
 
-def stream_rows(recipe: Recipe) -> IterableDataset:
+def stream_rows(recipe: Recipe, kind: Kind) -> IterableDataset:
     """The rows of a recipe with the columns that it uses, shuffled within a buffer, again and again in the same order."""
     rows = open_rows(recipe.data, "data", streaming=True)
+    disable_progress_bars()  # one for each batch whose scores are cast
     first = next(iter(_taken(rows, 1)), None)
     if first is None:
         raise RecipeError("data: there are no rows to stream.")
     used = rows.select_columns(used_columns(recipe.data, "data", list(first)))
     (first,) = _taken(used, 1)
     check_first(recipe, first)
-    read = _StreamedRows(recipe, first)
+    read = _StreamedRows(recipe, kind, first)
     features = read.checked({name: [value] for name, value in first.items()}, [0]).features
     rows = used.map(
         read,
@@ -193,8 +194,8 @@ def _taken(rows: IterableDataset, count: int) -> list[dict[str, Any]]:
 class _StreamedRows:
     """Checks a batch of rows, with lists of texts made to columns."""
 
-    def __init__(self, recipe: Recipe, first: dict[str, Any]) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, kind: Kind, first: dict[str, Any]) -> None:
+        self.recipe, self.kind = recipe, kind
         data, self.spread = recipe.data, None
         plain = not any(isinstance(value, (list, dict)) for value in first.values())
         if recipe.loss.name != "distillation" and (not plain or asks_for_negatives(data)):
@@ -209,7 +210,7 @@ class _StreamedRows:
         if self.recipe.data.n_ways is not None:
             batch = truncate_lists(batch, self.recipe.data.n_ways)
         try:
-            return kind_of(self.recipe.model).fit_columns(self.recipe, Dataset.from_dict(batch))
+            return self.kind.fit_columns(self.recipe, Dataset.from_dict(batch))
         except pa.ArrowException as error:
             raise RecipeError(
                 f"data: a column holds values of several types in the rows from number {numbers[0]} on: {first_line(error)}"
@@ -237,8 +238,7 @@ def read_triples(key: str, files: list[str]) -> Dataset:
     status = [(each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in map(os.stat, files)]
     arguments = {"key": key, "files": files, "scored": scored, "status": [status]}
     try:
-        with show_progress_bars():
-            return Dataset.from_generator(_rows, Features(SCORED if scored else TRIPLES), gen_kwargs=arguments)
+        return Dataset.from_generator(_rows, Features(SCORED if scored else TRIPLES), gen_kwargs=arguments)
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, RecipeError):
             raise error.__cause__ from None

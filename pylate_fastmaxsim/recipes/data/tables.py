@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +13,6 @@ from datasets import (
     Dataset,
     DatasetDict,
     IterableDataset,
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
     load_dataset,
     load_dataset_builder,
 )
@@ -82,8 +76,7 @@ def load_files(
 
 def _load(key: str, place: str, path: str, subset: str | None = None, **options: Any) -> Dataset | IterableDataset:
     try:
-        with show_progress_bars():
-            table = load_dataset(path, subset, **options)
+        table = load_dataset(path, subset, **options)
     except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
         if isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
             error = error.__cause__  # DatasetGenerationError only says that something failed
@@ -116,19 +109,6 @@ def _require_readable(key: str, folder: Path) -> None:
 def table_failure(key: str, error: Exception) -> RecipeError:
     """A RecipeError for an error that a library raised while it loaded the value of ``key``."""
     return RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {first_line(error)}")
-
-
-@contextmanager
-def show_progress_bars() -> Iterator[None]:
-    """Show the progress bars of ``datasets`` on a terminal, for steps that take minutes with a large corpus."""
-    hidden = are_progress_bars_disabled() and sys.stderr.isatty()
-    if hidden:
-        enable_progress_bars()
-    try:
-        yield
-    finally:
-        if hidden:
-            disable_progress_bars()
 
 
 def _files_of_folder(path: str, subset: str | None) -> dict[str, list[str]]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Value
+from datasets import Image as ImageFeature
 from torch import Tensor
 
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.pooling import Pooling
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data.collection import RecipeData
-from pylate_fastmaxsim.recipes.evaluation import held_out
+from pylate_fastmaxsim.recipes.data.collection import PAGES, Collection, RecipeData
 from pylate_fastmaxsim.recipes.evaluation.ranking import (
     DEPTH,
     METRICS,
@@ -25,11 +27,14 @@ from pylate_fastmaxsim.recipes.evaluation.ranking import (
     ranking,
     with_progress_bar,
 )
-from pylate_fastmaxsim.recipes.models.load import HostModel
+from pylate_fastmaxsim.recipes.models.load import HostModel, kind_of
 from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, retriever_of
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.sparse import SparseBatch
 from pylate_fastmaxsim.tokens import TokenBatch
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +66,23 @@ def evaluate(recipe: Recipe, model: HostModel, data: RecipeData) -> dict[str, fl
 
 def metric_names(recipe: Recipe, data: RecipeData) -> list[str]:
     """The names of what :func:`evaluate` returns."""
-    names = list(METRICS) if data.held_out is None else held_out.metric_names(recipe, data.held_out)
+    names = [*METRICS]
+    if data.held_out is not None:
+        names = ["ndcg@10", *filter(None, [metric_of_rows(recipe, data.held_out)])]
     return [*names, *SPARSITY] if recipe.model.kind == "splade" else names
+
+
+def metric_of_rows(recipe: Recipe, rows: Dataset) -> str | None:
+    """The metric of each row by itself, of texts: ``kl_divergence`` with teacher scores, ``accuracy`` with negatives."""
+    if recipe.model.visual or len(rows.column_names) == 2:
+        return None
+    return "kl_divergence" if recipe.loss.name == "distillation" else "accuracy"
 
 
 def evaluate_held_out(recipe: Recipe, model: Retriever, rows: Dataset) -> dict[str, float]:
     """nDCG@10 over the documents of all rows, and of texts ``kl_divergence`` or ``accuracy``."""
     batch_size, pooling = recipe.evaluation.batch_size, final_pooling(recipe.loss.pooling)
-    collection = held_out.collection_of(recipe, rows)
+    collection = collection_of(recipe, rows)
     queries = model.encode(list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
     encoded = with_progress_bar(
         encode_corpus(model, collection.corpus, batch_size), len(collection.corpus), "Encoding documents"
@@ -76,16 +90,21 @@ def evaluate_held_out(recipe: Recipe, model: Retriever, rows: Dataset) -> dict[s
     documents, sparsity = list(encoded), Sparsity()
     found = ranking(collection, *model.search(queries, sparsity.counted(queries, documents), DEPTH, pooling), DEPTH)
     metrics = metrics_of(found, collection, ["ndcg@10"])
-    if len(held_out.metric_names(recipe, rows)) > 1:
-        places = held_out.positions_of_rows(recipe, rows, collection)
-        metrics |= held_out.metrics_of_rows(recipe, rows, _scores_of_rows(queries, documents, *places, pooling))
+    if (name := metric_of_rows(recipe, rows)) is not None:
+        scores = _scores_of_rows(queries, documents, *positions_of_rows(recipe, rows, collection), pooling)
+        if name == "accuracy":
+            value = (scores[:, 0] > scores[:, 1]).double().mean()
+        else:
+            teacher = torch.tensor(rows[:][rows.column_names[-1]], dtype=torch.float64)
+            value = kind_of(recipe.model).divergence(recipe.loss, scores, teacher)
+        metrics[name] = float(value)
     return metrics | sparsity.metrics()
 
 
 def _scores_of_rows(
     queries: Encoded, documents: list[Encoded], own_queries: Tensor, candidates: Tensor, pooling: Pooling
 ) -> Tensor:
-    """Scores ``[N, n]`` (float64) of the query of each row and its own documents."""
+    """Scores ``[N, n]`` (float64) of the query of each row and its own documents, by their positions."""
     if not isinstance(queries, SparseBatch):
         # Each document is encoded back to back with the others of its batch.
         values, lengths = (torch.cat([getattr(batch, name) for batch in documents]) for name in ("values", "lengths"))
@@ -98,3 +117,73 @@ def _scores_of_rows(
         for batch, own in ((queries, own_queries), (SparseBatch.concatenate(documents), candidates.flatten()))
     )
     return torch.from_numpy(np.asarray((left * right).sum(axis=1))).reshape(candidates.shape)
+
+
+def collection_of(recipe: Recipe, held_out: Dataset) -> Collection:
+    """The held-out queries, over all held-out documents.
+
+    The relevant document of a query is its first one, or for distillation the teacher's best. Equal texts are one query
+    or one document, so that a query that stands in several rows has the relevant documents of all of them.
+    """
+    if recipe.model.visual:
+        return collection_of_pages(held_out)
+    queries: dict[str, str] = {}
+    documents: dict[str, str] = {}
+    judgements: dict[str, dict[str, int]] = {}
+    for number, row in enumerate(held_out):
+        text, own = texts_of(recipe, row)
+        best = 0
+        if recipe.loss.name == "distillation":
+            scores = list(row.values())[-1]
+            best = scores.index(max(scores))
+        query = queries.setdefault(text, f"q{number}")
+        ids = [documents.setdefault(document, f"d{number}-{place}") for place, document in enumerate(own)]
+        judgements.setdefault(query, {})[ids[best]] = 1
+    corpus = Dataset.from_dict({"_id": list(documents.values()), "text": list(documents)})
+    return Collection(corpus, {query: text for text, query in queries.items()}, judgements)
+
+
+def collection_of_pages(held_out: Dataset) -> Collection:
+    """The held-out queries over all held-out pages, which are the column ``image`` of the corpus.
+
+    Equal images are one page, and equal texts are one query, for which the pages of all its rows are relevant.
+    """
+    query_column, page_column, *_ = held_out.column_names
+    texts: dict[str, str] = {}
+    pages: dict[str, dict[str, Any]] = {}
+    relevant: dict[str, dict[str, int]] = {}
+    # As they are stored, because an image that is encoded again may lose.
+    stored = held_out.select_columns(page_column).with_format("arrow").iter(1)
+    for number, (row, files) in enumerate(zip(held_out, stored, strict=True)):
+        own, files = (each if isinstance(each, list) else [each] for each in (row[page_column], files[0][0].as_py()))
+        names = [_digest(page) for page in own]
+        pages |= dict(zip(names, files, strict=True))
+        query = texts.setdefault(row[query_column], f"q{number}")
+        relevant.setdefault(query, {}).update(dict.fromkeys(names, 1))
+    corpus = {"_id": list(pages), PAGES: list(pages.values())}
+    features = Features({"_id": Value("string"), PAGES: ImageFeature()})
+    queries = {query: text for text, query in texts.items()}
+    return Collection(Dataset.from_dict(corpus, features=features), queries, relevant)
+
+
+def _digest(page: Image) -> str:
+    return sha256(repr((page.mode, page.size)).encode() + page.tobytes()).hexdigest()
+
+
+def texts_of(recipe: Recipe, row: dict[str, Any]) -> tuple[str, list[str]]:
+    """The query of a row and its documents."""
+    query, *columns = row.values()
+    return query, columns[0] if recipe.loss.name == "distillation" else columns
+
+
+def positions_of_rows(recipe: Recipe, rows: Dataset, collection: Collection) -> tuple[Tensor, Tensor]:
+    """The positions of the query ``[N]`` and the documents ``[N, n]`` of each row among those of :func:`collection_of`."""
+    queries, documents = (
+        {text: place for place, text in enumerate(texts)}
+        for texts in (collection.queries.values(), collection.corpus["text"])
+    )
+    found = [texts_of(recipe, row) for row in rows]
+    return (
+        torch.tensor([queries[query] for query, _ in found]),
+        torch.tensor([[documents[text] for text in texts] for _, texts in found]),
+    )

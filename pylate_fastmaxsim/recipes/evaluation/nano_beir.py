@@ -8,9 +8,9 @@ from datasets import Dataset
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.collection import Collection
-from pylate_fastmaxsim.recipes.data.tables import show_progress_bars, table_failure
+from pylate_fastmaxsim.recipes.data.tables import table_failure
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.kind import kind_of
+from pylate_fastmaxsim.recipes.kind import Kind
 
 if TYPE_CHECKING:
     from sentence_transformers.evaluation import InformationRetrievalEvaluator
@@ -33,11 +33,10 @@ def check_names(names: list[str]) -> None:
         raise RecipeError(f"{KEY} must name each set once, got {', '.join(names)}.")
 
 
-def load_nano_beir(recipe: Recipe) -> list[Collection]:
+def load_nano_beir(recipe: Recipe, kind: Kind) -> list[Collection]:
     """The collections of ``evaluation.nano_beir``, loaded by the evaluator that the library of the model has for them."""
     try:
-        with show_progress_bars():
-            evaluator = kind_of(recipe.model).nano_beir_evaluator(recipe.evaluation.nano_beir, **OPTIONS)
+        evaluator = kind.nano_beir_evaluator(recipe.evaluation.nano_beir, **OPTIONS)
     except Exception as error:  # as in load_table
         raise table_failure(KEY, error) from error
     return list(map(collection_of, evaluator.evaluators))

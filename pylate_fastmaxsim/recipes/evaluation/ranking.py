@@ -1,8 +1,9 @@
-"""Rank the documents of a collection by exact search, and measure the ranking."""
+"""Rank the documents of a collection by exact search, write the ranking, and measure it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,9 +13,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pylate_fastmaxsim.compressed import CompressedBatch
+from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import compressor, needs_codec, sampled, train_codec
 from pylate_fastmaxsim.recipes.data.collection import (
+    IDS_AT_ONCE,
     PAGES,
     Collection,
     document_texts,
@@ -22,12 +25,14 @@ from pylate_fastmaxsim.recipes.data.collection import (
     is_the_query,
     titles,
 )
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, Encoded, Retriever
 from pylate_fastmaxsim.sparse import SparseBatch
 
 METRICS = ("ndcg@10", "mrr@10", "recall@100")
 DEPTH = 100  # ranks that the metrics look at
 UNJUDGED = -1  # the number of a document without a grade
+TAG = "fastmaxsim"  # of a run file
 
 # The scores of the best documents of each query, best first, by their ids.
 Ranking = dict[str, dict[str, float]]
@@ -123,6 +128,35 @@ def ranking(collection: Collection, scores: Tensor, positions: Tensor, depth: in
 def _is_query(collection: Collection, query: str, position: int) -> bool:
     rows = collection.corpus[[position]]
     return is_the_query(collection, query, titles(rows)[0], rows["text"][0])
+
+
+def write_run(file: Path, found: Ranking) -> None:
+    """Write ``query Q0 document rank score tag`` for each result, ranks from 1; the file appears when it is complete.
+
+    Scores have 9 digits, which tells all float32 numbers apart.
+    """
+
+    def write(scratch: str) -> None:
+        with open(scratch, "w", encoding="utf-8") as lines:
+            for query, documents in found.items():
+                lines.writelines(
+                    f"{query} Q0 {document} {rank} {score:.9g} {TAG}\n"
+                    for rank, (document, score) in enumerate(documents.items(), start=1)
+                )
+
+    replace_file(file, write)
+
+
+def require_ids_of_one_word(collection: Collection) -> None:
+    """Refuse ids with a space, which a run file cannot hold."""
+    ids = collection.corpus.select_columns("_id").iter(IDS_AT_ONCE)
+    for name, part in (("query", list(collection.queries)), *(("document", rows["_id"]) for rows in ids)):
+        for each in map(str, part):
+            if each.split() != [each]:
+                raise RecipeError(
+                    f"--run: ids must have no white space, which separates the columns of a run file, but {each!r} is that "
+                    f"of a {name}."
+                )
 
 
 def metrics_of(found: Ranking, collection: Collection, names: Sequence[str] = METRICS) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""The kinds of model that recipes train, a file each. :func:`pylate_fastmaxsim.recipes.kind.kind_of` finds them."""
+"""The kinds of model that recipes train, a file each. :func:`pylate_fastmaxsim.recipes.models.load.kind_of` finds them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,11 +41,7 @@ class ColBERT(TextKind):
     nano_beir_evaluator = NanoBEIREvaluator
     score_attribute = "score_metric"
 
-    def load(
-        self, section: ColBERTSection, device: torch.device | str, key: str, checkpoint: Path | None = None
-    ) -> models.ColBERT:
-        if checkpoint is not None:
-            section = replace(section, name_or_path=str(checkpoint))
+    def load(self, section: ColBERTSection, device: torch.device | str, key: str, base: str) -> models.ColBERT:
         model = self.from_encoder(section, device)
         if section.embedding_size is not None and len(model) > 2:
             # PyLate only warns of the random projection that it has added after a trained one of another size.
@@ -58,7 +53,6 @@ class ColBERT(TextKind):
                     f"model.embedding_size must be {size} or null, because {key} {section.name_or_path} ends with a "
                     f"projection of that size, got {section.embedding_size}."
                 )
-        self.check_lengths(section, model)
         return model
 
     def from_encoder(self, section: ColBERTSection, device: torch.device | str) -> models.ColBERT:

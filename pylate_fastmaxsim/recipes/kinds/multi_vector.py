@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from sentence_transformers import (
     MultiVectorEncoder,
     MultiVectorEncoderTrainer,
@@ -21,14 +18,9 @@ from pylate_fastmaxsim.recipes.config.kinds import MultiVectorLoss, MultiVectorS
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import kl_divergence
 from pylate_fastmaxsim.recipes.kinds.texts import (
-    EachDocument,
     SentenceTransformersKind,
-    prompts_of,
-    sides_of,
-    texts_in_columns,
 )
-from pylate_fastmaxsim.recipes.models.encoder import encoder_of
-from pylate_fastmaxsim.recipes.models.load import json_of, model_type
+from pylate_fastmaxsim.recipes.models.load import encoder_of, json_of, model_type
 from pylate_fastmaxsim.recipes.pooling import score_metric
 from pylate_fastmaxsim.recipes.trainers.sharded import TextTrainerMixin
 
@@ -48,14 +40,11 @@ class MultiVector(SentenceTransformersKind):
     arguments_class = MultiVectorEncoderTrainingArguments
     nano_beir_evaluator = MultiVectorNanoBEIREvaluator
     recipe_trainer = MultiVectorTrainer
+    collator_class = MultiVectorEncoderDataCollator
     score_attribute = "similarity_fct"
 
-    def load(
-        self, section: MultiVectorSection, device: torch.device | str, key: str, checkpoint: Path | None = None
-    ) -> MultiVectorEncoder:
+    def load(self, section: MultiVectorSection, device: torch.device | str, key: str, base: str) -> MultiVectorEncoder:
         """A model that Sentence Transformers or PyLate has saved, or one made of an encoder."""
-        if checkpoint is not None:
-            section = replace(section, name_or_path=str(checkpoint))
         name = section.name_or_path
         if model_type(name) == "SparseEncoder":  # of which Sentence Transformers would take the encoder
             raise RecipeError(
@@ -69,7 +58,6 @@ class MultiVector(SentenceTransformersKind):
                 f"model.embedding_size must be {allowed}, because {key} {name} has a projection already, got "
                 f"{section.embedding_size}."
             )
-        self.check_lengths(section, model)
         return model
 
     def from_encoder(self, section: MultiVectorSection, device: torch.device | str) -> MultiVectorEncoder:
@@ -89,13 +77,9 @@ class MultiVector(SentenceTransformersKind):
         _set_lengths(section, model)
         return model
 
-    def build_collator(self, model: MultiVectorEncoder, rows: Dataset) -> EachDocument:
-        prompts = prompts_of(model, sides_of(texts_in_columns(model, rows)))
-        return EachDocument(MultiVectorEncoderDataCollator(model.preprocess, prompts=prompts))
-
     def build_loss(self, section: MultiVectorLoss, model: MultiVectorEncoder) -> nn.Module:
-        names = ("mini_batch_size", "mini_batch_num_tokens", "score_mini_batch_size", "gather_across_devices")
-        options = {name: value for name in names if (value := getattr(section, name)) is not None}
+        options = section.options
+        temperature, objective = options.pop("temperature", 1.0), options.pop("objective", None)
         distillation = section.name == "distillation"
         if section.pooling is not None:
             options["similarity_fct"] = score_metric(section.pooling, own_documents=distillation)
@@ -103,10 +87,10 @@ class MultiVector(SentenceTransformersKind):
             ranking = losses.MultiVectorMultipleNegativesRankingLoss
             if section.name == "cached_contrastive":
                 ranking = losses.CachedMultiVectorMultipleNegativesRankingLoss
-            return ranking(model, scale=1 / (section.temperature or 1.0), **options)
-        if section.objective == "margin_mse":
+            return ranking(model, scale=1 / temperature, **options)
+        if objective == "margin_mse":
             return losses.MultiVectorMarginMSELoss(model, **options)
-        return losses.MultiVectorDistillKLDivLoss(model, temperature=section.temperature or 1.0, **options)
+        return losses.MultiVectorDistillKLDivLoss(model, temperature=temperature, **options)
 
     def divergence(self, loss: MultiVectorLoss, scores: Tensor, teacher: Tensor) -> Tensor:
         """Of scores divided by the temperature of the loss, times the square of that."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
@@ -55,17 +54,16 @@ class PageTrainer(WholeModelMixin, ContrastiveTrainer):
         super().__init__(model=retriever.model, **kwargs)
 
     def whole_model(self) -> PageModel | None:
-        """The model with all its weights. Every process must call this; of a sharded model only the main one gets it."""
-        if not self.is_sharded:
-            return self.retriever
-        weights = self._gathered()
-        if not self.args.should_save:
-            return None
+        """The model with its processor; see :meth:`WholeModelMixin.whole_model`."""
+        model = super().whole_model()
+        return None if model is None else PageModel(model, self.retriever.processor)
+
+    def _filled(self, weights: dict[str, Any]) -> PreTrainedModel | PeftModel:
         # FSDP unties weights, and trains those that are used: ColPali's output head must not overwrite its embeddings.
         own = {name: weights[name] for name, _ in self._whole.named_parameters()}
         own |= {name: weights[name] for name, _ in self._whole.named_buffers() if name in weights}
         self._whole.load_state_dict(own, strict=False)
-        return PageModel(self._whole.to(self.args.device), self.retriever.processor)
+        return self._whole
 
 
 class Pages(Kind):
@@ -78,24 +76,22 @@ class Pages(Kind):
     # colpali-engine's cards say nothing of the training or the evaluation.
     writes_card = False
 
-    def load(
-        self, section: PagesSection, device: torch.device | str, key: str, checkpoint: Path | None = None
-    ) -> PageModel:
+    def load(self, section: PagesSection, device: torch.device | str, key: str, base: str) -> PageModel:
         model_class, processor_class = CLASSES[section.kind]
         tokens = getattr(section, "max_visual_tokens", None)  # of a ColPali they are fixed
         limits = {} if tokens is None else {"max_num_visual_tokens": tokens}
-        processor = processor_class.from_pretrained(section.name_or_path, **limits)
+        processor = processor_class.from_pretrained(base, **limits)
         adapted = section.lora is not None
         model = model_class.from_pretrained(
-            section.name_or_path if adapted or checkpoint is None else checkpoint,
+            base if adapted else section.name_or_path,
             dtype=_dtype(section, torch.device(device)),
             attn_implementation=section.attn_implementation,
         )
         work_around_transformers(model)
-        if adapted and checkpoint is None:
+        if adapted and section.name_or_path == base:
             model = get_peft_model(model, _lora(section.lora))
         elif adapted:
-            model = PeftModel.from_pretrained(model, checkpoint)
+            model = PeftModel.from_pretrained(model, section.name_or_path)
         return PageModel(model.to(device), processor)
 
     def tokenizer_of(self, model: PageModel) -> PreTrainedTokenizerBase:

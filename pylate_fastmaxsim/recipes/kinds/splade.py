@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments, losses
 from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import SpladeRegularizerWeightSchedulerCallback
@@ -25,15 +23,9 @@ from pylate_fastmaxsim.integrations.sparse_encoder.names import (
 from pylate_fastmaxsim.recipes.config.kinds import SpladeLoss, SpladeSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kinds.texts import (
-    EachDocument,
     SentenceTransformersKind,
-    prompts_of,
-    require_positions,
-    sides_of,
-    texts_in_columns,
 )
-from pylate_fastmaxsim.recipes.models.encoder import encoder_of, learned_positions
-from pylate_fastmaxsim.recipes.models.load import require_inner_product
+from pylate_fastmaxsim.recipes.models.load import encoder_of, require_inner_product
 from pylate_fastmaxsim.recipes.trainers.sharded import TextTrainerMixin
 
 
@@ -46,16 +38,13 @@ class Splade(SentenceTransformersKind):
 
     arguments_class = SparseEncoderTrainingArguments
     recipe_trainer = SpladeTrainer
+    collator_class = SparseEncoderDataCollator
     nano_beir_evaluator = SparseNanoBEIREvaluator
     encoder_class = ModernBertForMaskedLM
 
-    def load(
-        self, section: SpladeSection, device: torch.device | str, key: str, checkpoint: Path | None = None
-    ) -> SparseEncoder:
+    def load(self, section: SpladeSection, device: torch.device | str, key: str, base: str) -> SparseEncoder:
         """A saved SparseEncoder, or one made of a masked language model."""
-        name = section.name_or_path if checkpoint is None else str(checkpoint)
-        options = {"config_kwargs": dict(section.config_kwargs)} if section.config_kwargs else {}
-        model = SparseEncoder(name, device=str(device), trust_remote_code=section.trust_remote_code, **options)
+        name, model = section.name_or_path, self.from_encoder(section, device)
         language_models = _language_models(model)
         if not language_models or not any(isinstance(module, SpladePooling) for module in model.modules()):
             raise RecipeError(
@@ -67,29 +56,16 @@ class Splade(SentenceTransformersKind):
             model = with_static_queries(model)
         elif isinstance(model[0], Router) and not section.inference_free:
             raise RecipeError(f"model.inference_free must be true for {key} {name}, which has a route for queries.")
-        self.check_lengths(section, model)
         if section.max_seq_length is not None:
             for module in language_models:
                 module.max_seq_length = section.max_seq_length
         return model
 
     def from_encoder(self, section: SpladeSection, device: torch.device | str) -> SparseEncoder:
-        return SparseEncoder(section.name_or_path, device=str(device))
-
-    def check_lengths(self, section: SpladeSection, model: SparseEncoder) -> None:
-        """Refuse texts of more tokens than the encoder has positions."""
-        encoder = encoder_of(model)
-        require_positions(section, encoder, {"max_seq_length": min(learned_positions(encoder), default=None)})
-
-    def build_collator(self, model: SparseEncoder, rows: Dataset) -> EachDocument:
-        sides = sides_of(texts_in_columns(model, rows))
-        collator = SparseEncoderDataCollator(
-            # Renamed in Sentence Transformers 5.4.
-            getattr(model, "preprocess", model.tokenize),
-            router_mapping=sides if isinstance(model[0], Router) else {},
-            prompts=prompts_of(model, sides),
+        options = {"config_kwargs": dict(section.config_kwargs)} if section.config_kwargs else {}
+        return SparseEncoder(
+            section.name_or_path, device=str(device), trust_remote_code=section.trust_remote_code, **options
         )
-        return EachDocument(collator)
 
     def callbacks(self, section: SpladeLoss, loss: losses.SpladeLoss) -> list[TrainerCallback]:
         """The schedule of the regularizers' weights."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,12 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
+from pylate_fastmaxsim.integrations.sparse_encoder.names import Router
 from pylate_fastmaxsim.pooling import Max
-from pylate_fastmaxsim.recipes.config.kinds import LateModelSection
 from pylate_fastmaxsim.recipes.config.schema import LossSection, Recipe
 from pylate_fastmaxsim.recipes.data.text import require_scored_documents, require_text, scores_as_floats
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
-from pylate_fastmaxsim.recipes.models.encoder import encoder_of, learned_positions, positions
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.pooling import FollowSchedule
 from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration
@@ -34,17 +33,6 @@ class TextKind(Kind):
 
     recipe_trainer: type[Trainer]  # that of the host, which saves, resumes and returns whole models
     score_attribute: str  # of late interaction, the attribute of a loss that computes its scores
-
-    def check_lengths(self, section: LateModelSection, model: nn.Module) -> None:
-        """Refuse lengths beyond the encoder's positions.
-
-        Learned positions limit queries and documents. Rotary positions limit only queries, which are padded to their
-        length: documents longer than the encoder was trained for are common.
-        """
-        encoder = encoder_of(model)
-        learned = min(learned_positions(encoder), default=None)
-        limits = {"query_length": positions(encoder), "document_length": learned}
-        require_positions(section, encoder, limits)
 
     def gradient_logger(self, recipe: Recipe, trainer: Trainer) -> LogGradientConcentration:
         """The callback of ``training.log_gradient_concentration``, on the first rows of the training data.
@@ -118,20 +106,24 @@ class TextKind(Kind):
         return column["attention_mask"].sum()
 
 
-def require_positions(section: Any, encoder: nn.Module, limits: dict[str, int | None]) -> None:
-    """Refuse keys of a section that ask for more positions than an encoder has, where it is limited."""
-    for key, limit in limits.items():
-        length = getattr(section, key)
-        if length is not None and limit is not None and length > limit:
-            raise RecipeError(
-                f"model.{key} must be at most {limit}, as many positions as {type(encoder).__name__} has, got {length}."
-            )
-
-
 class SentenceTransformersKind(TextKind):
     """A kind whose collator is of Sentence Transformers, which takes columns of texts in their order."""
 
     host = "sentence-transformers"
+    collator_class: type[Callable[[list[dict[str, Any]]], dict[str, Tensor]]]
+
+    def build_collator(self, model: nn.Module, rows: Dataset) -> EachDocument:
+        query, *others = first = spread(next(iter(rows)))
+        # Sentence Transformers would look for them in columns of texts, which not all rows have before they are read.
+        model.model_card_data.widget = [{"text": text} for text in first.values() if isinstance(text, str)]
+        sides = {query: "query", **dict.fromkeys(others, "document")}
+        collator = self.collator_class(
+            model.preprocess if hasattr(model, "preprocess") else model.tokenize,  # renamed in release 5.4
+            router_mapping=sides if isinstance(model[0], Router) else {},
+            # Those of the evaluation.
+            prompts={column: model.prompts[side] for column, side in sides.items() if model.prompts.get(side)},
+        )
+        return EachDocument(collator)
 
     def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         """Refuse columns that do not fit the loss, or that the collator would not take as texts."""
@@ -175,22 +167,3 @@ def spread(row: dict[str, Any]) -> dict[str, Any]:
         else:
             columns[name] = value
     return columns
-
-
-def texts_in_columns(model: nn.Module, rows: Dataset) -> dict[str, Any]:
-    """The first row with a column for each text, of which the card of the model shows the texts."""
-    first = spread(next(iter(rows)))
-    # Sentence Transformers would look for them in columns of texts, which not all rows have before they are read.
-    model.model_card_data.widget = [{"text": text} for text in first.values() if isinstance(text, str)]
-    return first
-
-
-def sides_of(columns: Iterable[str]) -> dict[str, str]:
-    """The side of each column of a spread row, ``query`` or ``document``."""
-    query, *others = columns
-    return {query: "query", **dict.fromkeys(others, "document")}
-
-
-def prompts_of(model: nn.Module, sides: dict[str, str]) -> dict[str, str]:
-    """The prompt of each column, as in the evaluation."""
-    return {column: model.prompts[side] for column, side in sides.items() if model.prompts.get(side)}

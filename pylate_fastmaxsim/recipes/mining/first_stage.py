@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from pylate_fastmaxsim.recipes.config.schema import FirstStageSection, MiningSection
-from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
 from pylate_fastmaxsim.recipes.mining.negatives import documents_kept
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
@@ -23,7 +23,7 @@ from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, SparseRetriever, StaticRetriever, retriever_of
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
-from pylate_fastmaxsim.retrieval.static.weights import BM25, Statistics
+from pylate_fastmaxsim.retrieval.static.tokens import BM25, Statistics
 from pylate_fastmaxsim.sparse import SparseBatch
 
 if TYPE_CHECKING:
@@ -73,13 +73,11 @@ def load_first_stage(section: MiningSection, model: ColBERT, pairs: Pairs, devic
 
 
 def _static_stage(model: StaticLateInteraction, first: FirstStageSection) -> FirstStage:
-    try:
+    with as_recipe_error(f"mining.first_stage.model {first.model} cannot be used"):
         if first.threshold is not None:
             model = model.with_threshold(first.threshold)
         # A model that needs counts of tokens and has none is found before hours of work.
         model.queries(["a"]), model.documents(["a"])
-    except ValueError as error:
-        raise RecipeError(f"mining.first_stage.model {first.model} cannot be used: {first_line(error)}") from error
     return FirstStage(model.queries, model.documents)
 
 

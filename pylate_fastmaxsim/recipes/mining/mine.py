@@ -22,15 +22,14 @@ from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.files.record import read_record, write_record
 from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace_file, replace_folder
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data.tables import show_progress_bars
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files import hold_lock, make_directory, require_outputs
+from pylate_fastmaxsim.recipes.files import hold_lock, inputs_of, make_directory, require_outputs
 from pylate_fastmaxsim.recipes.mining.first_stage import find_candidates, load_first_stage
 from pylate_fastmaxsim.recipes.mining.negatives import DocumentSearch, hard_negatives
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs, load_pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work
 from pylate_fastmaxsim.recipes.mining.teacher import Candidates, grade, load_teacher
-from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import prepare
 
@@ -66,12 +65,12 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
         raise RecipeError("fastmaxsim mine needs a recipe with a mining section and data.source distillation.")
     if recipe.model.build is not None:
         raise RecipeError("model.build does not apply to fastmaxsim mine, which searches with a model that is trained.")
-    device = training_arguments(recipe).device
+    device = training_arguments(recipe, kind_of(recipe.model)).device
     processes = PartialState()
     output = Path(recipe.data.name)
     if output.is_symlink():  # a folder cannot be renamed to a link
         output = output.resolve()
-    require_outputs("data.name", output, OWN_FILES, section, recipe.model)
+    require_outputs("data.name", output, OWN_FILES, inputs_of(section, recipe.model))
     unfinished = output.with_name(output.name + ".unfinished")
     mined = f"data.name: {output} is being mined by another command; wait until it ends, or choose another folder."
     lock = hold_lock("data.name", output.parent, output.name + LOCK_ENDING, mined)
@@ -124,9 +123,8 @@ def _mine(
         candidates = find_candidates(first_stage, pairs, section, work, common, device)
         del first_stage
     search = DocumentSearch(model, pairs, section, work, common)
-    scores, found = search.best_documents(candidates)
-    lowest = search.lowest_positive_scores()
-    chosen = hard_negatives(pairs, section, scores, found, lowest)
+    best = search.best_documents() if candidates is None else search.best_candidates(candidates)
+    chosen = hard_negatives(pairs, section, *best, search.lowest_positive_scores())
     del model, search
     candidates = [(query, [document, *chosen[query]]) for query, document in pairs.rows if query in chosen]
     if not candidates:
@@ -145,8 +143,7 @@ def _mine(
         "data": str(output),
     }
     if processes.is_main_process:
-        with show_progress_bars():
-            write_data(unfinished / "data", pairs, candidates, graded, summary | {"settings": settings})
+        write_data(unfinished / "data", pairs, candidates, graded, summary | {"settings": settings})
         put_into_place(unfinished / "data", output, replace=(unfinished / OLD_SUMMARY).exists())
         shutil.rmtree(unfinished)
     processes.wait_for_everyone()

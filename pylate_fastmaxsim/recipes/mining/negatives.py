@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.compression import Compress, compressor, needs_codec, sampled, train_codec
 from pylate_fastmaxsim.recipes.config.schema import MiningSection
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
-from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
-from pylate_fastmaxsim.recipes.mining.teacher import Candidates, colbert_scores, require_finite_scores, score_part
+from pylate_fastmaxsim.recipes.mining.resumable import Compute, Work, read_part
+from pylate_fastmaxsim.recipes.mining.teacher import require_finite_scores
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 # Pairs of a query and a document that are scored in one call.
-PAIRS_AT_ONCE = 1 << 20
+PAIRS_AT_ONCE = 1 << 16
 
 
 class DocumentSearch:
@@ -47,45 +48,19 @@ class DocumentSearch:
         self.common = common | {"mining.corpus_format": section.corpus_format}
         self.compress = self._load_compressor()
 
-    def best_documents(self, candidates: np.ndarray | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and numbers of the best documents of each query, ``[Nq, K]``.
-
-        With the ``candidates`` of a first stage only those are encoded and scored; a query that has too few is filled up
-        with -inf and -1.
-        """
-        pairs, section, k = self.pairs, self.section, documents_kept(self.pairs, self.section)
-
-        @functools.cache
-        def queries() -> TokenBatch:
-            options = {"is_query": True, "show_progress": self.work.processes.is_main_process}
-            return retriever_of(self.model).encode(pairs.queries[:]["text"], section.batch_size, **options)
+    def best_documents(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and numbers of the best documents of each query, ``[Nq, K]``."""
+        k = documents_kept(self.pairs, self.section)
 
         def compute(part: slice, bar: tqdm) -> dict[str, np.ndarray]:
-            documents = pairs.documents.select(range(part.start, part.stop))
-            scores, found = search(queries(), map(self.compress, self._encoded(documents, bar)), k)
+            documents = self.pairs.documents.select(range(part.start, part.stop))
+            scores, found = search(self._queries, map(self.compress, self._encoded(documents, bar)), k)
             scores = scores.cpu().numpy()
             require_finite_scores(self._name_of_model(), scores)  # a NaN is always among the best
             return {"scores": scores, "found": found.cpu().numpy() + part.start}
 
-        def compute_candidates(part: slice, bar: tqdm) -> dict[str, np.ndarray]:
-            def encoded(numbers: np.ndarray) -> Iterator[TokenBatch | CompressedBatch]:
-                bar.update(part.stop - part.start - len(numbers))  # that are no candidate
-                return map(self.compress, self._encoded(pairs.documents.select(numbers), bar))
-
-            rows, documents, scores = score_candidates(queries(), encoded, candidates, part)
-            require_finite_scores(self._name_of_model(), scores)
-            scores, found = best_candidates(rows, documents, scores, len(pairs.queries), k)
-            return {"scores": scores, "found": found}
-
         best = None
-        step = section.documents_per_part
-        settings = {"mining.range_max": section.range_max, "mining.documents_per_part": step}
-        if candidates is not None:
-            digest = hashlib.blake2b(candidates.data, digest_size=16).hexdigest()
-            settings |= {"the candidates of mining.first_stage": digest}
-            compute = compute_candidates
-        total = len(pairs.documents)
-        for file in self.work.parts("search", self.common | settings, "Searching", " documents", total, step, compute):
+        for file in self._search_parts({}, compute):
             with np.load(file) as arrays:
                 scores, found = (torch.from_numpy(arrays[name]) for name in ("scores", "found"))
             if best is not None:
@@ -94,22 +69,63 @@ class DocumentSearch:
             best = scores[:, :k], found.gather(1, order[:, :k])
         return best
 
+    def best_candidates(self, candidates: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and numbers of the best of a first stage's candidates ``[Nq, K]``; -inf and -1 where there are too few.
+
+        Only candidates are encoded.
+        """
+        digest = hashlib.blake2b(candidates.data, digest_size=16).hexdigest()
+        candidates = np.sort(candidates, axis=1)  # of equal scores the lower document comes first
+        scores = np.full(candidates.shape, -np.inf, dtype=np.float32)
+        step = self.section.documents_per_part
+
+        def inside(begin: int) -> np.ndarray:
+            return (candidates >= begin) & (candidates < begin + step)
+
+        def compute(part: slice, bar: tqdm) -> np.ndarray:
+            rows, columns = inside(part.start).nonzero()
+            return self._scores_of_pairs(rows, candidates[rows, columns], part, bar)
+
+        files = self._search_parts({"the candidates of mining.first_stage": digest}, compute)
+        for begin, file in zip(range(0, len(self.pairs.documents), step), files, strict=True):
+            scores[inside(begin)] = read_part(file)
+        scores, order = torch.from_numpy(scores).sort(dim=1, descending=True, stable=True)
+        order = order[:, : documents_kept(self.pairs, self.section)]
+        return scores[:, : order.shape[1]], torch.from_numpy(candidates).gather(1, order)
+
     def lowest_positive_scores(self) -> list[float]:
         """The score of the worst positive of each query."""
-        batch_size, step = self.section.batch_size, self.section.rows_per_part
+        pairs, step = np.array(self.pairs.rows), self.section.rows_per_part
 
-        def score(pairs: Pairs, candidates: Candidates) -> np.ndarray:
-            return colbert_scores(self.model, pairs, candidates, batch_size, self.compress)
+        def compute(part: slice, bar: tqdm) -> np.ndarray:
+            return self._scores_of_pairs(*pairs[part].T, part, bar)
 
-        pairs = [(query, [document]) for query, document in self.pairs.rows]
-        at_once = BATCHES_AT_ONCE * batch_size
-        compute = functools.partial(score_part, self._name_of_model(), score, self.pairs, pairs, at_once)
         settings = self.common | {"mining.rows_per_part": step}
         files = self.work.parts("positives", settings, "Scoring positives", " pairs", len(pairs), step, compute)
-        lowest = [float("inf")] * len(self.pairs.queries)
-        for (query, _), score in zip(pairs, np.concatenate(list(map(read_part, files)))[:, 0], strict=True):
-            lowest[query] = min(lowest[query], score.item())
-        return lowest
+        lowest = np.full(len(self.pairs.queries), np.inf, dtype=np.float32)
+        np.minimum.at(lowest, pairs[:, 0], np.concatenate(list(map(read_part, files))))
+        return lowest.tolist()
+
+    def _search_parts(self, settings: dict[str, Any], compute: Compute) -> list[Path]:
+        step = self.section.documents_per_part
+        settings |= {"mining.range_max": self.section.range_max, "mining.documents_per_part": step}
+        return self.work.parts(
+            "search", self.common | settings, "Searching", " documents", len(self.pairs.documents), step, compute
+        )
+
+    def _scores_of_pairs(self, queries: np.ndarray, documents: np.ndarray, part: slice, bar: tqdm) -> np.ndarray:
+        """MaxSim of pairs ``[P]`` of numbers of a query and a document, each document of which is encoded once."""
+        used, places = np.unique(documents, return_inverse=True)
+        bar.update(part.stop - part.start - len(used))
+        batches = map(self.compress, self._encoded(self.pairs.documents.select(used), bar))
+        scores = pair_scores(self._queries, batches, queries, places)
+        require_finite_scores(self._name_of_model(), scores)
+        return scores
+
+    @functools.cached_property
+    def _queries(self) -> TokenBatch:
+        options = {"is_query": True, "show_progress": self.work.processes.is_main_process}
+        return retriever_of(self.model).encode(self.pairs.queries[:]["text"], self.section.batch_size, **options)
 
     def _load_compressor(self) -> Compress:
         key, format = f"mining.corpus_format {self.section.corpus_format}", self.section.corpus_format
@@ -145,71 +161,23 @@ def documents_kept(pairs: Pairs, section: MiningSection) -> int:
     return section.range_max + max(map(len, pairs.positives()))
 
 
-def score_candidates(
-    queries: TokenBatch,
-    encoded: Callable[[np.ndarray], Iterator[TokenBatch | CompressedBatch]],
-    candidates: np.ndarray,
-    part: slice,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Queries, documents and scores ``[P]`` of the candidates ``[Nq, K]`` whose numbers lie in ``part``.
-
-    ``encoded`` makes batches of documents by their numbers, which ascend. Documents that are no candidate are not asked
-    for.
-    """
-    rows, columns = ((candidates >= part.start) & (candidates < part.stop)).nonzero()
-    documents = candidates[rows, columns]
-    order = documents.argsort(kind="stable")  # the queries of a document ascend
-    rows, documents = rows[order], documents[order]
-    used, places = np.unique(documents, return_inverse=True)
-    scores = np.empty(len(rows), dtype=np.float32)
-    begin = first = 0
-    for batch in encoded(used):
-        end = int(np.searchsorted(places, first + len(batch)))
-        by_query = begin + rows[begin:end].argsort(kind="stable")
-        scores[by_query] = pair_scores(queries, batch, rows[by_query], places[by_query] - first)
-        begin, first = end, first + len(batch)
-    return rows, documents, scores
-
-
 @torch.no_grad()
 def pair_scores(
-    queries: TokenBatch, documents: TokenBatch | CompressedBatch, rows: np.ndarray, places: np.ndarray
+    queries: TokenBatch, batches: Iterable[TokenBatch | CompressedBatch], rows: np.ndarray, places: np.ndarray
 ) -> np.ndarray:
-    """MaxSim of pairs ``[P]`` of the query ``rows[p]`` and the document ``places[p]``; ``rows`` ascend."""
-    asked, first, counts = np.unique(rows, return_index=True, return_counts=True)
-    scores = np.empty(len(rows), dtype=np.float32)
-
-    def on_device(numbers: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(numbers.astype(np.int64)).to(queries.device)
-
-    # Queries with about as many candidates in one call; one that has fewer repeats its last.
-    widths = 2 ** np.ceil(np.log2(counts)).astype(np.int64)
-    for width in np.unique(widths):
-        group, step = np.flatnonzero(widths == width), max(1, PAIRS_AT_ONCE // width)
-        for begin in range(0, len(group), step):
-            some = group[begin : begin + step]
-            at = first[some, None] + np.minimum(np.arange(width), counts[some, None] - 1)
-            found = maxsim(queries.select(on_device(asked[some])), documents, on_device(places[at]))
-            scores[at] = found.cpu().numpy()
+    """MaxSim ``[P]`` of the query ``rows[p]`` and the document ``places[p]``, counted through all batches."""
+    scores, first = np.empty(len(rows), dtype=np.float32), 0
+    order = places.argsort(kind="stable")
+    ascending = places[order]
+    for batch in batches:
+        begin, end = np.searchsorted(ascending, (first, first + len(batch)))
+        for at in range(begin, end, PAIRS_AT_ONCE):
+            some = order[at : min(at + PAIRS_AT_ONCE, end)]
+            each, own = (torch.from_numpy(x).to(queries.device) for x in (rows[some], places[some] - first))
+            # A query for each pair, which has one candidate: queries may differ in how many they have in this batch.
+            scores[some] = maxsim(queries.select(each), batch, own[:, None])[:, 0].cpu().numpy()
+        first += len(batch)
     return scores
-
-
-def best_candidates(
-    rows: np.ndarray, documents: np.ndarray, scores: np.ndarray, num_queries: int, k: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and documents of the ``k`` best pairs of each query, best first, ``[Nq, K]`` with K at most ``k``.
-
-    Of equal scores the lower document comes first. Queries with fewer pairs have a score of -inf and a document of -1.
-    """
-    order = np.lexsort((documents, -scores, rows))
-    rows, documents, scores = rows[order], documents[order], scores[order]
-    rank = np.arange(len(rows)) - np.searchsorted(rows, rows)
-    kept = rank < k
-    rows, documents, scores, rank = rows[kept], documents[kept], scores[kept], rank[kept]
-    shape = (num_queries, rank.max(initial=-1) + 1)
-    best, found = np.full(shape, -np.inf, dtype=np.float32), np.full(shape, -1, dtype=np.int64)
-    best[rows, rank], found[rows, rank] = scores, documents
-    return best, found
 
 
 def hard_negatives(

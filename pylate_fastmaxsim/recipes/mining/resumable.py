@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 # The name of the array of a part that is one.
 _ARRAY = "values"
 
+# The content of a part, for its items; it updates the bar.
+Compute = Callable[[slice, tqdm], np.ndarray | dict[str, np.ndarray]]
+
 
 @dataclass(frozen=True)
 class Work:
@@ -40,11 +43,11 @@ class Work:
         unit: str,
         total: int,
         step: int,
-        compute: Callable[[slice, tqdm], np.ndarray | dict[str, np.ndarray]],
+        compute: Compute,
     ) -> list[Path]:
         """Compute the missing files of a stage for ``total`` items, ``step`` in each, and return all of them.
 
-        Files of other ``settings`` are removed. ``compute`` returns the content for its items and updates the bar.
+        Files of other ``settings`` are removed.
         """
         if self.processes.is_main_process:
             # As JSON, where a tuple is a list.

@@ -1,8 +1,7 @@
-"""Scores of a query's documents, by the model that searches and by the teacher."""
+"""Scores of a query's documents by the teacher."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -18,14 +17,18 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.recipes.compression import Compress, unchanged
 from pylate_fastmaxsim.recipes.config.kinds import MODELS, ColBERTSection
 from pylate_fastmaxsim.recipes.config.schema import MiningSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
-from pylate_fastmaxsim.recipes.models.encoder import encoder_of
-from pylate_fastmaxsim.recipes.models.load import NO_TOKENIZER, has_special_tokens_only, load_model, model_failure
+from pylate_fastmaxsim.recipes.models.load import (
+    NO_TOKENIZER,
+    encoder_of,
+    has_special_tokens_only,
+    load_model,
+    model_failure,
+)
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
 
 if TYPE_CHECKING:
@@ -36,36 +39,21 @@ Candidates = list[tuple[int, list[int]]]
 Scorer = Callable[[Pairs, Candidates], np.ndarray]
 
 
-def score_part(
-    source: str, score: Scorer, pairs: Pairs, candidates: Candidates, at_once: int, part: slice, bar: tqdm
-) -> np.ndarray:
-    """The scores of a part of the candidates, ``at_once`` rows at a time. ``source`` names the model in errors."""
-    scores = []
-    for first in range(part.start, part.stop, at_once):
-        rows = candidates[first : min(first + at_once, part.stop)]
-        scores.append(score(pairs, rows).astype(np.float32))
-        require_finite_scores(source, scores[-1])
-        bar.update(len(rows))
-    return np.concatenate(scores)
-
-
 def require_finite_scores(source: str, scores: np.ndarray) -> None:
     """Refuse NaN and infinite scores before they decide about negatives."""
     if not np.isfinite(scores).all():
         raise RecipeError(f"{source} must give scores that are finite numbers, but some of them are NaN or infinite.")
 
 
-def colbert_scores(
-    model: ColBERT, pairs: Pairs, candidates: Candidates, batch_size: int, compress: Compress = unchanged
-) -> np.ndarray:
-    """MaxSim of the candidates of each query, ``[N, K]``, of documents as ``compress`` makes them."""
+def colbert_scores(model: ColBERT, pairs: Pairs, candidates: Candidates, batch_size: int) -> np.ndarray:
+    """MaxSim of the candidates of each query, ``[N, K]``."""
     used = {document: place for place, document in enumerate(dict.fromkeys(d for _, row in candidates for d in row))}
     retriever = retriever_of(model)
     queries = retriever.encode(pairs.queries[[query for query, _ in candidates]]["text"], batch_size, is_query=True)
     documents = retriever.encode(pairs.documents[list(used)]["text"], batch_size, is_query=False)
     places = torch.tensor([[used[document] for document in row] for _, row in candidates], device=documents.device)
     with torch.no_grad():
-        return maxsim(queries, compress(documents), places).cpu().numpy()
+        return maxsim(queries, documents, places).cpu().numpy()
 
 
 def load_teacher(section: MiningSection, device: torch.device, kind: str = "colbert") -> Scorer:
@@ -151,7 +139,16 @@ def _has_projection(name: str, config: PretrainedConfig) -> bool:
 def grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: MiningSection, work: Work) -> np.ndarray:
     """The teacher's scores of the documents of each row, ``[rows, 1 + num_negatives]``."""
     at_once = max(1, BATCHES_AT_ONCE * section.batch_size // (1 + section.num_negatives))
-    compute = functools.partial(score_part, f"mining.teacher {section.teacher}", teacher, pairs, candidates, at_once)
+
+    def compute(part: slice, bar: tqdm) -> np.ndarray:
+        scores = []
+        for first in range(part.start, part.stop, at_once):
+            rows = candidates[first : min(first + at_once, part.stop)]
+            scores.append(teacher(pairs, rows).astype(np.float32))
+            require_finite_scores(f"mining.teacher {section.teacher}", scores[-1])
+            bar.update(len(rows))
+        return np.concatenate(scores)
+
     settings = {
         "mining.teacher": section.teacher,
         "mining.teacher_type": section.teacher_type,

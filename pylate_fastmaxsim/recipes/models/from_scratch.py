@@ -16,9 +16,9 @@ from tokenizers.trainers import BpeTrainer
 from transformers import LlamaConfig, LlamaModel, ModernBertConfig, PreTrainedTokenizerFast, set_seed
 
 from pylate_fastmaxsim.recipes.config.kinds import BuildSection, ColBERTSection, TextModelSection
-from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.kind import kind_of
-from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.errors import as_recipe_error
+from pylate_fastmaxsim.recipes.kind import Kind
+from pylate_fastmaxsim.recipes.models.load import load_model, require_positions
 
 SPECIAL_TOKENS = {
     "pad_token": "[PAD]",
@@ -33,20 +33,17 @@ LONGEST = 8192  # tokens of a text of either model
 PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them
 
 
-def build_model(section: TextModelSection, texts: Iterable[str], seed: int, directory: Path) -> None:
+def build_model(kind: Kind, section: TextModelSection, texts: Iterable[str], seed: int, directory: Path) -> None:
     """Train a tokenizer on ``texts``, draw the weights from ``seed``, and save a ColBERT or a SPLADE in ``directory``."""
-    kind = kind_of(section)
     tokenizer = train_tokenizer(texts, section.build.vocab_size)
     set_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        try:
+        with as_recipe_error("model cannot be built", BAD_VALUE):
             kind.encoder_class(_configuration(section.build, tokenizer)).save_pretrained(folder)
             set_seed(seed)
             model = kind.from_encoder(section.loaded_from(folder), "cpu")
-        except BAD_VALUE as error:
-            raise RecipeError(f"model cannot be built: {first_line(error)}") from error
-    kind.check_lengths(section, model)
+    require_positions(section, model)
     model.save(str(directory), create_model_card=False)
 
 

@@ -1,4 +1,4 @@
-"""Load models: of a recipe's section, of a checkpoint of its training, or of the class that has saved them."""
+"""Find the kind of a model, and load it: of a section, of a checkpoint of its training, or of what has saved it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import zipfile
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,15 +16,15 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from sentence_transformers import SparseEncoder
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, set_seed
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
-from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error, first_line
 from pylate_fastmaxsim.recipes.files import parse_json
-from pylate_fastmaxsim.recipes.kind import kind_of
-from pylate_fastmaxsim.recipes.models.encoder import encoder_of
+from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.retrieval.static.files import DESCRIPTION_FILE as STATIC_FILE
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 
@@ -35,11 +36,39 @@ if TYPE_CHECKING:
 
 # A model that recipes train. As text, because not every library is installed.
 HostModel: TypeAlias = "ColBERT | MultiVectorEncoder | SparseEncoder | PageModel"
+MODULES = {
+    "colbert": "colbert",
+    "multi_vector": "multi_vector",
+    "splade": "splade",
+    "colpali": "pages",
+    "colqwen2": "pages",
+}
+# The library that a kind needs, and the extras that bring it.
+NEEDED = {"colbert": ("PyLate", "pylate,recipes"), "pages": ("colpali-engine", "pylate,recipes,colpali")}
 CONFIG_FILE = "config_sentence_transformers.json"
 # By the class that saved a model, the kind of recipe that trains it.
 KIND_OF_CLASS = {"ColBERT": "colbert", "SparseEncoder": "splade", "MultiVectorEncoder": "multi_vector"}
 NO_TOKENIZER = "{} {} has no tokenizer that can be loaded; it must be saved beside the model."
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt")
+
+
+def kind_of(model: ModelSection) -> Kind:
+    """The kind of a model."""
+    module = MODULES[model.kind]
+    if module == "multi_vector" and not hasattr(sentence_transformers, "MultiVectorEncoder"):
+        raise RecipeError(
+            "model.kind multi_vector needs Sentence Transformers 6, in an environment without PyLate: pip install "
+            f'"pylate-fastmaxsim[multi-vector,recipes]" (installed is {sentence_transformers.__version__}).'
+        )
+    try:
+        return import_module(f"pylate_fastmaxsim.recipes.kinds.{module}").KIND
+    except ImportError as error:
+        if module not in NEEDED:
+            raise
+        library, extra = NEEDED[module]
+        raise RecipeError(
+            f'model.kind {model.kind} needs {library}: pip install "pylate-fastmaxsim[{extra}]" ({error}).'
+        ) from error
 
 
 def load_model(
@@ -57,7 +86,7 @@ def load_model(
     loaded = section if checkpoint is None else replace(section, name_or_path=str(checkpoint))
     set_seed(seed)
     try:
-        model = kind.load(section, device, key, checkpoint)
+        model = kind.load(loaded, device, key, section.name_or_path)
     except RecipeError:
         raise
     except Exception as error:  # each library that reads the files has its own errors
@@ -70,10 +99,12 @@ def load_model(
                 f"{KIND_OF_CLASS[found]} trains."
             ) from error
         raise model_failure(key, loaded, error) from error
+    if not section.visual:
+        require_positions(section, model)
     if has_special_tokens_only(kind.tokenizer_of(model)):
         raise RecipeError(NO_TOKENIZER.format(key, loaded.name_or_path))
     if section.config_kwargs:
-        _report_unused_values(section, encoder_of(model).config)
+        _report_unused_values(section, model)
     return model
 
 
@@ -92,10 +123,8 @@ def load_retriever(
     """
     saved_by, path = saved_class(name, key), Path(name).expanduser()
     if saved_by == "StaticLateInteraction":
-        try:
+        with as_recipe_error(f"{key} {name} cannot be loaded", (ValueError, OSError)):
             return StaticLateInteraction.load(path, device)
-        except (ValueError, OSError) as error:
-            raise RecipeError(f"{key} {name} cannot be loaded: {first_line(error)}") from error
     section = ColBERTSection(name_or_path=str(path) if path.is_dir() else name, trust_remote_code=trust_remote_code)
     host = SparseEncoder if saved_by == "SparseEncoder" else getattr(sentence_transformers, "MultiVectorEncoder", None)
     if host is None and saved_by == "ColBERT":
@@ -149,8 +178,9 @@ def is_missing_folder(name: str) -> bool:
     return not path.is_dir() and (path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1)
 
 
-def _report_unused_values(section: ModelSection, config: PretrainedConfig) -> None:
+def _report_unused_values(section: ModelSection, model: nn.Module) -> None:
     """Log what transformers ignores silently."""
+    config = encoder_of(model).config
     if unknown := [name for name in section.config_kwargs if not hasattr(config, name)]:
         log_once(
             "model.config_kwargs is left out where %s has no such value: %s.", type(config).__name__, ", ".join(unknown)
@@ -230,3 +260,40 @@ def json_of(name: str, file: str) -> Any:
         raise
     except (FileNotFoundError, EntryNotFoundError):
         return None
+
+
+def encoder_of(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers in a text encoder, also below the route of a Router."""
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def positions(encoder: nn.Module) -> int | None:
+    """Number of tokens of a text that an encoder was made for; None if it does not say."""
+    return min(learned_positions(encoder), default=getattr(encoder.config, "max_position_embeddings", None))
+
+
+def learned_positions(encoder: nn.Module) -> list[int]:
+    """Number of tokens of a text in each table of learned positions."""
+    # In RoBERTa the positions of a text begin after that of padding.
+    return [
+        table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+        for name, table in encoder.named_modules()
+        if name.endswith("position_embeddings") and isinstance(table, nn.Embedding)
+    ]
+
+
+def require_positions(section: ModelSection, model: nn.Module) -> None:
+    """Refuse lengths beyond the encoder's positions.
+
+    Learned positions limit queries and documents. Rotary positions limit only queries, which are padded to their
+    length: documents longer than the encoder was trained for are common.
+    """
+    encoder = encoder_of(model)
+    learned = min(learned_positions(encoder), default=None)
+    limits = {"query_length": positions(encoder), "document_length": learned, "max_seq_length": learned}
+    for key, limit in limits.items():
+        length = getattr(section, key, None)
+        if length is not None and limit is not None and length > limit:
+            raise RecipeError(
+                f"model.{key} must be at most {limit}, as many positions as {type(encoder).__name__} has, got {length}."
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.integrations.sparse_encoder.names import Router
 from pylate_fastmaxsim.pooling import Max, Pooling
-from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
+from pylate_fastmaxsim.retrieval.corpus import Corpus
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
@@ -146,14 +147,20 @@ class Retriever:
             raise NotFiniteError
 
     def search(
-        self, queries: Encoded, documents: Iterable[Encoded | CompressedBatch], k: int, pooling: Pooling = Max()
+        self,
+        queries: Encoded,
+        documents: Iterable[Encoded | CompressedBatch] | Corpus | SparseIndex,
+        k: int,
+        pooling: Pooling = Max(),
+        progress: Callable[[int], object] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores and positions ``[Nq, K]`` of the best documents of a stream of batches.
+        """Scores and positions ``[Nq, K]`` of the best documents of a stream of batches, or of an index.
 
         K is ``k``; with late interaction no more than there are documents. Those of a static model are ranked by MaxSim,
-        which is certified, or with BM25 weights by its sparse scores.
+        which is certified, or with BM25 weights by its sparse scores. ``progress`` is told how many documents have been
+        scored since, of sparse vectors those of an index.
         """
-        return search(queries, documents, k, pooling=pooling)
+        return search(queries, documents, k, pooling=pooling, progress=progress)
 
     @property
     def document_length(self) -> int | None:
@@ -199,22 +206,27 @@ class Retriever:
         return _digest([settings, modules, rules], self.model.state_dict())
 
 
-class MultiVectorRetriever(Retriever):
+class SentenceTransformersRetriever(Retriever):
+    """A model that has methods for queries and for documents, which add its prompts and choose its route."""
+
+    def _host_output(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> Tensor | list[Tensor]:
+        return (self.model.encode_query if is_query else self.model.encode_document)(list(texts), **options)
+
+    def document_prompt_tokens(self) -> int:
+        names = ("document", "passage", "corpus", self.model.default_prompt_name)
+        prompt = next((self.model.prompts[name] for name in names if self.model.prompts.get(name)), "")
+        return len(self.document_transformer.tokenizer(prompt, add_special_tokens=False)["input_ids"])
+
+
+class MultiVectorRetriever(SentenceTransformersRetriever):
     """A MultiVectorEncoder, whose modules hold all settings."""
 
     settings = ()
-
-    def _host_output(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
-        # They add the prompts of the model and choose its route, where it has two.
-        return (self.model.encode_query if is_query else self.model.encode_document)(list(texts), **options)
 
     def _document_length_attribute(self) -> tuple[Any, str]:
         transformer = self.document_transformer
         has_own = getattr(transformer, "document_length", None) is not None
         return transformer, "document_length" if has_own else "max_seq_length"
-
-    def document_prompt_tokens(self) -> int:
-        return _prompt_tokens(self.model, self.document_transformer)
 
     def query_token_ids(self, text: str) -> Tensor:
         encoded = self.model.encode_query(text, output_value=None)
@@ -233,38 +245,39 @@ class PagesRetriever(Retriever):
         return _digest([*settings, _rules(getattr(processor, "tokenizer", None))], model.state_dict())
 
 
-class SparseRetriever(Retriever):
+class SparseRetriever(SentenceTransformersRetriever):
     """A SparseEncoder."""
 
     kind = "sparse"
     has_token_embeddings = False
     settings = ("max_active_dims",)
 
-    def _host_output(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> Tensor:
-        encode = self.model.encode_query if is_query else self.model.encode_document
-        return encode(list(texts), convert_to_tensor=True, **options)
-
     def _batch(self, output: Tensor) -> SparseBatch:
         self._require_finite(output.coalesce().values() if output.is_sparse else output)
-        try:
+        with as_recipe_error("The vectors of the sparse model cannot be searched"):
             return SparseBatch.from_torch(output)
-        except ValueError as error:
-            raise RecipeError(f"The vectors of the sparse model cannot be searched: {first_line(error)}") from error
 
     def _document_length_attribute(self) -> tuple[Any, str]:
         return self.document_transformer, "max_seq_length"
 
-    def document_prompt_tokens(self) -> int:
-        return _prompt_tokens(self.model, self.document_transformer)
-
     def search(
-        self, queries: Encoded, documents: Iterable[Encoded], k: int, pooling: Pooling = Max()
+        self,
+        queries: Encoded,
+        documents: Iterable[Encoded] | SparseIndex,
+        k: int,
+        pooling: Pooling = Max(),
+        progress: Callable[[int], object] | None = None,
     ) -> tuple[Tensor, Tensor]:
         if pooling != Max():
             raise RecipeError(
                 "loss.pooling must be max for a sparse or static model, which has no similarities of tokens to pool."
             )
-        return self._search_stream(queries, documents, k)
+        if not isinstance(documents, SparseIndex):
+            return self._search_stream(queries, documents, k)
+        found = queries.search(documents, k) if isinstance(queries, StaticQueries) else documents.search(queries, k)
+        if progress is not None:
+            progress(len(documents))
+        return found
 
     def _search_stream(self, queries: SparseBatch, documents: Iterable[SparseBatch], k: int) -> tuple[Tensor, Tensor]:
         return sparse_search(queries, documents, k)
@@ -279,13 +292,12 @@ class StaticRetriever(SparseRetriever):
     def _host_output(
         self, texts: Sequence[str], is_query: bool, options: dict[str, Any]
     ) -> StaticQueries | StaticDocuments:
-        try:
+        # It may lack counts of tokens, or its tokenizer give ids beyond its tables.
+        with as_recipe_error("The static model cannot encode"):
             tokens = self.model.token_ids(texts)
             if is_query:
                 return StaticQueries(self.model, self.model.queries(tokens))
             return StaticDocuments(tokens, self.model.documents(tokens))
-        except ValueError as error:  # it lacks counts of tokens, or its tokenizer gives ids beyond its tables
-            raise RecipeError(f"The static model cannot encode: {first_line(error)}") from error
 
     def _batch(self, output: StaticQueries | StaticDocuments) -> StaticQueries | StaticDocuments:
         return output  # whose vectors are finite
@@ -323,13 +335,6 @@ def retriever_of(model: Any, finite: bool = False) -> Retriever:
         getattr(sentence_transformers, "MultiVectorEncoder", Retriever): MultiVectorRetriever,
     }
     return next((retriever for host, retriever in classes.items() if isinstance(model, host)), Retriever)(model, finite)
-
-
-def _prompt_tokens(model: nn.Module, transformer: nn.Module) -> int:
-    """Tokens of the prompt that Sentence Transformers puts before a document."""
-    names = ("document", "passage", "corpus", model.default_prompt_name)
-    prompt = next((model.prompts[name] for name in names if model.prompts.get(name)), "")
-    return len(transformer.tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
 
 def _rules(tokenizer: object) -> object:

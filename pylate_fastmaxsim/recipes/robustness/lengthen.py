@@ -8,7 +8,7 @@ from typing import Literal
 
 from pylate_fastmaxsim.diagnostics.robustness import draw_fillers, lengthened
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.models.encoder import encoder_of, positions
+from pylate_fastmaxsim.recipes.models.load import encoder_of, positions
 from pylate_fastmaxsim.recipes.models.retriever import Encoded, Retriever
 from pylate_fastmaxsim.recipes.robustness.task import Task
 from pylate_fastmaxsim.tokens import TokenBatch

@@ -1,4 +1,4 @@
-"""Measure the robustness of a model: longer documents, injected tokens, and what they do to a few pairs."""
+"""Measure the robustness of the model of a recipe, or of a model on a collection: longer documents and injected tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -16,16 +17,21 @@ from pylate_fastmaxsim.diagnostics.robustness import DEPTH, TIMES, length_sweep,
 from pylate_fastmaxsim.integrations.options import POOLINGS, pooling_from_text
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK
+from pylate_fastmaxsim.recipes.config.shipped import is_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, StaticDocuments
+from pylate_fastmaxsim.recipes.files import inputs_of, prepare_file, write_json
+from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, StaticDocuments, retriever_of
 from pylate_fastmaxsim.recipes.robustness.lengthen import Append, Lengthened, encode
-from pylate_fastmaxsim.recipes.robustness.task import Task
+from pylate_fastmaxsim.recipes.robustness.task import Limits, Task, collection_task, texts_trained_on
 from pylate_fastmaxsim.recipes.search.run import best_device
+from pylate_fastmaxsim.recipes.targets import find_collection, find_targets
 from pylate_fastmaxsim.reporting.environment import environment
+from pylate_fastmaxsim.reporting.numbers import without_nan
 from pylate_fastmaxsim.tokens import TokenBatch
 
 DEFAULT_POOLINGS = (Max(), TopK(4), Softmax(0.1), LogSumExp(0.1))
 PAIRS = 3
+RESULT_FILE = "robustness.json"
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,54 @@ def pooling_text(pooling: Pooling) -> str:
     """A pooling as the command line names it."""
     (name,) = (name for name, each in POOLINGS.items() if isinstance(pooling, each))
     return "=".join([name, *map(str, vars(pooling).values())])
+
+
+def robustness(
+    name: str,
+    settings: Settings,
+    limits: Limits,
+    overrides: Sequence[str] = (),
+    beir: str | None = None,
+    split: str = "test",
+    output: str | None = None,
+) -> tuple[dict[str, Any], list[Pair], Path]:
+    """Measure a trained model, and write ``robustness.json``.
+
+    ``name`` is a recipe whose model was trained before, or a model of texts, which needs a collection in BEIR's layout
+    (``beir``). The pooling of a recipe is measured in any case. Results go to ``output``, to the recipe's ``output_dir``,
+    or for a model to the working directory.
+
+    Returns
+    -------
+    The content of ``robustness.json``, pairs to look at, and that file.
+    """
+    if beir is None and not is_recipe(name):
+        raise RecipeError(
+            f"{name} needs held-out data: name a collection in BEIR's layout with --beir, or give the recipe of the model."
+        )
+    (target,) = find_targets([name], overrides)
+    if target.visual:
+        raise RecipeError(f"{target.label} retrieves pages; fastmaxsim robustness makes documents of text longer.")
+    recipe, directory, inputs = target.recipe, Path(), [Path(target.path).expanduser()]
+    if recipe is not None:
+        directory = Path(recipe.output_dir)
+        inputs += inputs_of(recipe.model, recipe.data, recipe.evaluation)
+    if beir is not None:
+        inputs.append(Path(beir).expanduser())
+    if output is not None:
+        directory = Path(output).expanduser()
+    for suffix in (".json", ".png", ".html"):
+        prepare_file("--output", (directory / RESULT_FILE).with_suffix(suffix), inputs)
+    data, collection, trained_on = find_collection([target], beir, split)
+    fillers = None if trained_on is None else texts_trained_on(trained_on, collection, limits)
+    task = collection_task(data, collection, limits, fillers)
+    retriever = retriever_of(target.load(best_device(), trust_remote_code=False), finite=True)
+    own = None if recipe is None else target.pooling
+    measured, pairs = measure(retriever, task, settings, target.batch_size, own)
+    names = {"model": target.path, "recipe": None if recipe is None else recipe.name}
+    result = without_nan(names | measured)
+    write_json(directory / RESULT_FILE, result)
+    return result, pairs, directory / RESULT_FILE
 
 
 def measure(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ ATTACKS = {
     EVERYWHERE: "near query tokens, in gold documents too",
 }
 SHOWN_METRICS = ("ndcg@10", "recall@1")
+BOTH_METRICS = "{ndcg@10:.3f} / {recall@1:.3f}"
 SETTINGS = ("data", "appended", "document_length", "lengthened_document_length", "noise", "seed", "poolings")
 MOST_LETTERS = 300  # of a text of a pair
 MOST_LABELS = 48  # tokens of a query that still have room for their names
@@ -40,26 +41,28 @@ def tables(result: dict[str, Any]) -> list[Table]:
 
 def length_rows(result: dict[str, Any]) -> Rows:
     """nDCG@10 and Recall@1 of each length and pooling; the first row is the header."""
-    rows = [("times as long", "tokens", *result["poolings"])]
-    for times, some in _by(result["lengths"], "times"):
-        rows.append((str(times), f"{some[0]['tokens']:.0f}", *map(_metrics, some)))
-    return rows
+    columns = {"times as long": "{times}", "tokens": "{tokens:.0f}"}
+    return _rows(result, result["lengths"], "times", columns, BOTH_METRICS)
 
 
 def injection_rows(result: dict[str, Any], attack: str) -> Rows:
     """nDCG@10 and Recall@1 of each number of injected tokens and pooling, and the hijack rate."""
-    rows = [("tokens", "hijack rate", *result["poolings"])]
-    for tokens, some in _by(_of(result, attack), "tokens"):
-        rows.append((str(tokens), f"{some[0]['hijack_rate']:.3f}", *map(_metrics, some)))
-    return rows
+    columns = {"tokens": "{tokens}", "hijack rate": "{hijack_rate:.3f}"}
+    return _rows(result, _of(result, attack), "tokens", columns, BOTH_METRICS)
 
 
 def weight_rows(result: dict[str, Any], attack: str) -> Rows:
     """The share of the weight of each pooling on injected tokens."""
-    rows = [("tokens", *result["poolings"])]
-    for tokens, some in _by(_of(result, attack), "tokens"):
-        rows.append((str(tokens), *(f"{row['injected_weight']:.3f}" for row in some)))
-    return rows
+    return _rows(result, _of(result, attack), "tokens", {"tokens": "{tokens}"}, "{injected_weight:.3f}")
+
+
+def _rows(result: dict[str, Any], rows: list[dict[str, Any]], key: str, columns: dict[str, str], cell: str) -> Rows:
+    """A row for each value of ``key``: ``columns`` by their titles, and a ``cell`` for each pooling."""
+    table = [(*columns, *result["poolings"])]
+    for value in dict.fromkeys(row[key] for row in rows):
+        some = [row for row in rows if row[key] == value]
+        table.append((*(text.format_map(some[0]) for text in columns.values()), *map(cell.format_map, some)))
+    return table
 
 
 def attacks_of(result: dict[str, Any]) -> dict[str, str]:
@@ -91,18 +94,8 @@ def caption(result: dict[str, Any]) -> str:
     )
 
 
-def _metrics(row: dict[str, Any]) -> str:
-    return " / ".join(f"{row[metric]:.3f}" for metric in SHOWN_METRICS)
-
-
 def _of(result: dict[str, Any], attack: str) -> list[dict[str, Any]]:
     return [row for row in result["injection"] if row["attack"] == attack]
-
-
-def _by(rows: list[dict[str, Any]], key: str) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Each value of ``key``, and its rows: one for each pooling."""
-    for value in dict.fromkeys(row[key] for row in rows):
-        yield value, [row for row in rows if row[key] == value]
 
 
 def write_robustness_png(result: dict[str, Any], file: Path) -> None:

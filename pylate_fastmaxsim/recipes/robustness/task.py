@@ -9,10 +9,8 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data.collection import Collection, RecipeData, document_texts, is_the_query, titles
+from pylate_fastmaxsim.recipes.data.collection import Collection, document_texts, is_the_query, titles
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation import held_out
 
 
 @dataclass(frozen=True)
@@ -36,31 +34,13 @@ class Limits:
     seed: int = 0
 
 
-def task_of(recipe: Recipe, data: RecipeData, limits: Limits) -> Task:
-    """The task of what a recipe is evaluated on."""
-    if recipe.evaluation.beir is not None:
-        return collection_task(recipe.evaluation.beir, *data.collections, limits)
-    if data.collections:
-        raise RecipeError(
-            "evaluation.nano_beir names several collections, and robustness measures one; name it with --beir, or hold rows "
-            "out with --set evaluation.nano_beir=null --set evaluation.rows=300."
-        )
-    if data.held_out is None:
-        raise RecipeError(
-            "evaluation names no held-out data, which robustness is measured on; set evaluation.rows to what the training "
-            "set it to, or name a collection with --beir."
-        )
-    rows = held_out.collection_of(recipe, data.held_out)
-    fillers = _trained_on(recipe, data.train, set(rows.corpus["text"][:]), limits)
-    return collection_task(f"{len(data.held_out)} rows held out of {recipe.name}", rows, limits, fillers)
-
-
-def _trained_on(recipe: Recipe, rows: Dataset, held_out: set[str], limits: Limits) -> list[str]:
-    """Positives that were trained on, without those that are held out."""
+def texts_trained_on(rows: Dataset, held_out: Collection, limits: Limits) -> list[str]:
+    """Positives of rows that were trained on, without those that are held out."""
     some = rows.select(_drawn(len(rows), limits.max_documents, limits.seed))
     column = some.select_columns([rows.column_names[1]])[:][rows.column_names[1]]
     texts = (text if isinstance(text, str) else text[0] for text in column)
-    return [text for text in dict.fromkeys(texts) if text not in held_out]
+    own = {*held_out.corpus["text"][:]}
+    return [text for text in dict.fromkeys(texts) if text not in own]
 
 
 def collection_task(name: str, collection: Collection, limits: Limits, fillers: list[str] | None = None) -> Task:

@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.recipes.data.collection import Collection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_by_query
+from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_by_query, require_ids_of_one_word, write_run
 from pylate_fastmaxsim.recipes.files import prepare_file
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
-from pylate_fastmaxsim.recipes.search.results import (
-    prepare_per_query,
-    require_ids_of_one_word,
-    write_per_query,
-    write_run,
+from pylate_fastmaxsim.recipes.search.run import (
+    METRICS_BY_DEPTH,
+    Options,
+    Progress,
+    Search,
+    best_device,
+    check_format,
 )
-from pylate_fastmaxsim.recipes.search.run import METRICS_BY_DEPTH, Progress, Search, best_device, check_format
-from pylate_fastmaxsim.recipes.search.run import Options as SearchOptions
 from pylate_fastmaxsim.recipes.search.significance import Scores, compare
 from pylate_fastmaxsim.recipes.targets import Target, short_name
 
-
-@dataclass(frozen=True)
-class Options:
-    """The options of the command, by their names."""
-
-    run: Path | None = None
-    per_query: Path | None = None
-    index: Path | None = None
-    format: str | None = None
-    batch_size: int | None = None
-    trust_remote_code: bool = False
-    test: str = "student"
-    inputs: Sequence[Path | None] = ()  # what is read, and so not written to
+SUFFIXES = (".jsonl", ".tsv")  # of metrics of each query
 
 
 def evaluate(
-    targets: Sequence[Target], name: str, collection: Collection, options: Options, progress: Progress
+    targets: Sequence[Target],
+    name: str,
+    collection: Collection,
+    options: Options,
+    progress: Progress,
+    per_query: Path | None = None,
+    test: str = "student",
 ) -> dict[str, Any]:
     """Search all judged queries with each model, exactly.
+
+    ``options.run`` and ``options.index`` are folders, in which each model has a file or a folder. ``per_query`` is a file
+    for the metrics of each query.
 
     Returns
     -------
@@ -55,22 +55,22 @@ def evaluate(
     if options.run is not None:
         require_ids_of_one_word(collection)
         _prepare_runs(options, targets)
-    if options.per_query is not None:
-        prepare_per_query(options.per_query, options.inputs)
+    if per_query is not None:
+        prepare_per_query(per_query, options.inputs)
     models: list[dict[str, Any]] = []
     scores: Scores = {}
     for target in targets:
         summary, scores[target.label] = _evaluate(target, collection, options, progress)
         models.append(summary)
-    if options.per_query is not None:
-        write_per_query(options.per_query, scores)
+    if per_query is not None:
+        write_per_query(per_query, scores)
     return {
         "collection": name,
         "queries": len(collection.queries),
         "documents": len(collection.corpus),
         "models": models,
-        "test": options.test,
-        "pairs": compare(scores, options.test),
+        "test": test,
+        "pairs": compare(scores, test),
     }
 
 
@@ -79,10 +79,10 @@ def _evaluate(
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """The summary of a model, and its metrics by query."""
     model = retriever_of(target.load(best_device(), options.trust_remote_code), finite=True)
-    searching = SearchOptions(
+    options = replace(
+        options,
         k=max(METRICS_BY_DEPTH.values()),
         run=None if options.run is None else _run_file(options.run, target),
-        index=options.index,
         format=options.format if model.has_token_embeddings else None,
         batch_size=options.batch_size or target.batch_size,
         pooling=target.pooling,
@@ -91,12 +91,12 @@ def _evaluate(
     def progress_of_model(task: str, total: int, done: int = 0) -> Callable[[int], None]:
         return progress(f"{target.label}: {task}", total, done)
 
-    task = Search(target.path, model, collection, searching, progress_of_model)
+    task = Search(target.path, model, collection, options, progress_of_model)
     if options.index is not None:
-        task.options = replace(searching, index=options.index / _index_name(target, task))
+        task.options = replace(options, index=options.index / _index_name(target, task))
     found = task.ranking()
-    if searching.run is not None:
-        write_run(searching.run, found)
+    if options.run is not None:
+        write_run(options.run, found)
     by_query = metrics_by_query(found, collection, list(METRICS_BY_DEPTH))
     means = {metric: sum(values.values()) / len(values) for metric, values in by_query.items()}
     return {"label": target.label, **task.summary(), "pooling": str(target.pooling), "metrics": means}, by_query
@@ -125,3 +125,30 @@ def _index_name(target: Target, task: Search) -> str:
     parts = f"{made_of.model_digest} {made_of.corpus_digest} {made_of.stored}"
     own = short_name(target.path) if target.recipe is None else target.recipe.name
     return f"{own}-{hashlib.blake2b(parts.encode(), digest_size=6).hexdigest()}"
+
+
+def prepare_per_query(file: Path, inputs: Sequence[Path | None] = ()) -> None:
+    """Make the folder of the file. RecipeError if it cannot be written, or has another ending."""
+    if file.suffix not in SUFFIXES:
+        raise RecipeError(f"--per-query must be a file that ends in {' or '.join(SUFFIXES)}, got {file}.")
+    prepare_file("--per-query", file, inputs)
+
+
+def write_per_query(file: Path, scores: Scores) -> None:
+    """Write a row for each query and model: their names and each metric; the file appears when it is complete."""
+    rows = [
+        {"query": query, "model": model, **{name: values[query] for name, values in metrics.items()}}
+        for model, metrics in scores.items()
+        for query in next(iter(metrics.values()))
+    ]
+
+    def write(scratch: str) -> None:
+        with open(scratch, "w", encoding="utf-8", newline="") as lines:
+            if file.suffix == ".jsonl":
+                lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            else:
+                table = csv.DictWriter(lines, list(rows[0]), delimiter="\t", lineterminator="\n")
+                table.writeheader()
+                table.writerows(rows)
+
+    replace_file(file, write)

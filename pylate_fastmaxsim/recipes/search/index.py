@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from pylate_fastmaxsim.codec import ResidualCodec
 from pylate_fastmaxsim.files.record import read_record, write_record
-from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import needs_codec, train_codec
-from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
 from pylate_fastmaxsim.recipes.files import hold_lock
-from pylate_fastmaxsim.recipes.models.retriever import Encoded, Retriever, StaticDocuments, StaticQueries
+from pylate_fastmaxsim.recipes.models.retriever import Encoded, Retriever, StaticDocuments
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE as CORPUS_FILE
 from pylate_fastmaxsim.retrieval.formats.format import CODEC_FILE, DTYPES
-from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.retrieval.sparse_files import DESCRIPTION_FILE as SPARSE_FILE
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.sparse import SparseBatch
@@ -54,61 +50,30 @@ class Description:
         return self.kind != Retriever.kind
 
 
-@dataclass(frozen=True)
-class Index:
-    """A corpus on disk that is searched; ``pooling`` is that of token embeddings."""
-
-    held: SparseIndex | Corpus
-    pooling: Pooling
-
-    def search(self, queries: Encoded, k: int, searched: Callable[[int], None]) -> tuple[Tensor, Tensor]:
-        """Scores and positions ``[Nq, K]``; ``searched`` is told how many documents have been scored since."""
-        with _name_index_in_errors():
-            if isinstance(self.held, Corpus):
-                return search(queries, self.held, k, pooling=self.pooling, progress=searched)
-            is_static = isinstance(queries, StaticQueries)
-            found = queries.search(self.held, k) if is_static else self.held.search(queries, k)
-        searched(len(self.held))
-        return found
-
-
 def open_or_build(
     folder: Path,
     description: Description,
     encode_from: EncodeFrom,
     encode_sample: EncodeSample,
     device: torch.device,
-    pooling: Pooling = Max(),
-) -> Index:
+) -> SparseIndex | Corpus:
     """The index in a folder, finished first where an earlier call was interrupted, and built where there is none.
 
     A finished index is only read: by several commands at once, and where the folder cannot be written. It must be of the
     same model and corpus.
     """
     building = f"--index: {folder} is being built by another command; wait until it ends, or choose another folder."
-    with _name_index_in_errors():
+    # A damaged file, or a number that does not fit the format.
+    with as_recipe_error("--index"):
         if (folder / DESCRIPTION_FILE).exists():
             _require_same(folder, description)
-            if (held := _finished(folder, description, device)) is not None:
-                return Index(held, pooling)
+            if (found := _finished(folder, description, device)) is not None:
+                return found
         with hold_lock("--index", folder, LOCK_FILE, building):
             _describe(folder, description)
             if description.is_sparse:
-                held = SparseIndex.build(_vectors(encode_from), folder=folder / SPARSE_FOLDER, device=device)
-            else:
-                held = _build(folder, description.stored, encode_from, encode_sample)
-            return Index(held, pooling)
-
-
-@contextmanager
-def _name_index_in_errors() -> Iterator[None]:
-    """Context in which a damaged file, also one that is read late, or a number that does not fit the format is a RecipeError."""
-    try:
-        yield
-    except RecipeError:
-        raise
-    except ValueError as error:
-        raise RecipeError(f"--index: {first_line(error)}") from error
+                return SparseIndex.build(_vectors(encode_from), folder=folder / SPARSE_FOLDER, device=device)
+            return _build(folder, description.stored, encode_from, encode_sample)
 
 
 def _finished(folder: Path, description: Description, device: torch.device) -> SparseIndex | Corpus | None:

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from pylate_fastmaxsim.recipes.data.collection import Collection
-from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
 from pylate_fastmaxsim.retrieval.plaid import FAST_PLAID, PlaidCorpus, plaid_folder, read_plaid, read_sizes
-from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # Of the first so many of the exhaustive ranking it is said how many the index's own search finds.
@@ -52,17 +51,14 @@ class PlaidIndex:
             raise RecipeError(f"--plaid: {self.folder} must hold each document once, but {repeated} is there twice.")
         return replace(collection, corpus=corpus.select([rows[name] for name in names]))
 
-    def search(self, queries: TokenBatch, k: int, searched: Callable[[int], None]) -> tuple[Tensor, Tensor]:
-        """Scores and positions ``[Nq, K]`` of the best of all documents."""
+    def documents_for(self, queries: TokenBatch) -> PlaidCorpus:
+        """The documents of the index; queries of another d are refused."""
         if self.corpus.dim != queries.dim:
             raise RecipeError(
                 f"--plaid: {self.folder} holds embeddings of d = {self.corpus.dim}, but MODEL makes embeddings of d = "
                 f"{queries.dim}."
             )
-        try:
-            return search(queries, self.corpus, k, progress=searched)
-        except ValueError as error:
-            raise RecipeError(f"--plaid: {first_line(error)}") from error
+        return self.corpus
 
     def pruned_search(
         self, queries: TokenBatch, k: int, searching: Callable[[], AbstractContextManager]
@@ -72,7 +68,7 @@ class PlaidIndex:
         The search runs within ``searching()``, the loading of the index before.
         """
         folder = plaid_folder(self.folder)
-        if not (folder / FAST_PLAID.centroids_file).exists():
+        if not (folder / f"centroids.{FAST_PLAID}").exists():
             raise RecipeError("it is not an index of fast-plaid")
         # Whose module brings the release that PyLate works with.
         from pylate.indexes.fast_plaid import search as fast_plaid
@@ -82,11 +78,12 @@ class PlaidIndex:
             # Which takes the index for an empty one, and panics.
             raise RecipeError("it is of a newer fast-plaid; with fast-plaid 1.4.7 or newer it can be searched")
         padded, _ = queries.to_padded()
-        try:
-            with fast_plaid.FastPlaid(str(folder), device=str(queries.device), low_memory=False) as plaid, searching():
-                found = plaid.search(padded, top_k=k, n_full_scores=FULL_SCORES, show_progress=False)
-        except Exception as error:  # of fast-plaid, which is in Rust
-            raise RecipeError(f"fast-plaid cannot search it: {first_line(error)}") from error
+        with (
+            as_recipe_error("fast-plaid cannot search it", (Exception,)),  # it is in Rust
+            fast_plaid.FastPlaid(str(folder), device=str(queries.device), low_memory=False) as plaid,
+            searching(),
+        ):
+            found = plaid.search(padded, top_k=k, n_full_scores=FULL_SCORES, show_progress=False)
         scores = [torch.tensor([score for _, score in row], dtype=torch.float32) for row in found]
         positions = [torch.tensor([position for position, _ in row], dtype=torch.int64) for row in found]
         return pad_sequence(scores, batch_first=True), pad_sequence(positions, batch_first=True, padding_value=-1)
@@ -94,10 +91,8 @@ class PlaidIndex:
 
 def open_plaid(folder: Path) -> PlaidIndex:
     """The index in a folder, mapped into memory. RecipeError if it cannot be used."""
-    try:
+    with as_recipe_error("--plaid", (ValueError, OSError)):
         return PlaidIndex(folder, read_plaid(folder))
-    except (ValueError, OSError) as error:
-        raise RecipeError(f"--plaid: {first_line(error)}") from error
 
 
 def overlap(positions: Tensor, own: Tensor) -> dict[str, float]:

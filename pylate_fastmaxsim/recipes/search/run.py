@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,8 +18,16 @@ from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import SAMPLE_DOCUMENTS
 from pylate_fastmaxsim.recipes.config.schema import CompressedFormat
 from pylate_fastmaxsim.recipes.data.collection import IDS_AT_ONCE, Collection, corpus_digest, document_texts
-from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.ranking import Ranking, encode_corpus, encode_sample, metrics_of, ranking
+from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
+from pylate_fastmaxsim.recipes.evaluation.ranking import (
+    Ranking,
+    encode_corpus,
+    encode_sample,
+    metrics_of,
+    ranking,
+    require_ids_of_one_word,
+    write_run,
+)
 from pylate_fastmaxsim.recipes.files import prepare_file
 from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import (
@@ -28,10 +38,10 @@ from pylate_fastmaxsim.recipes.models.retriever import (
     StaticRetriever,
     retriever_of,
 )
-from pylate_fastmaxsim.recipes.search.clock import Clock
-from pylate_fastmaxsim.recipes.search.index import Description, Index, open_or_build
+from pylate_fastmaxsim.recipes.search.index import Description, open_or_build
 from pylate_fastmaxsim.recipes.search.plaid import open_plaid, overlap
-from pylate_fastmaxsim.recipes.search.results import require_ids_of_one_word, write_run
+from pylate_fastmaxsim.retrieval.corpus import Corpus
+from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 
 # The tasks, in the order of the report. INDEX is to write the index, and to open it.
@@ -52,13 +62,13 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command, by their names."""
+    """The options of ``search`` and ``evaluate``, by their names."""
 
     k: int = 1000
     run: Path | None = None
     index: Path | None = None
     format: str | None = None  # one of FORMATS; None is the first
-    batch_size: int = 32
+    batch_size: int | None = 32  # None of evaluate: that of a recipe, or 32
     trust_remote_code: bool = False
     exact: bool = True
     plaid: Path | None = None
@@ -111,6 +121,47 @@ def check_format(name: str, index: Path | None) -> None:
         raise RecipeError(f"--format must be one of {', '.join(FORMATS)}, got {name}.")
     if index is None:
         raise RecipeError("--format is that of token embeddings in an index; it needs --index and a ColBERT.")
+
+
+class Clock:
+    """Add up the seconds of each task in ``seconds``, each second once: a task within another one stops the clock of the outer.
+
+    The work that tasks queued on a GPU is waited for, so that it counts as theirs.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.seconds: dict[str, float] = {}
+        self._task: str | None = None
+        self._since = 0.0
+
+    @contextmanager
+    def during(self, task: str) -> Iterator[None]:
+        """Context whose seconds are those of a task."""
+        outer = self._task
+        self._switch(task)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def iterate(self, task: str, items: Iterable[Encoded]) -> Iterator[Encoded]:
+        """Iterate over items; the seconds to get each of them are those of a task."""
+        iterator = iter(items)
+        while True:
+            with self.during(task):
+                item = next(iterator, self)
+            if item is self:
+                return
+            yield item
+
+    def _switch(self, task: str | None) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        if self._task is not None:
+            self.seconds[self._task] = self.seconds.get(self._task, 0.0) + now - self._since
+        self._task, self._since = task, now
 
 
 class Search:
@@ -172,12 +223,13 @@ class Search:
             with self.clock.during(SEARCH):
                 return self.model.search(queries, self._encode_from(0), depth, self.options.pooling)
         with self.clock.during(INDEX):
-            index = self.plaid or self._index(self.options.index)
+            documents = self._open_index() if self.plaid is None else self.plaid.documents_for(queries)
             if isinstance(queries, StaticQueries) and queries.needs_tokens:
                 queries = replace(queries, tokens=self._tokens())
-        searched = self.progress(SEARCH, len(self.collection.corpus))
-        with self.clock.during(SEARCH):
-            return index.search(queries, depth, searched)
+        searched = self.progress(SEARCH, len(documents))
+        # A damaged file may be read late.
+        with as_recipe_error("--index" if self.plaid is None else "--plaid"), self.clock.during(SEARCH):
+            return self.model.search(queries, documents, depth, self.options.pooling, searched)
 
     def compare_with_pruning(self, metrics: Callable[[Ranking], dict[str, float] | None]) -> dict[str, Any]:
         """The share of the exhaustive ranking that PLAID's own search finds, and its metrics; or the reason against it."""
@@ -191,9 +243,8 @@ class Search:
         found = ranking(self.collection, scores, own, self.options.k)
         return {**folder, **overlap(self.positions, own), "metrics": metrics(found)}
 
-    def _index(self, folder: Path) -> Index:
-        options = (self.clock.device, self.options.pooling)
-        return open_or_build(folder, self.description, self._encode_from, self._sample, *options)
+    def _open_index(self) -> SparseIndex | Corpus:
+        return open_or_build(self.options.index, self.description, self._encode_from, self._sample, self.clock.device)
 
     def _queries(self) -> Encoded:
         texts = list(self.collection.queries.values())

@@ -58,8 +58,16 @@ class WholeModelMixin:
         """True if the model cannot be saved as it is: weights are shards, or lie in DeepSpeed's buffers."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
-    def _gathered(self) -> dict[str, Any]:
-        return self.accelerator.get_state_dict(self.deepspeed or self.model)
+    def whole_model(self) -> torch.nn.Module | None:
+        """The model with all its weights. Every process must call this; of a sharded model only the main one gets it."""
+        if not self.is_sharded:
+            return self.model
+        weights = self.accelerator.get_state_dict(self.deepspeed or self.model)
+        return self._filled(weights).to(self.args.device) if self.args.should_save else None
+
+    def _filled(self, weights: dict[str, Any]) -> torch.nn.Module:
+        """The copy from before sharding, with gathered weights."""
+        raise NotImplementedError
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -84,13 +92,6 @@ class TextTrainerMixin(WholeModelMixin):
     The trainers of Sentence Transformers save the model as the process sees it. Under FSDP and ZeRO 3 that is a shard;
     under ZeRO 1 and 2 safetensors refuses it, because the weights share one buffer.
     """
-
-    def whole_model(self) -> torch.nn.Module | None:
-        """The model with all its weights. Every process must call this; of a sharded model only the main one gets it."""
-        if not self.is_sharded:
-            return self.model
-        weights = self._gathered()
-        return self._filled(weights).to(self.args.device) if self.args.should_save else None
 
     def _filled(self, weights: dict[str, Any]) -> torch.nn.Module:
         self._whole.load_state_dict(weights)

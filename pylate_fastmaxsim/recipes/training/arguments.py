@@ -11,14 +11,14 @@ from transformers import Trainer, get_scheduler
 from transformers.integrations import is_tensorboard_available, is_wandb_available
 
 from pylate_fastmaxsim.recipes.config.schema import LossSection, Recipe
-from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.kind import kind_of
+from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
+from pylate_fastmaxsim.recipes.kind import Kind
 
 REPORTERS = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
 
 
-def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerTrainingArguments:
-    """The trainer's arguments for a recipe; ``overrides`` are arguments under the trainer's own names."""
+def training_arguments(recipe: Recipe, kind: Kind, **overrides: Any) -> SentenceTransformerTrainingArguments:
+    """The trainer's arguments for a recipe of a kind; ``overrides`` are arguments under the trainer's own names."""
     options = asdict(recipe.training)
     if options["lr_scheduler_type"] == "reduce_lr_on_plateau":
         raise RecipeError(
@@ -40,29 +40,24 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
     precision = _precision(recipe.training.precision, recipe.model.dtype, on_gpu)
     if options["report_to"] == "auto":
         options["report_to"] = [name for name, is_available in REPORTERS.items() if is_available()]
-    kind = kind_of(recipe.model)
-    try:
-        arguments = kind.arguments_class(
-            **{
-                **options,
-                **kind.arguments,
-                "output_dir": recipe.output_dir,
-                "run_name": recipe.name,
-                "max_steps": recipe.training.max_steps or -1,
-                "bf16": precision == "bf16",
-                "fp16": precision == "fp16",
-                "save_strategy": "no" if save_steps is None else "steps",
-                "save_steps": save_steps or 500,
-                "logging_first_step": True,
-                # The filter hides a diverged run and waits for the device in every step.
-                "logging_nan_inf_filter": False,
-                "dataloader_pin_memory": on_gpu,
-                "disable_tqdm": False,
-                **overrides,
-            }
-        )
-    except ValueError as error:  # an unknown scheduler or optimizer, a device without this precision
-        raise RecipeError(f"training: {first_line(error)}") from error
+    options |= {
+        **kind.arguments,
+        "output_dir": recipe.output_dir,
+        "run_name": recipe.name,
+        "max_steps": recipe.training.max_steps or -1,
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+        "save_strategy": "no" if save_steps is None else "steps",
+        "save_steps": save_steps or 500,
+        "logging_first_step": True,
+        # The filter hides a diverged run and waits for the device in every step.
+        "logging_nan_inf_filter": False,
+        "dataloader_pin_memory": on_gpu,
+        "disable_tqdm": False,
+        **overrides,
+    }
+    with as_recipe_error("training"):  # an unknown scheduler or optimizer, a device without this precision
+        arguments = kind.arguments_class(**options)
     if arguments.n_gpu > 1:
         # Several GPUs need `accelerate launch`; the trainer would use DataParallel.
         arguments._n_gpu = 1
@@ -95,17 +90,12 @@ def _require_installed(arguments: SentenceTransformerTrainingArguments) -> None:
     for name in arguments.report_to:
         if not REPORTERS[name]():
             raise RecipeError(f"training.report_to must be auto or none here, because {name} is not installed.")
-    try:
+    optimizer, scheduler = arguments.optim.value, arguments.lr_scheduler_type.value
+    with as_recipe_error(f"training.optim {optimizer} cannot be used here", (ImportError, ValueError)):
         Trainer.get_optimizer_cls_and_kwargs(arguments, torch.nn.Identity())
-    except (ImportError, ValueError) as error:
-        raise RecipeError(f"training.optim {arguments.optim.value} cannot be used here: {first_line(error)}") from error
     weights = torch.optim.SGD([torch.zeros(1)], lr=arguments.learning_rate)
-    try:
-        get_scheduler(arguments.lr_scheduler_type, weights, arguments.warmup_steps, num_training_steps=1)
-    except (TypeError, ValueError) as error:
-        raise RecipeError(
-            f"training.lr_scheduler_type {arguments.lr_scheduler_type.value} cannot be used here: {first_line(error)}"
-        ) from error
+    with as_recipe_error(f"training.lr_scheduler_type {scheduler} cannot be used here", (TypeError, ValueError)):
+        get_scheduler(scheduler, weights, arguments.warmup_steps, num_training_steps=1)
 
 
 def _require_one_backward(loss: LossSection, arguments: SentenceTransformerTrainingArguments) -> None:

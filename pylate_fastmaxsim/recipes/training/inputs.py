@@ -21,8 +21,9 @@ from pylate_fastmaxsim.recipes.data.rows import load_rows, stream_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import load_nano_beir
 from pylate_fastmaxsim.recipes.files import make_directory
+from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.from_scratch import build_model, build_token_table
-from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
 from pylate_fastmaxsim.recipes.training.run_directory import remove_checkpoints
 
 logger = logging.getLogger(__name__)
@@ -72,8 +73,8 @@ def _make(recipe: Recipe, root: Path, directory: Path, anew: bool) -> None:
             pairs = docstring_pairs(recipe.data.packages, recipe.data.max_rows, recipe.data.seed)
             Dataset.from_list(pairs).to_parquet(scratch / PAIRS)
         if recipe.model.build is not None:
-            rows = load_data(replace(recipe, data=_prepared(recipe, scratch).data)).train
-            build_model(recipe.model, _texts(rows), recipe.training.seed, scratch / MODEL)
+            texts = _texts(load_data(replace(recipe, data=_prepared(recipe, scratch).data)).train)
+            build_model(kind_of(recipe.model), recipe.model, texts, recipe.training.seed, scratch / MODEL)
         if recipe.model.token_table is not None:
             build_token_table(recipe.model, recipe.training.seed, scratch / MODEL)
         if anew and directory.is_dir():
@@ -101,21 +102,22 @@ def load_data(recipe: Recipe) -> RecipeData:
 
     Docstring pairs must have been written to a file first, which is what ``prepare`` does.
     """
+    kind = kind_of(recipe.model)
     if recipe.data.streaming:
-        return _evaluated(recipe, stream_rows(recipe), None)
-    dataset = load_rows(recipe).shuffle(seed=recipe.data.seed)
+        return _evaluated(recipe, kind, stream_rows(recipe, kind), None)
+    dataset = load_rows(recipe, kind).shuffle(seed=recipe.data.seed)
     if recipe.data.max_rows is not None:
         dataset = dataset.select(range(min(recipe.data.max_rows, len(dataset))))
     train, held_out = _split(dataset, recipe.evaluation.rows)
     _require_a_batch(recipe, len(train), 0 if held_out is None else len(held_out))
-    return _evaluated(recipe, train, held_out)
+    return _evaluated(recipe, kind, train, held_out)
 
 
-def _evaluated(recipe: Recipe, train: Dataset | IterableDataset, held_out: Dataset | None) -> RecipeData:
+def _evaluated(recipe: Recipe, kind: Kind, train: Dataset | IterableDataset, held_out: Dataset | None) -> RecipeData:
     if recipe.evaluation.beir is not None:
         return RecipeData(train, collections=[load_collection(recipe.evaluation.beir, recipe.evaluation.split)])
     if recipe.evaluation.nano_beir is not None:
-        return RecipeData(train, collections=load_nano_beir(recipe))
+        return RecipeData(train, collections=load_nano_beir(recipe, kind))
     return RecipeData(train, held_out)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from sentence_transformers import SentenceTransformerTrainer
 from sentence_transformers.evaluation import SentenceEvaluator
 from transformers import TrainerCallback, TrainerState
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
-from pylate_fastmaxsim.recipes.kind import kind_of
+from pylate_fastmaxsim.files.replace import replace_file
+from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.load import dump_recipe
-from pylate_fastmaxsim.recipes.models.encoder import encoder_of
-from pylate_fastmaxsim.recipes.models.load import HostModel
+from pylate_fastmaxsim.recipes.models.load import HostModel, encoder_of, kind_of
 from pylate_fastmaxsim.recipes.pooling import final_pooling, pooling_at
 
 CARD = "README.md"
@@ -38,24 +38,21 @@ def append_recipe(folder: Path, recipe: Recipe) -> None:
             )
 
 
-class RecipeEvaluation(SentenceEvaluator):
-    """The source of the metrics of a recipe's evaluation, as the card names it."""
-
-    primary_metric = "ndcg@10"
-
-    def __init__(self, section: EvaluationSection) -> None:
-        super().__init__()
-        self.name = section.beir or ("NanoBEIR" if section.nano_beir else "held-out")
-
-    @property
-    def description(self) -> str:
-        return "Exact Search"
+class ExactSearchEvaluator(SentenceEvaluator):
+    """The source of the metrics of a recipe's evaluation, which the card calls Exact Search."""
 
 
-def add_metrics(section: EvaluationSection, model: HostModel, metrics: dict[str, float | None]) -> None:
-    """Add the metrics of the evaluation to the card of a model, where there are some."""
+def add_metrics(recipe: Recipe, model: HostModel, metrics: dict[str, float | None], folder: Path) -> None:
+    """Add the metrics of the evaluation to the card of a saved model; its weights on disk stay as they are."""
     if metrics := {name: value for name, value in metrics.items() if value is not None}:
-        model.model_card_data.set_evaluation_metrics(RecipeEvaluation(section), metrics)
+        evaluator, section = ExactSearchEvaluator(), recipe.evaluation
+        evaluator.name = section.beir or ("NanoBEIR" if section.nano_beir else "held-out")
+        evaluator.primary_metric = "ndcg@10"
+        model.model_card_data.set_evaluation_metrics(evaluator, metrics)
+    with TemporaryDirectory() as scratch:
+        model._create_model_card(scratch)
+        append_recipe(Path(scratch), recipe)
+        replace_file(folder / CARD, Path(scratch, CARD).read_bytes())
 
 
 def restore_card_metadata(trainer: SentenceTransformerTrainer, state: TrainerState, begun: HostModel) -> None:

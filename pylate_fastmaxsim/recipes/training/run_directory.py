@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.kinds import build_recipe
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files import inputs_of, make_directory
+from pylate_fastmaxsim.recipes.files import make_directory
 from pylate_fastmaxsim.recipes.load import dump_recipe, read_yaml
 from pylate_fastmaxsim.recipes.models.load import is_cut_short
 
@@ -54,19 +55,16 @@ FREE_TO_CHANGE = {
 }
 
 
-def open_run_directory(recipe: Recipe, resume: bool, writes: bool, processes: int) -> tuple[Path | None, Recipe]:
-    """Find the checkpoint to go on from, and record the recipe of this run of ``processes`` processes.
+def open_run_directory(recipe: Recipe, checkpoint: Path | None, resume: bool, writes: bool, processes: int) -> Recipe:
+    """Record the recipe of this run of ``processes`` processes, which goes on from a checkpoint.
 
     Returns
     -------
-    The checkpoint, and the recipe that the model is trained with. If the checkpoint has no step left to do, that is
-    the recorded recipe with the name and the evaluation of now.
+    The recipe that the model is trained with. If the checkpoint has no step left to do, that is the recorded recipe with
+    the name and the evaluation of now.
     """
     directory = Path(recipe.output_dir)
     record = directory / RECIPE_FILE
-    if writes:
-        require_own_checkpoints(recipe)
-    checkpoint = last_checkpoint(recipe) if resume else None
     trained_with = recipe
     if checkpoint is not None:
         earlier = build_recipe(read_yaml(record))
@@ -85,19 +83,18 @@ def open_run_directory(recipe: Recipe, resume: bool, writes: bool, processes: in
         if not resume:
             remove_checkpoints(directory)
         replace_file(record, dump_recipe(trained_with).encode())
-    return checkpoint, trained_with
+    return trained_with
 
 
-def require_own_checkpoints(recipe: Recipe) -> None:
-    """Refuse checkpoints that may be of another recipe, and to remove or replace what the recipe reads."""
-    directory = Path(recipe.output_dir)
+def require_own_checkpoints(directory: Path, inputs: Sequence[Path]) -> None:
+    """Refuse checkpoints that may be of another recipe, and to remove or replace the inputs of the recipe."""
     if checkpoints_in(directory) and not (directory / RECIPE_FILE).exists():
         raise RecipeError(
             f"output_dir: {directory} has checkpoints but no {RECIPE_FILE}, so they may be of another recipe; move them "
             "away or choose another output_dir."
         )
     for folder in (directory / MODEL_DIRECTORY, *checkpoints_in(directory)):
-        for path in inputs_of(recipe.model, recipe.data, recipe.evaluation):
+        for path in inputs:
             if path.resolve().is_relative_to(folder.resolve()):
                 raise RecipeError(
                     f"{path} lies in output_dir, where this training replaces it; choose another output_dir."

@@ -6,28 +6,26 @@ import logging
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import ProgressCallback, Trainer, TrainerState
 
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace_file, replace_folder
+from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace_folder
 from pylate_fastmaxsim.recipes.config.schema import Recipe, TrainingSection
 from pylate_fastmaxsim.recipes.data.collection import RecipeData
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
-from pylate_fastmaxsim.recipes.files import hold_lock, require_outputs, write_json
-from pylate_fastmaxsim.recipes.kind import Kind, kind_of
-from pylate_fastmaxsim.recipes.models.load import HostModel, load_model, load_trained
+from pylate_fastmaxsim.recipes.files import hold_lock, inputs_of, require_outputs, write_json
+from pylate_fastmaxsim.recipes.kind import Kind
+from pylate_fastmaxsim.recipes.models.load import HostModel, kind_of, load_model, load_trained
 from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin
 from pylate_fastmaxsim.recipes.trainers.callbacks import FinishByEpochs, ResumeExactly, StopOnInterrupt
 from pylate_fastmaxsim.recipes.trainers.sharded import unsharded_loading
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.recipes.training.model_card import (
-    CARD,
     NameRecipe,
     add_metrics,
     append_recipe,
@@ -78,38 +76,39 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     KeyboardInterrupt
         The user interrupted the run. A checkpoint holds everything up to the last step, or ``model/`` the result.
     """
+    kind = kind_of(recipe.model)
     why_off = reason_against_plugin(recipe.fast)
-    arguments = training_arguments(recipe)
+    arguments = training_arguments(recipe, kind)
     directory = Path(recipe.output_dir)
-    sections = recipe.model, recipe.data, recipe.evaluation
-    require_outputs("output_dir", directory, (RESULT_FILE, RECIPE_FILE), *sections)
+    inputs = inputs_of(recipe.model, recipe.data, recipe.evaluation)
+    require_outputs("output_dir", directory, (RESULT_FILE, RECIPE_FILE), inputs)
     taken = (
         f"output_dir: {directory} is being trained in by another command; wait until it ends, or choose another folder."
     )
     lock = hold_lock("output_dir", directory, LOCK_FILE, taken)
     with lock if arguments.should_save else nullcontext():
-        return _train(recipe, resume, arguments, why_off)
+        if arguments.should_save:
+            require_own_checkpoints(directory, inputs)
+            remove_scratch(directory, MODEL_DIRECTORY)
+        return _train(recipe, kind, resume, arguments, why_off)
 
 
 def _train(
-    recipe: Recipe, resume: bool, arguments: SentenceTransformerTrainingArguments, why_off: str | None
+    recipe: Recipe, kind: Kind, resume: bool, arguments: SentenceTransformerTrainingArguments, why_off: str | None
 ) -> dict[str, Any]:
-    kind, folder = kind_of(recipe.model), Path(recipe.output_dir, MODEL_DIRECTORY)
+    folder = Path(recipe.output_dir, MODEL_DIRECTORY)
     with arguments.main_process_first(local=False), unsharded_loading(arguments):
-        if arguments.should_save:
-            require_own_checkpoints(recipe)
-            remove_scratch(folder.parent, MODEL_DIRECTORY)
-        goes_on = resume and last_checkpoint(recipe) is not None
-        prepared = prepare(recipe, anew=not goes_on and arguments.should_save)
+        checkpoint = last_checkpoint(recipe) if resume else None
+        prepared = prepare(recipe, anew=checkpoint is None and arguments.should_save)
         data = load_data(prepared)
         model = load_model(prepared.model, arguments.device, recipe.training.seed)
         # As in force: the environment may switch the plugin off.
         in_force = replace(recipe, fast=replace(recipe.fast, enabled=why_off is None))
-        checkpoint, trained_with = open_run_directory(in_force, resume, arguments.should_save, arguments.world_size)
+        trained_with = open_run_directory(in_force, checkpoint, resume, arguments.should_save, arguments.world_size)
+    state = trained_state(checkpoint)
     if not trained_with.fast.enabled:  # in the training, which an earlier run may have finished
         why_off = why_off or "the model was trained without it before"
     with plugin_of(recipe.fast):
-        state = trained_state(checkpoint)
         if state is None:
             trainer = kind.build_trainer(recipe.loss, model, data.train, arguments)
             state = _run_trainer(trained_with, kind, trainer, checkpoint)
@@ -136,7 +135,7 @@ def _train(
             metrics = _evaluate_saved(prepared, model, data, folder)
             result |= metrics
             if kind.writes_card:
-                _add_to_card(trained_with, model, metrics, folder)
+                add_metrics(trained_with, model, metrics, folder)
             _write_result(folder, result)
     return result
 
@@ -194,15 +193,6 @@ def _save(recipe: Recipe, model: HostModel, folder: Path) -> None:
         remove_file(folder.parent / RESULT_FILE)
 
     replace_folder(folder, write)
-
-
-def _add_to_card(recipe: Recipe, model: HostModel, metrics: dict[str, float | None], folder: Path) -> None:
-    """Add the metrics to the card of a saved model; its weights on disk stay as they are."""
-    add_metrics(recipe.evaluation, model, metrics)
-    with TemporaryDirectory() as scratch:
-        model._create_model_card(scratch)
-        append_recipe(Path(scratch), recipe)
-        replace_file(folder / CARD, Path(scratch, CARD).read_bytes())
 
 
 def _write_result(folder: Path, result: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
-from torch import Tensor
+from numpy.typing import ArrayLike
 
 from pylate_fastmaxsim.files.replace import naming
 
@@ -34,19 +34,15 @@ class CheckedRows:
         self._file, self._content, self._row, self._checksums = file, content, row, checksums
         self._seen = np.zeros(len(checksums), bool)
 
-    def require(self, begin: int, end: int) -> None:
-        """ValueError unless the rows from ``begin`` to before ``end`` are those that were written."""
-        first, last = begin * self._row // CHUNK, chunks(end * self._row)
-        self._look_at(first + np.flatnonzero(~self._seen[first:last]))
-
-    def require_runs(self, begins: Tensor, ends: Tensor) -> None:
-        """:meth:`require` of several runs of rows, ``[n]``, int64."""
-        first, last = begins.numpy() * self._row // CHUNK, chunks(ends.numpy() * self._row)
-        # The first chunk of each run, then the second of those that have one, and so on.
-        while len(first := first[have_one := first < last]):
-            last = last[have_one]
-            self._look_at(first[~self._seen[first]])
-            first = first + 1
+    def require(self, begins: ArrayLike, ends: ArrayLike) -> None:
+        """ValueError unless the rows from ``begins`` to before ``ends``, of one run or ``[n]``, are as they were written."""
+        first = np.atleast_1d(begins) * self._row // CHUNK
+        counts = chunks(np.atleast_1d(ends) * self._row) - first
+        numbers = np.repeat(first - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
+        for chunk in set(numbers[~self._seen[numbers]].tolist()):
+            if not self._is_sound(chunk):
+                raise ValueError(f"Corpus: {self._file} is damaged in the bytes from {chunk * CHUNK}; {WRITE_AGAIN}.")
+            self._seen[chunk] = True
 
     def sound_rows(self) -> int:
         """Number of rows before the first damaged chunk."""
@@ -61,12 +57,6 @@ class CheckedRows:
         whole = self._checksums[: size // CHUNK]
         left = self._content[size // CHUNK * CHUNK : size]
         return np.append(whole, np.uint64(xxhash.xxh3_64_intdigest(left))) if len(left) else whole
-
-    def _look_at(self, numbers: np.ndarray) -> None:
-        for chunk in set(numbers.tolist()):
-            if not self._is_sound(chunk):
-                raise ValueError(f"Corpus: {self._file} is damaged in the bytes from {chunk * CHUNK}; {WRITE_AGAIN}.")
-            self._seen[chunk] = True
 
     def _is_sound(self, chunk: int) -> bool:
         found = xxhash.xxh3_64_intdigest(self._content[chunk * CHUNK : (chunk + 1) * CHUNK])
@@ -93,11 +83,10 @@ class AppendedFile:
                 self._file.truncate(size)
                 # Before anything is written behind them.
                 os.fsync(self._file.fileno())
-        # Of chunks that are complete, and of the one that is not, with its bytes so far.
+        # Of chunks that are complete, and the bytes of the one that is not.
         self._whole = array("Q", checksums[: size // CHUNK].tolist())
-        left = self._left_of(size)
-        self._last, self._in_last = xxhash.xxh3_64(left), len(left)
-        if left and self._last.intdigest() != int(checksums[-1]):
+        self._left = self._left_of(size)
+        if self._left and xxhash.xxh3_64_intdigest(self._left) != int(checksums[-1]):
             raise ValueError(f"Corpus: {file} is damaged at its end; {WRITE_AGAIN}.")
         self._file.seek(size)
 
@@ -107,21 +96,18 @@ class AppendedFile:
         with naming(self._path):
             while left:
                 left = left[self._file.write(left) :]
-        while content:
-            part = content[: CHUNK - self._in_last]
-            self._last.update(part)
-            self._in_last += len(part)
-            if self._in_last == CHUNK:
-                self._whole.append(self._last.intdigest())
-                self._last, self._in_last = xxhash.xxh3_64(), 0
-            content = content[len(part) :]
+        content = self._left + content
+        whole = len(content) // CHUNK * CHUNK
+        for begin in range(0, whole, CHUNK):
+            self._whole.append(xxhash.xxh3_64_intdigest(content[begin : begin + CHUNK]))
+        self._left = content[whole:]
 
     def synced(self, size: int) -> np.ndarray:
         """Checksums of the first ``size`` bytes, once these are on the disk."""
         with naming(self._path):
             os.fsync(self._file.fileno())
         found = self._whole[: size // CHUNK]
-        # Not the running one: an interrupted append may have written more than counts.
+        # From the file: an interrupted append may have written more than counts.
         if left := self._left_of(size):
             found.append(xxhash.xxh3_64_intdigest(left))
         return np.array(found, np.uint64)

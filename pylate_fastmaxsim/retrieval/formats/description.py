@@ -1,25 +1,27 @@
-"""``corpus.json``, which says what the files of a corpus hold, and the journal of a call that has not ended."""
+"""``corpus.json``, which says what the files of a folder hold, the journal of a call, and the folders of several ranks."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from pylate_fastmaxsim._checks import require_integer
 from pylate_fastmaxsim.files.record import checksum, read_record, write_record
 from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.retrieval.formats.checksums import WRITE_AGAIN, chunks
-from pylate_fastmaxsim.retrieval.formats.format import Format, format_from
+from pylate_fastmaxsim.retrieval.formats.format import BOUNDS, Column, Format, format_from
 
 # Written last, so that a folder with this file is complete.
 DESCRIPTION_FILE = "corpus.json"
 # The same of what an unfinished call has written so far. It is there before anything else, and removed last.
 JOURNAL_FILE = "unfinished.json"
-BOUNDS_FILE = "bounds.bin"  # [N + 1], int64, where documents begin and end, as cu_seqlens
 FORMAT = "pylate-fastmaxsim corpus 3"
 
 _CHECKSUMS = "checksums-{}.bin"
+_RANK = re.compile(r"rank-(\d{5})-of-(\d{5})")
 
 
 class Held(NamedTuple):
@@ -28,20 +30,21 @@ class Held(NamedTuple):
     format: Format
     documents: int
     tokens: int
-    checksums: np.ndarray  # of the chunks of all data files, in the order of `sizes`, uint64
+    checksums: np.ndarray  # of the chunks of all data files, in the order of `columns`, uint64
     generation: int  # of the description, in a journal of that which the call goes on from; 0 if there is none
     identity: str  # made at random with the first description
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each data file."""
-        columns = self.format.columns.items()
-        sizes = {file_of(name): column.nbytes(self.documents, self.tokens) for name, column in columns}
-        return sizes | {BOUNDS_FILE: 8 * (self.documents + 1)}
+    def columns(self) -> dict[str, Column]:
+        return self.format.columns | {"bounds": BOUNDS}
 
     @property
-    def checksums_by_file(self) -> dict[str, np.ndarray]:
-        """Checksums of the chunks of each data file."""
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each column's file."""
+        return {name: column.nbytes(self.documents, self.tokens) for name, column in self.columns.items()}
+
+    @property
+    def checksums_by_column(self) -> dict[str, np.ndarray]:
         ends = np.cumsum([chunks(size) for size in self.sizes.values()])
         return dict(zip(self.sizes, np.split(self.checksums, ends[:-1]), strict=True))
 
@@ -70,11 +73,6 @@ def read_unfinished(folder: Path) -> Held | None:
     return complete
 
 
-def begin(folder: Path) -> None:
-    """Write the journal of a call that has written nothing yet."""
-    write_record(folder / JOURNAL_FILE, {"format": FORMAT, "documents": 0})
-
-
 def note(folder: Path, held: Held) -> None:
     """Write the journal of what is on the disk."""
     _write(folder / JOURNAL_FILE, held)
@@ -86,6 +84,58 @@ def finish(folder: Path, held: Held) -> None:
     _write(folder / DESCRIPTION_FILE, held._replace(generation=held.generation + 1))
     (folder / JOURNAL_FILE).unlink(missing_ok=True)
     _remove_unnamed(folder)
+
+
+def rank_folder(folder: Path, rank: object) -> Path:
+    """Folder of the process ``rank`` = (r, n) of a call of write_corpus."""
+    try:
+        number, ranks = (require_integer("rank", value) for value in rank)
+    except (TypeError, ValueError):
+        raise TypeError(f"write_corpus: rank must be a pair of integers (r, n), got {rank!r}.") from None
+    if not 0 <= number < ranks:
+        raise ValueError(f"write_corpus: rank (r, n) must have r from 0 to n - 1, got {(number, ranks)}.")
+    found = _ranks(folder)
+    if (folder / DESCRIPTION_FILE).exists() or (folder / JOURNAL_FILE).exists() or found not in (0, ranks):
+        what = f"a corpus of {found} ranks" if found else "a corpus of one process"
+        raise ValueError(
+            f"write_corpus: {folder} holds {what}, to which rank {(number, ranks)} cannot add; choose another."
+        )
+    return _of_rank(folder, number, ranks)
+
+
+def folders(folder: Path) -> list[Path]:
+    """The folder of a corpus, or those of its ranks in order. ValueError if one has no corpus."""
+    if (folder / DESCRIPTION_FILE).exists():
+        return [folder]
+    ranks = _ranks(folder)
+    if not ranks:
+        raise ValueError(
+            f"Corpus: {folder} holds no complete corpus, since it has no {DESCRIPTION_FILE}, which is written last; write it "
+            "anew with write_corpus, or go on with what an interrupted call has written, with a function as batches."
+        )
+    found = [_of_rank(folder, number, ranks) for number in range(ranks)]
+    for number, inside in enumerate(found):
+        if not (inside / DESCRIPTION_FILE).exists():
+            raise ValueError(
+                f"Corpus: {folder} lacks the documents of rank {number} of {ranks}: {inside.name} has no {DESCRIPTION_FILE}, "
+                f"which is written last; call write_corpus with rank=({number}, {ranks})."
+            )
+    return found
+
+
+def _of_rank(folder: Path, number: int, ranks: int) -> Path:
+    return folder / f"rank-{number:05}-of-{ranks:05}"
+
+
+def _ranks(folder: Path) -> int:
+    """Number of processes that write a folder; 0 if it is not of several. ValueError if that is not clear."""
+    names = [_RANK.fullmatch(path.name) for path in folder.glob("rank-*-of-*")]
+    found = {int(name[2]) for name in names if name}
+    if len(found) > 1:
+        raise ValueError(
+            f"Corpus: {folder} holds folders of ranks of {sorted(found)} processes; remove those that are old."
+        )
+    return max(found, default=0)
 
 
 def _write(file: Path, held: Held) -> None:
@@ -106,12 +156,9 @@ def _write(file: Path, held: Held) -> None:
 
 def _values(file: Path, what_to_do: str) -> dict[str, Any] | None:
     try:
-        values = read_record(file)
+        return read_record(file, FORMAT)
     except ValueError:
         raise ValueError(f"Corpus: {file} is damaged, or of another release; {what_to_do}.") from None
-    if values is not None and values.get("format") != FORMAT:
-        raise ValueError(f"Corpus: {file} must be of the format {FORMAT!r}, as write_corpus writes it.")
-    return values
 
 
 def _held(folder: Path, values: dict[str, Any]) -> Held:
@@ -134,7 +181,7 @@ def _held(folder: Path, values: dict[str, Any]) -> Held:
 
 def _remove_unnamed(folder: Path) -> None:
     """Remove checksums that neither the description nor the journal names."""
-    found = [read_record(folder / name) or {} for name in (DESCRIPTION_FILE, JOURNAL_FILE)]
+    named = [(read_record(folder / name) or {}).get("checksums") for name in (DESCRIPTION_FILE, JOURNAL_FILE)]
     for file in folder.glob(_CHECKSUMS.format("*")):
-        if file.name not in [values.get("checksums") for values in found]:
+        if file.name not in named:
             file.unlink()

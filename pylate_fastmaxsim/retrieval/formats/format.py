@@ -29,13 +29,21 @@ class Column:
     dtype: torch.dtype
     width: int | None = None
     per_document: bool = False  # a row for each document, not for each token
+    more: int = 0  # rows behind those
+
+    def rows(self, documents: int, tokens: int) -> int:
+        return (documents if self.per_document else tokens) + self.more
 
     def shape(self, documents: int, tokens: int) -> tuple[int, ...]:
-        rows = documents if self.per_document else tokens
+        rows = self.rows(documents, tokens)
         return (rows,) if self.width is None else (rows, self.width)
 
     def nbytes(self, documents: int, tokens: int) -> int:
         return math.prod(self.shape(documents, tokens)) * self.dtype.itemsize
+
+
+# Of every format: where documents begin and end in the rows of tokens, as cu_seqlens.
+BOUNDS = Column(torch.int64, per_document=True, more=1)
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import mmap
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.cpu.live_tokens import live_tokens
+from pylate_fastmaxsim.files.record import read_again_if_replaced
 from pylate_fastmaxsim.retrieval.formats.checksums import WRITE_AGAIN, CheckedRows
-from pylate_fastmaxsim.retrieval.formats.description import BOUNDS_FILE, Held, file_of
-from pylate_fastmaxsim.retrieval.formats.format import Arrays, Column, Format
+from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE, Held, file_of, folders, read
+from pylate_fastmaxsim.retrieval.formats.format import Arrays, Format
 
-_BOUNDS = Column(torch.int64, per_document=True)
 # Of what is read to be looked at only.
 _TOKENS_AT_ONCE = 1 << 20
 
@@ -28,16 +28,13 @@ class Part:
     format: Format
     arrays: Arrays  # of each column all rows: of a mapped file, or in memory
     bounds: Tensor  # of documents in the rows of tokens, as cu_seqlens: [n + 1], int64
+    tokens: int
     file: Path  # of the bounds, for errors
     # Of mapped files, by column or "bounds": every row goes through it before it is handed on.
     checked: dict[str, CheckedRows] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
-
-    @property
-    def tokens(self) -> int:
-        return self.bounds[-1].item()
 
     def cuts(self, tokens_per_batch: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """First document and the one after the last of each batch of the documents ``begin`` to ``end``."""
@@ -47,9 +44,7 @@ class Part:
             fitting = begin + int(torch.searchsorted(self.bounds[begin : end + 1], most, right=True)) - 1
             last = max(begin + 1, fitting)
             # Only now, so that no more bounds are read than are used.
-            if "bounds" in self.checked:
-                self.checked["bounds"].require(begin, last + 1)
-            self._require_order(self.bounds[begin:last], self.bounds[begin + 1 : last + 1])
+            self._require("bounds", begin, last + 1)
             yield begin, last
             begin = last
 
@@ -60,54 +55,35 @@ class Part:
         arrays = {}
         for name, column in self.format.columns.items():
             rows = (begin, end) if column.per_document else (first, last)
-            if name in self.checked:
-                self.checked[name].require(*rows)
+            self._require(name, *rows)
             arrays[name] = self.arrays[name][slice(*rows)]
         self._require_codes(arrays)
         return arrays, bounds - first, int(bounds.diff().max())
 
     def gathered(self, documents: Tensor) -> tuple[Arrays, Tensor]:
         """A copy of the rows of some documents (int64), one after another, and the lengths of the documents."""
-        starts, ends = self._bounds_of(documents)
+        starts, ends = self.bounds_of(documents)
         rows = live_tokens(starts, ends - starts, None).row
         arrays = {}
         for name, column in self.format.columns.items():
-            if name in self.checked:
-                runs = (documents, documents + 1) if column.per_document else (starts, ends)
-                self.checked[name].require_runs(*runs)
+            self._require(name, *((documents, documents + 1) if column.per_document else (starts, ends)))
             arrays[name] = _rows(self.arrays[name], documents if column.per_document else rows)
         self._require_codes(arrays)
         return arrays, ends - starts
-
-    def blocks(self, documents: Tensor, positions: Tensor, tokens_per_block: int) -> tuple[Tensor, ...]:
-        """The positions of ascending documents in runs with about that many tokens at most."""
-        starts, ends = self._bounds_of(documents)
-        sizes = ((ends - starts).cumsum(0) // tokens_per_block).unique_consecutive(return_counts=True)[1]
-        return positions.split(sizes.tolist())
-
-    def require_end(self, tokens: int) -> None:
-        """ValueError unless the last document ends at so many tokens."""
-        if self.tokens != tokens:
-            raise ValueError(f"Corpus: {self.file} must end with {tokens}, but ends with {self.tokens}; {WRITE_AGAIN}.")
 
     def verify(self) -> None:
         """Read all that was not read before. ValueError if something is damaged."""
         for begin, end in self.cuts(_TOKENS_AT_ONCE, 0, len(self)):
             self.views(begin, end)
 
-    def _bounds_of(self, documents: Tensor) -> tuple[Tensor, Tensor]:
-        if "bounds" in self.checked:
-            self.checked["bounds"].require_runs(documents, documents + 2)
-        starts, ends = self.bounds[documents], self.bounds[documents + 1]
-        self._require_order(starts, ends)
-        return starts, ends
+    def bounds_of(self, documents: Tensor) -> tuple[Tensor, Tensor]:
+        """First row of tokens of some documents, and the one behind the last."""
+        self._require("bounds", documents, documents + 2)
+        return self.bounds[documents], self.bounds[documents + 1]
 
-    def _require_order(self, starts: Tensor, ends: Tensor) -> None:
-        starts, ends = starts.numpy(), ends.numpy()
-        if len(starts) and (starts.min() < 0 or ends.max() > self.tokens or (starts > ends).any()):
-            raise ValueError(
-                f"Corpus: {self.file} must rise from 0 to {self.tokens}, but does not; write or build it anew."
-            )
+    def _require(self, name: str, begins: Tensor | int, ends: Tensor | int) -> None:
+        if name in self.checked:
+            self.checked[name].require(begins, ends)
 
     def _require_codes(self, arrays: Arrays) -> None:
         """A kernel would read beyond the centroids."""
@@ -129,18 +105,15 @@ def _rows(array: Tensor, rows: Tensor) -> Tensor:
 
 def mapped_part(folder: Path, held: Held) -> Part:
     """The files of a folder, mapped into memory. ValueError if they are shorter than its description says."""
-    sizes, checksums = held.sizes, held.checksums_by_file
+    sizes, checksums = held.sizes, held.checksums_by_column
     arrays, checks = {}, {}
-
-    def add(column: str, file: str, stored: Column, documents: int) -> None:
-        content = _mapped(folder / file, sizes[file])
-        arrays[column] = content.view(stored.dtype).view(stored.shape(documents, held.tokens))
-        checks[column] = CheckedRows(folder / file, content.numpy(), stored.nbytes(1, 1), checksums[file])
-
-    for name, column in held.format.columns.items():
-        add(name, file_of(name), column, held.documents)
-    add("bounds", BOUNDS_FILE, _BOUNDS, held.documents + 1)
-    return Part(held.format, arrays, arrays.pop("bounds"), folder / BOUNDS_FILE, checks)
+    for name, column in held.columns.items():
+        file = folder / file_of(name)
+        content = _mapped(file, sizes[name])
+        arrays[name] = content.view(column.dtype).view(column.shape(held.documents, held.tokens))
+        row = column.dtype.itemsize * (column.width or 1)
+        checks[name] = CheckedRows(file, content.numpy(), row, checksums[name])
+    return Part(held.format, arrays, arrays.pop("bounds"), held.tokens, folder / file_of("bounds"), checks)
 
 
 def _mapped(file: Path, size: int) -> Tensor:
@@ -160,3 +133,27 @@ def _mapped(file: Path, size: int) -> Tensor:
     except ValueError:  # of mmap
         reason = f"must have at least {size} bytes, but has {file.stat().st_size}"
     raise ValueError(f"Corpus: {file} {reason}; {WRITE_AGAIN}.")
+
+
+def open_parts(folder: Path) -> list[Part]:
+    """The documents of a folder, of all ranks if it is of several. ValueError if they are not complete."""
+    if (part := _opened(folder)) is not None:
+        return [part]
+    parts: list[Part] = []
+    for part in map(_opened, folders(folder)):
+        first = parts[0].format if parts else part.format
+        if part.format.codec and first.codec and part.format.codec.checksum == first.codec.checksum:
+            part = replace(part, format=first)  # so that a device holds it once
+        parts.append(part)
+    return parts
+
+
+def _opened(folder: Path) -> Part | None:
+    """The corpus of a folder; None if it has none."""
+
+    def opened() -> Part | None:
+        if (held := read(folder)) is None:
+            return None
+        return mapped_part(folder, held)
+
+    return read_again_if_replaced(folder / DESCRIPTION_FILE, opened)

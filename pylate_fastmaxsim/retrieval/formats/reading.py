@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,41 +46,34 @@ def streamed(device: torch.device, pieces: Sequence[Piece]) -> Iterator[Batch]:
     for part in {id(part): part for part, _, _ in pieces}.values():
         if part.format.codec is not None:
             part.format.codec.to(device)  # copied once, on the caller's stream
-    slots = [_Slot(_pinned(pieces)) for _ in pieces[:IN_FLIGHT]]
+    buffers = [_pinned(pieces) for _ in pieces[:IN_FLIGHT]]
+    copied: list[torch.cuda.Event | None] = [None] * len(buffers)  # the end of the last copy from each
     stream = torch.cuda.Stream(device)
 
-    def load(
-        piece: Piece, slot: _Slot, scored: torch.cuda.Event | None
-    ) -> tuple[Batch, list[Tensor], torch.cuda.Event]:
+    def load(number: int, scored: torch.cuda.Event | None) -> tuple[Batch, list[Tensor], torch.cuda.Event]:
+        place = number % IN_FLIGHT
         if scored is not None:
-            slot.copied.synchronize()
+            copied[place].synchronize()
             scored.synchronize()
-        part, begin, end = piece
+        part, begin, end = pieces[number]
         arrays, bounds, longest = part.views(begin, end)
-        staged = {name: slot.pinned[name][: len(array)].copy_(array) for name, array in arrays.items()}
+        staged = {name: buffers[place][name][: len(array)].copy_(array) for name, array in arrays.items()}
         with torch.cuda.device(device), torch.cuda.stream(stream):
             loaded = batch_on(device, part.format, staged, bounds.pin_memory(), longest)
-            slot.copied = stream.record_event()
-        return *loaded, slot.copied
+            copied[place] = stream.record_event()
+        return *loaded, copied[place]
+
+    def scored() -> torch.cuda.Event:
+        return torch.cuda.current_stream(device).record_event()
 
     # Without waiting for what the caller queued, copies would run ahead of it and fill the device.
-    for batch, tensors, copied in read_ahead(
-        pieces, slots, load, lambda: torch.cuda.current_stream(device).record_event()
-    ):
+    for batch, tensors, loaded in read_ahead(len(pieces), IN_FLIGHT, load, scored):
         current = torch.cuda.current_stream(device)
-        current.wait_event(copied)
+        current.wait_event(loaded)
         for tensor in tensors:
             tensor.record_stream(current)
         yield batch
         del batch, tensors, tensor
-
-
-@dataclass
-class _Slot:
-    """Buffers in pinned memory, and the event of the last copy from them."""
-
-    pinned: Arrays
-    copied: torch.cuda.Event | None = None
 
 
 def _pinned(pieces: Sequence[Piece]) -> Arrays:
@@ -95,23 +87,20 @@ def _pinned(pieces: Sequence[Piece]) -> Arrays:
 
 
 def read_ahead(
-    parts: Sequence[Any], slots: Sequence[Any], load: Callable[[Any, Any, Any], Any], mark: Callable[[], Any]
+    count: int, ahead: int, load: Callable[[int, Any], Any], mark: Callable[[], Any] = lambda: None
 ) -> Iterator[Any]:
-    """``load(part, slot, marked)`` of each part in order, by a thread that reads as many parts ahead as there are slots.
+    """``load(number, marked)`` of each number below ``count`` in order, by a thread that reads ``ahead`` of them ahead.
 
-    A slot is used again when the caller asks for the next part. ``marked`` is what ``mark`` returned then, in the
-    caller's thread; None for a new slot. An error of ``load`` is raised in its turn. The thread ends with the iteration.
+    A number is loaded when the caller asks for the one behind the ``ahead``-th before it. ``marked`` is what ``mark``
+    returned then, in the caller's thread; None for the first ones. An error of ``load`` is raised in its turn. The thread
+    ends with the iteration.
     """
     reader = ThreadPoolExecutor(1, thread_name_prefix="corpus-reader")
     try:
-        loading = deque((reader.submit(load, part, slot, None), slot) for part, slot in zip(parts, slots, strict=False))
-        for number in range(len(parts)):
-            future, slot = loading.popleft()
-            loaded = future.result()
-            yield loaded
-            # Freed before more is loaded.
-            del future, loaded
-            if number + len(slots) < len(parts):
-                loading.append((reader.submit(load, parts[number + len(slots)], slot, mark()), slot))
+        loading = deque(reader.submit(load, number, None) for number in range(min(count, ahead)))
+        for following in range(ahead, count + ahead):
+            yield loading.popleft().result()  # and kept by nobody here, so that it is freed before more is loaded
+            if following < count:
+                loading.append(reader.submit(load, following, mark()))
     finally:
         reader.shutdown(cancel_futures=True)

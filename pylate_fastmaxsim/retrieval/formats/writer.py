@@ -15,10 +15,11 @@ from torch import Tensor
 from pylate_fastmaxsim._checks import require_batches
 from pylate_fastmaxsim.cpu.live_tokens import live_tokens
 from pylate_fastmaxsim.files.lock import holds_something
+from pylate_fastmaxsim.files.record import write_record
 from pylate_fastmaxsim.files.replace import sync
 from pylate_fastmaxsim.retrieval.formats import description
 from pylate_fastmaxsim.retrieval.formats.checksums import AppendedFile
-from pylate_fastmaxsim.retrieval.formats.description import BOUNDS_FILE, JOURNAL_FILE, Held, file_of
+from pylate_fastmaxsim.retrieval.formats.description import FORMAT, JOURNAL_FILE, Held, file_of
 from pylate_fastmaxsim.retrieval.formats.format import CODEC_FILE, Chosen, format_of, require_chosen
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -34,28 +35,27 @@ class Writer:
     """
 
     def __init__(self, folder: Path, held: Held, files: ExitStack) -> None:
-        self.folder, self._held = folder, held
-        self.format, self.documents, self.tokens = held[:3]
+        self.folder, self.held = folder, held
         is_new = not held.documents and not held.generation
         if is_new:
             clear(folder)
-            if self.format.codec is not None:
-                self.format.codec.save(folder / CODEC_FILE)
-        sizes, checksums = held.sizes, held.checksums_by_file
+            if held.format.codec is not None:
+                held.format.codec.save(folder / CODEC_FILE)
+        checksums = held.checksums_by_column
         self._files = {
-            name: AppendedFile(folder / name, None if is_new else sizes[name], checksums[name], files) for name in sizes
+            name: AppendedFile(folder / file_of(name), None if is_new else size, checksums[name], files)
+            for name, size in held.sizes.items()
         }
         if is_new:
-            self._write(BOUNDS_FILE, torch.zeros(1, dtype=torch.int64, device="cpu"))
+            self._write("bounds", torch.zeros(1, dtype=torch.int64, device="cpu"))
         self._noted = time.monotonic()
 
     def append(self, batch: TokenBatch) -> None:
         """Write a batch whose documents lie back to back, all of their tokens live."""
-        for name, array in self.format.encode(batch).items():
-            self._write(file_of(name), array.cpu())
-        self._write(BOUNDS_FILE, self.tokens + batch.lengths.cumsum(0).cpu())
-        # Together, as an interruption may come in between.
-        self.documents, self.tokens = self.documents + len(batch), self.tokens + len(batch.values)
+        held = self.held
+        for name, array in (held.format.encode(batch) | {"bounds": held.tokens + batch.lengths.cumsum(0)}).items():
+            self._write(name, array.cpu())
+        self.held = held._replace(documents=held.documents + len(batch), tokens=held.tokens + len(batch.values))
         if time.monotonic() - self._noted >= SECONDS_BETWEEN_NOTES:
             self.note()
 
@@ -69,9 +69,8 @@ class Writer:
         description.finish(self.folder, self._synced())
 
     def _synced(self) -> Held:
-        held = self._held._replace(documents=self.documents, tokens=self.tokens)
-        checksums = [self._files[name].synced(size) for name, size in held.sizes.items()]
-        return held._replace(checksums=np.concatenate(checksums))
+        checksums = [self._files[name].synced(size) for name, size in self.held.sizes.items()]
+        return self.held._replace(checksums=np.concatenate(checksums))
 
     def _write(self, name: str, tensor: Tensor) -> None:
         self._files[name].append(tensor.contiguous().view(torch.uint8).flatten().numpy().data)
@@ -123,7 +122,7 @@ def write(
                 writer.finish()
         except BaseException as error:
             if writer is not None:
-                is_refused = isinstance(error, (TypeError, ValueError)) and not (goes_on and writer.documents)
+                is_refused = isinstance(error, (TypeError, ValueError)) and not (goes_on and writer.held.documents)
                 with suppress(OSError):  # as on a full disk; then the journal of before holds
                     if is_refused and not is_corpus:
                         # So that the folder is empty for the corrected call.
@@ -152,8 +151,8 @@ def _require_empty(folder: Path, held: Held | None) -> None:
 
 def clear(folder: Path) -> None:
     """Remove what a :class:`Writer` has written to a folder without a corpus, but the journal, which says so first."""
-    description.begin(folder)
-    columns = map(file_of, ("values", "scales", "codes", "packed"))
+    write_record(folder / JOURNAL_FILE, {"format": FORMAT, "documents": 0})
+    columns = map(file_of, ("values", "scales", "codes", "packed", "bounds"))
     checksums = (file.name for file in folder.glob("checksums-*.bin"))
-    for name in (*columns, BOUNDS_FILE, CODEC_FILE, *checksums):
+    for name in (*columns, CODEC_FILE, *checksums):
         (folder / name).unlink(missing_ok=True)

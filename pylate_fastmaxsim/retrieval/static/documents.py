@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim.codec import chunks
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 from pylate_fastmaxsim.sparse import LARGEST_OF_UINT16, SparseBatch
@@ -61,9 +62,7 @@ def from_neighbours(
     batches = []
     for part in _parts(tokens, vocabulary, table.sizes):
         lengths = part.lengths.to(table.offsets.device)
-        rows = torch.repeat_interleave(torch.arange(len(part), device=lengths.device), lengths)
-        distinct, counts = (rows * vocabulary + part.ids.to(rows.device)).unique(return_counts=True)
-        rows, ids = distinct // vocabulary, distinct % vocabulary
+        rows, ids, counts = part.counts(vocabulary, lengths.device)
         first = table.offsets[ids]
         sizes = table.offsets[ids + 1] - first
         places = torch.repeat_interleave(first - (sizes.cumsum(0) - sizes), sizes)
@@ -125,8 +124,8 @@ def token_thresholds(query_vectors: Tensor, document_vectors: Tensor, threshold:
     thresholds = query_vectors.new_full((len(query_vectors),), threshold, dtype=torch.float64)
     if threshold != -torch.inf and (cap is None or cap >= len(document_vectors)):
         return thresholds
-    for begin, similarities in _similarities(query_vectors, document_vectors):
-        part = thresholds[begin : begin + len(similarities)]
+    for rows, similarities in _similarities(query_vectors, document_vectors):
+        part = thresholds[rows]
         if threshold == -torch.inf:
             smallest = similarities.amin(dim=1).clamp(max=0)
             part.copy_(smallest - BELOW_ALL * (1 - smallest))
@@ -142,15 +141,14 @@ def neighbours_above(query_vectors: Tensor, document_vectors: Tensor, thresholds
 
     None if they are so many that the product of tables and documents is cheaper.
     """
+
+    def excess(rows: slice, similarities: Tensor) -> tuple[Tensor, Tensor]:
+        weights = (similarities - thresholds[rows, None]).float()
+        return weights, weights > 0
+
     # Of a small vocabulary a token matches at least itself.
     largest = min(LARGEST_TABLE, int(LARGEST_SHARE * len(thresholds) ** 2) + len(thresholds))
-    parts = []
-    for begin, similarities in _similarities(query_vectors, document_vectors):
-        excess = (similarities - thresholds[begin : begin + len(similarities), None]).float()
-        parts.append(_entries(begin, excess, excess > 0))
-        if sum(len(part[0]) for part in parts) > largest:
-            return None
-    return _table(parts, len(document_vectors))
+    return _table(query_vectors, document_vectors, excess, largest)
 
 
 def neighbours_at_least(
@@ -161,14 +159,12 @@ def neighbours_at_least(
     Similarities are rounded to multiples of 2**-20, so that the cosine of a vector with itself is 1. None if there are
     too many.
     """
-    parts = []
-    for begin, similarities in _similarities(query_vectors, document_vectors):
-        kept = similarities > above[begin : begin + len(similarities), None]
-        similarities = (similarities * 2**20).round() * 2.0**-20
-        parts.append(_entries(begin, similarities.float(), kept & (similarities >= threshold)))
-        if sum(len(part[0]) for part in parts) > LARGEST_TABLE:
-            return None
-    return _table(parts, len(document_vectors))
+
+    def rounded(rows: slice, similarities: Tensor) -> tuple[Tensor, Tensor]:
+        weights = (similarities * 2**20).round() * 2.0**-20
+        return weights.float(), (similarities > above[rows, None]) & (weights >= threshold)
+
+    return _table(query_vectors, document_vectors, rounded, LARGEST_TABLE)
 
 
 def equal_tokens(vocabulary: int, device: torch.device) -> Neighbours:
@@ -177,25 +173,32 @@ def equal_tokens(vocabulary: int, device: torch.device) -> Neighbours:
     return Neighbours(numbers, numbers[:-1].int(), torch.ones(vocabulary, device=device))
 
 
-def _similarities(query_vectors: Tensor, document_vectors: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Inner products of some query tokens with all document tokens, ``[R, V]``, float64, and the first query token.
+def _similarities(query_vectors: Tensor, document_vectors: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Some query tokens, and their inner products with all document tokens, ``[R, V]``, float64.
 
     float64, since rounding then depends neither on the size of a block nor on switches of float32 products.
     """
     transposed = document_vectors.double().T
-    rows = max(1, SIMILARITIES_AT_ONCE // max(1, len(document_vectors)))
-    for begin in range(0, len(query_vectors), rows):
-        yield begin, query_vectors[begin : begin + rows].double() @ transposed
+    for rows in chunks(len(query_vectors), len(document_vectors), SIMILARITIES_AT_ONCE):
+        yield rows, query_vectors[rows].double() @ transposed
 
 
-def _entries(begin: int, weights: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Query tokens, document tokens and weights of what is kept of a block."""
-    rows, columns = kept.nonzero(as_tuple=True)
-    return (rows + begin).int(), columns.int(), weights[rows, columns]
-
-
-def _table(parts: list[tuple[Tensor, Tensor, Tensor]], vocabulary: int) -> Neighbours:
+def _table(
+    query_vectors: Tensor,
+    document_vectors: Tensor,
+    weights_of: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
+    largest: int,
+) -> Neighbours | None:
+    """Pairs of tokens of which ``weights_of`` returns the weights and which to keep; None if more than ``largest``."""
+    parts, entries = [], 0
+    for block, similarities in _similarities(query_vectors, document_vectors):
+        weights, kept = weights_of(block, similarities)
+        rows, columns = kept.nonzero(as_tuple=True)
+        parts.append(((rows + block.start).int(), columns.int(), weights[rows, columns]))
+        entries += len(rows)
+        if entries > largest:
+            return None
     query_tokens, document_tokens, weights = (torch.cat(each) for each in zip(*parts, strict=True))
     document_tokens, order = document_tokens.sort(stable=True)
-    offsets = torch.searchsorted(document_tokens, torch.arange(vocabulary + 1, device=order.device, dtype=torch.int32))
-    return Neighbours(offsets, query_tokens[order], weights[order])
+    ends = torch.arange(len(document_vectors) + 1, device=order.device, dtype=torch.int32)
+    return Neighbours(torch.searchsorted(document_tokens, ends), query_tokens[order], weights[order])

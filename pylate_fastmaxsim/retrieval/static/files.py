@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -48,26 +46,21 @@ def write(where: str, folder: Path, values: dict, tensors: dict[str, Tensor], to
                     file.unlink()
 
 
-def read(where: str, folder: Path, device: torch.device) -> tuple[dict, dict[str, Tensor], Callable]:
+def read(where: str, folder: Path) -> tuple[dict, dict[str, Tensor], Callable]:
     """Read what :func:`write` has written; ValueError if it is not there, of another format or damaged."""
-    return read_again_if_replaced(folder / DESCRIPTION_FILE, partial(_read, where, folder, device))
-
-
-def _read(where: str, folder: Path, device: torch.device) -> tuple[dict, dict[str, Tensor], Callable]:
     from tokenizers import Tokenizer
 
-    file = folder / DESCRIPTION_FILE
-    try:
-        values = read_record(file)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error} Save the model again.") from None
-    if values is None:
-        raise ValueError(f"{where}: {folder} holds no static model, since it has no {DESCRIPTION_FILE}.")
-    if values.pop("format", None) != FORMAT:
-        raise ValueError(f"{where}: {file} must be of the format {FORMAT!r}.")
-    contents = {name: _content(where, folder / file) for name, file in values.pop("files").items()}
-    tensors = {name: tensor.to(device) for name, tensor in load(contents["tables"]).items()}
-    return values, tensors, Tokenizer.from_str(contents["tokenizer"].decode())
+    def contents() -> tuple[dict, dict[str, bytes]]:
+        try:
+            values = read_record(folder / DESCRIPTION_FILE, FORMAT)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error} Save the model again.") from None
+        if values is None:
+            raise ValueError(f"{where}: {folder} holds no static model, since it has no {DESCRIPTION_FILE}.")
+        return values, {name: _content(where, folder / file) for name, file in values["files"].items()}
+
+    values, found = read_again_if_replaced(folder / DESCRIPTION_FILE, contents)
+    return values, load(found["tables"]), Tokenizer.from_str(found["tokenizer"].decode())
 
 
 def _content(where: str, file: Path) -> bytes:

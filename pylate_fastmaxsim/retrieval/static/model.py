@@ -27,8 +27,14 @@ from pylate_fastmaxsim.retrieval.static.documents import (
     neighbours_at_least,
     token_thresholds,
 )
-from pylate_fastmaxsim.retrieval.static.tokens import TokenIds, check_ids, tokenize, without_truncation
-from pylate_fastmaxsim.retrieval.static.weights import BM25, Statistics
+from pylate_fastmaxsim.retrieval.static.tokens import (
+    BM25,
+    Statistics,
+    TokenIds,
+    check_ids,
+    tokenize,
+    without_truncation,
+)
 from pylate_fastmaxsim.sparse import SparseBatch
 
 Texts = Sequence[str] | TokenIds
@@ -303,9 +309,8 @@ class StaticLateInteraction:
     def queries(self, texts: Texts) -> SparseBatch:
         """Queries as sparse vectors: how often each token occurs, times its weight; on the device of the tables."""
         tokens = self._tokens("StaticLateInteraction.queries", texts).without(self.query_skiplist, self.vocabulary)
-        rows = torch.repeat_interleave(torch.arange(len(tokens), device="cpu"), tokens.lengths)
-        keys, counts = (rows * self.vocabulary + tokens.ids).unique(return_counts=True)
-        rows, terms, weights = keys // self.vocabulary, keys % self.vocabulary, counts.double()
+        rows, terms, counts = tokens.counts(self.vocabulary)
+        weights = counts.double()
         if self.query_weights is not None:
             weights *= self.query_weights[terms]
         where = "StaticLateInteraction.queries"
@@ -454,7 +459,7 @@ class StaticLateInteraction:
         ValueError
             The folder holds no static model, or a damaged one.
         """
-        values, tensors, tokenizer = files.read("StaticLateInteraction.load", Path(folder), torch.device(device))
+        values, tensors, tokenizer = files.read("StaticLateInteraction.load", Path(folder))
         model = cls(
             tensors["query_vectors"],
             tensors.get("document_vectors"),
@@ -469,8 +474,8 @@ class StaticLateInteraction:
         )
         model.thresholds = tensors["thresholds"]
         if "frequencies" in tensors:
-            model.statistics = Statistics(values["documents"], values["tokens"], tensors["frequencies"].cpu())
-        return model
+            model.statistics = Statistics(values["documents"], values["tokens"], tensors["frequencies"])
+        return model.to(device)
 
     def to(self, device: str | torch.device) -> StaticLateInteraction:
         """Copy the model to another device."""

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.compilation import checkpointing
+from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
 
 pytestmark = pytest.mark.compile
@@ -178,11 +178,11 @@ def test_a_layer_that_is_dropped_is_freed():
     layer = GradientCheckpointingLayer()
     layer.dropout = 0.1
     try:
-        checkpointing.compile_checkpointing([layer])
+        compilation_layers._compile_checkpointing([layer])
         alive = ref(layer)
         del layer
         gc.collect()
         assert alive() is None
     finally:
-        checkpointing.release()
+        compilation_layers.release()
     assert GradientCheckpointingLayer.__call__ is STOCK

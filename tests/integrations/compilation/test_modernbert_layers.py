@@ -126,7 +126,7 @@ def test_compiled_checkpoints_keep_no_more_than_stock(encoder, fast_attention, m
 
         with pytest.MonkeyPatch.context() as patch, pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
             if stock:
-                patch.setattr(modernbert, "_is_stock", lambda _: False)
+                patch.setattr(modernbert, "_is_stock_layer", lambda *_: False)
             results.append(run(loss_function, batch))
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 loss_function([dict(column) for column in batch])
@@ -146,7 +146,7 @@ def test_autocast_rounds_as_stock(encoder, packed, used):
         torch._dynamo.reset()
         with pytest.MonkeyPatch.context() as patch, pylate_fastmaxsim.enabled(compile=True):
             if not known:
-                patch.setattr(modernbert, "_is_stock", lambda _: False)
+                patch.setattr(modernbert, "_is_stock_layer", lambda *_: False)
             with torch.autocast("cpu", torch.bfloat16):
                 loss = loss_function([dict(column) for column in batch])
             model.zero_grad()

@@ -14,8 +14,8 @@ from pylate import losses
 import pylate_fastmaxsim
 from pylate_fastmaxsim import _winners
 from pylate_fastmaxsim.integrations.encoding import modes
+from pylate_fastmaxsim.integrations.encoding.plans import unit
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
-from pylate_fastmaxsim.integrations.pylate import normalize
 from pylate_fastmaxsim.ops.maxsim import maxsim
 
 
@@ -121,8 +121,7 @@ def test_gradcache_follows_a_loss_scaled_by_what_bfloat16_cannot_say(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_unit_is_what_normalising_in_float32_and_rounding_gives(dtype, monkeypatch):
-    monkeypatch.setattr(normalize, "_ROWS", 4)
+def test_unit_is_what_normalising_in_float32_and_rounding_gives(dtype):
     embeddings = torch.randn(2, 5, 16, dtype=torch.float64).to(dtype)
     embeddings[0, 0] = 0
     embeddings = embeddings.transpose(0, 1).requires_grad_()
@@ -131,7 +130,7 @@ def test_unit_is_what_normalising_in_float32_and_rounding_gives(dtype, monkeypat
     expected = torch.nn.functional.normalize(exact, dim=-1)
     expected.backward(gradient.double())
     with torch.autocast("cpu", torch.bfloat16):
-        ours = normalize.unit(embeddings)
+        ours = unit(embeddings)
     ours.backward(gradient)
     assert ours.dtype == torch.bfloat16 and embeddings.grad.dtype == dtype
     torch.testing.assert_close(ours.double(), expected.detach(), rtol=2**-8, atol=0)

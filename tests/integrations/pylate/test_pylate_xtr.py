@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
-from pylate_fastmaxsim.integrations.pylate import xtr as pylate_xtr
+from pylate_fastmaxsim.integrations.pylate import scores as pylate_scores
 
 COUNT, WAYS, QUERY_LENGTH, LENGTH, DIM = 3, 2, 4, 6, 5
 
@@ -21,7 +21,7 @@ COUNT, WAYS, QUERY_LENGTH, LENGTH, DIM = 3, 2, 4, 6, 5
 def calls(monkeypatch):
     """How often the operator was called, by any of its callers."""
     made = []
-    for module in (pylate_xtr, pylate_losses):
+    for module in (pylate_scores, pylate_losses):
 
         def counted(*args, operator=module.xtr_scores, **kwargs):
             made.append(None)

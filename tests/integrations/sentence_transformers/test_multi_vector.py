@@ -16,7 +16,6 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import hosts
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.sentence_transformers import scores as sentence_transformers_scores
-from pylate_fastmaxsim.integrations.sentence_transformers import xtr as sentence_transformers_xtr
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def scored(monkeypatch) -> list[None]:
     monkeypatch.setattr(
         sentence_transformers_scores, "pooled_scores", counted(sentence_transformers_scores.pooled_scores)
     )
-    monkeypatch.setattr(sentence_transformers_xtr, "xtr_scores", counted(sentence_transformers_xtr.xtr_scores))
+    monkeypatch.setattr(sentence_transformers_scores, "xtr_scores", counted(sentence_transformers_scores.xtr_scores))
     return made
 
 

@@ -18,7 +18,6 @@ from sentence_transformers.multi_vector_encoder import scoring
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.sentence_transformers import scores as sentence_transformers_scores
-from pylate_fastmaxsim.integrations.sentence_transformers import xtr as sentence_transformers_xtr
 
 torch.manual_seed(0)
 QUERIES = torch.randn(3, 5, 16)
@@ -173,7 +172,7 @@ def test_half_precision_is_summed_in_float32():
     "module, operator, functions",
     [
         (sentence_transformers_scores, "pooled_scores", (scoring.colbert_scores, scoring.colbert_kd_scores)),
-        (sentence_transformers_xtr, "xtr_scores", (scoring.xtr_scores,)),
+        (sentence_transformers_scores, "xtr_scores", (scoring.xtr_scores,)),
     ],
 )
 def test_one_call_scores_all_groups(monkeypatch, module, operator, functions):

@@ -11,9 +11,8 @@ from tiny_recipe import tiny, write
 from pylate_fastmaxsim.comparison.verdict import PHASES
 from pylate_fastmaxsim.recipes.comparison import phases
 from pylate_fastmaxsim.recipes.comparison.phases import WARM_UP_STEPS, PhaseTimer, Stopwatch
-from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
 from pylate_fastmaxsim.recipes.plugin import plugin_of
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
@@ -55,9 +54,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_slow_part_shows_under_its_name(loss, fast, tmp_path, clock):
     recipe = tiny(tmp_path, loss=loss, fast={"enabled": fast}, training={"max_steps": WARM_UP_STEPS + 2})
     prepared = prepare(load_recipe(write(tmp_path, recipe)))
-    arguments = training_arguments(prepared, save_strategy="no", disable_tqdm=True)
+    kind = kind_of(prepared.model)
+    arguments = training_arguments(prepared, kind, save_strategy="no", disable_tqdm=True)
     rows = load_data(prepared).train
-    taken, kind = {}, kind_of(prepared.model)
+    taken = {}
     with plugin_of(prepared.fast):
         for part in ("none", *PHASES):
             model = load_model(prepared.model, "cpu", seed=0)

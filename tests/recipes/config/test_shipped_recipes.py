@@ -13,7 +13,7 @@ from tiny_recipe import few_steps, hub_dataset, kd_subsets, text
 
 from pylate_fastmaxsim.integrations.pylate.static import token_vectors
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
-from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of
+from pylate_fastmaxsim.recipes.evaluation.evaluate import collection_of
 from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
 from pylate_fastmaxsim.recipes.mining.mine import mine
 from pylate_fastmaxsim.recipes.models.load import load_model

@@ -13,6 +13,7 @@ from tiny_recipe import text, tiny, write
 from pylate_fastmaxsim.recipes.config.schema import DataSection
 from pylate_fastmaxsim.recipes.data.rows import load_columns, load_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.kinds.colbert import KIND
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.train import train
 
@@ -85,7 +86,7 @@ def test_a_line_of_names_is_known_by_what_it_begins_with_or_by_the_columns(tmp_p
 def test_values_under_the_name_of_another_column_are_refused(name, lines, sentence, tmp_path):
     values = tiny(tmp_path, data={"files": [write_lines(tmp_path / name, lines)]})
     with pytest.raises(RecipeError, match=f"^{sentence}"):
-        load_rows(load_recipe(write(tmp_path, values)))
+        load_rows(load_recipe(write(tmp_path, values)), KIND)
 
 
 def test_each_of_several_files_is_read_by_its_own_names(tmp_path):
@@ -139,7 +140,7 @@ def of_ids(folder: Path, name: str, lines: list[str], *overrides: str, loss: str
     files = {"queries": None, "collection": None} | tables(folder) | more
     section = {"source": "files", "files": [write_lines(folder / name, lines)], **files}
     recipe = tiny(folder, loss={"name": loss}, evaluation={"rows": 0}) | {"data": section}
-    return load_rows(load_recipe(write(folder, recipe), overrides))
+    return load_rows(load_recipe(write(folder, recipe), overrides), KIND)
 
 
 @pytest.mark.parametrize("name", ["triples.tsv", "triples.tsv.gz", "triples.jsonl", "named.tsv", "rows.jsonl"])

@@ -13,15 +13,18 @@ from tiny_recipe import text, tiny, write
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
 from pylate_fastmaxsim.recipes.data.rows import load_rows, stream_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.kinds.colbert import KIND
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
+from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.training.train import train
 
 
 def rows_of(folder: Path, rows: list[dict], *overrides: str, **sections) -> Dataset:
     Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
     values = tiny(folder, data={"files": [str(folder / "rows.parquet")]}, **sections)
-    return load_rows(load_recipe(write(folder, values), overrides))
+    recipe = load_recipe(write(folder, values), overrides)
+    return load_rows(recipe, kind_of(recipe.model))
 
 
 def test_each_positive_is_a_row_and_negatives_are_drawn_or_repeated(tmp_path):
@@ -84,7 +87,7 @@ def read_by(how: str, folder: Path, rows: list[dict], **data) -> list[list]:
     values["evaluation"] = {"rows": 0}
     values["model"] = {"name_or_path": "none"}
     values["training"]["per_device_train_batch_size"] = 1
-    loaded = (stream_rows if how == "stream" else load_rows)(load_recipe(write(folder, values)))
+    loaded = (stream_rows if how == "stream" else load_rows)(load_recipe(write(folder, values)), KIND)
     return [list(row.values())[1:] for row in islice(loaded, 1)]
 
 
@@ -260,7 +263,7 @@ def test_columns_in_another_order_or_of_no_texts_are_refused(row, sentence, stre
         values["data"]["streaming"], values["evaluation"] = True, {"rows": 0}
         values["model"] = {"name_or_path": "none"}
     with pytest.raises(RecipeError, match=f"^{sentence}"):
-        (stream_rows if streaming else load_rows)(load_recipe(write(tmp_path, values)))
+        (stream_rows if streaming else load_rows)(load_recipe(write(tmp_path, values)), KIND)
 
 
 def test_a_query_may_be_called_positive_where_columns_are_named(tmp_path):

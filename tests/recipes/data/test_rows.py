@@ -10,12 +10,13 @@ from tiny_recipe import text, tiny, write
 
 from pylate_fastmaxsim.recipes.data.rows import load_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.kinds.colbert import KIND
 from pylate_fastmaxsim.recipes.load import load_recipe
 
 
 def refusal(folder: Path, **sections) -> str:
     with pytest.raises(RecipeError) as error:
-        load_rows(load_recipe(write(folder, tiny(folder, **sections))))
+        load_rows(load_recipe(write(folder, tiny(folder, **sections))), KIND)
     return str(error.value)
 
 

@@ -8,8 +8,8 @@ from splade_recipe import tiny_splade
 from tiny_recipe import write
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.models.load import kind_of
 
 KD = {"documents": ["a", "b"], "scores": [1.0, 0.5]}
 

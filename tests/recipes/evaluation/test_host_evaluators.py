@@ -28,8 +28,7 @@ from pylate_fastmaxsim.comparison.report import comparison_table, write_pictures
 from pylate_fastmaxsim.comparison.verdict import contrast
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate, evaluate_held_out
-from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of
+from pylate_fastmaxsim.recipes.evaluation.evaluate import collection_of, evaluate, evaluate_held_out
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.plugin import plugin_of

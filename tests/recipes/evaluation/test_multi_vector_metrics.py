@@ -15,7 +15,7 @@ from pylate_fastmaxsim.recipes.evaluation import ranking
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import NAMES, collection_of, load_nano_beir
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 
@@ -92,7 +92,8 @@ def test_sets_of_nano_beir_are_loaded_by_the_host(tmp_path, monkeypatch):
 
     monkeypatch.setattr(evaluation.MultiVectorNanoBEIREvaluator, "_load_dataset", load)
     content = tiny_multi_vector(tmp_path, evaluation={"rows": 0, "nano_beir": ["nq", "SciFact"]})
-    assert len(load_nano_beir(load_recipe(write(tmp_path, content)))) == 2
+    recipe = load_recipe(write(tmp_path, content))
+    assert len(load_nano_beir(recipe, kind_of(recipe.model))) == 2
     assert [name for name, *_ in loaded] == ["nq", "SciFact"] and loaded[0][2] == [100]
     # The names that a recipe may give are those that the host has.
     monkeypatch.undo()

@@ -125,7 +125,9 @@ def test_negatives_are_the_best_of_the_candidates(kind, recipe, tmp_path, monkey
     mined = Dataset.from_parquet(str(tmp_path / "mined" / "train.parquet"))
     found = {int(row["query_id"]): list(map(int, row["document_ids"][1:])) for row in mined}
     assert found == expected and len(found) > 10
-    assert sorted(encoded) == sorted(documents[x] for x in asked)  # each once, and no other
+    searched, scored = encoded[: len(asked)], encoded[len(asked) :]
+    assert sorted(searched) == sorted(documents[x] for x in asked)  # each once, and no other
+    assert {*scored} == {documents[x] for positives in pairs.positives() for x in positives}
     assert elsewhere or kind != "sparse"
 
 

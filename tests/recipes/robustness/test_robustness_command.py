@@ -227,7 +227,9 @@ def test_a_trained_recipe_and_its_model_are_measured_and_reported(tmp_path, monk
     of_model = json.loads((tmp_path / "robustness.json").read_text())
     assert of_model["recipe"] is None and of_model["documents"] == 12 and of_model["data"] == str(data)
     done = fastmaxsim(["robustness", str(file), "--set", "evaluation.rows=0"])
-    assert done.exit_code == 2 and done.stderr.startswith("fastmaxsim: evaluation names no held-out data")
+    assert done.exit_code == 2 and done.stderr.startswith(
+        "fastmaxsim: tiny has no data to evaluate on; name one collection with --beir"
+    )
 
 
 def write_collection(folder: Path) -> None:

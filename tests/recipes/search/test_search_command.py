@@ -34,7 +34,7 @@ from pylate_fastmaxsim.recipes.evaluation import ranking
 from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import Retriever, retriever_of
 from pylate_fastmaxsim.recipes.search import index
-from pylate_fastmaxsim.recipes.search.clock import Clock
+from pylate_fastmaxsim.recipes.search.run import Clock
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 
 KINDS = ("sparse", "late interaction", "static late interaction")

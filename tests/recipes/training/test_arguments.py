@@ -9,6 +9,7 @@ from recipe_runs import command
 from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import arguments
 
@@ -52,7 +53,7 @@ def test_a_gpu_without_bf16(gpu_without_bf16, tmp_path, monkeypatch):
     assert arguments._precision("auto", "auto", on_gpu=True) == "fp16"
     pages = load_recipe(COLQWEN, ["model.dtype=bfloat16", "training.precision=fp16"])
     with pytest.raises(RecipeError, match="model.dtype must be auto or float32 here, because the GPU .* has no bf16."):
-        arguments.training_arguments(pages)
+        arguments.training_arguments(pages, Kind())
     assert arguments._precision("fp16", "bfloat16", on_gpu=False) == "fp16"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     assert [arguments._precision("auto", "auto", on_gpu) for on_gpu in (True, False)] == ["bf16", "fp32"]

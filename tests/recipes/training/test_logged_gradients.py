@@ -20,8 +20,8 @@ from transformers import TrainerCallback
 from pylate_fastmaxsim import PooledScores, Softmax, TokenBatch, TopK, pooled_scores
 from pylate_fastmaxsim.diagnostics.gradient_concentration import gradient_concentration
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration
 from pylate_fastmaxsim.recipes.training import train as training
 

@@ -79,7 +79,8 @@ def test_another_number_of_processes_is_refused_while_steps_are_left(trained, tm
     (tmp_path / "away" / "checkpoint-4").mkdir(parents=True)
     shutil.copy(before / "rng_state_1.pth", tmp_path / "away" / "checkpoint-4")
     elsewhere = load_recipe(trained, [f"output_dir={tmp_path / 'away'}"])
-    assert open_run_directory(elsewhere, True, writes=False, processes=2)[0] is None
+    assert last_checkpoint(elsewhere) is None
+    assert open_run_directory(elsewhere, None, True, writes=False, processes=2) == elsewhere
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -96,7 +97,7 @@ def test_starting_over_keeps_the_checkpoint_that_it_starts_from(trained, tmp_pat
     checkpoint = tmp_path / "out" / "checkpoint-4"
     recipe = load_recipe(trained, ["model.build=null", f"model.name_or_path={checkpoint}"])
     with pytest.raises(RecipeError, match="lies in output_dir"):
-        open_run_directory(recipe, resume=False, writes=True, processes=1)
+        training.train(recipe, resume=False)
     assert checkpoint.exists()
 
 
@@ -148,7 +149,7 @@ def test_the_record_is_replaced_when_the_new_one_is_complete(trained, tmp_path, 
     before = (tmp_path / "out" / RECIPE_FILE).read_text()
     monkeypatch.setattr(replace.os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
-        open_run_directory(load_recipe(trained, ["name=other"]), True, writes=True, processes=1)
+        open_run_directory(load_recipe(trained, ["name=other"]), None, True, writes=True, processes=1)
     assert (tmp_path / "out" / RECIPE_FILE).read_text() == before
 
 

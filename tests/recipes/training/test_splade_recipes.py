@@ -21,10 +21,9 @@ from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_enco
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.config.kinds import RegularizersSection, SpladeLoss
-from pylate_fastmaxsim.recipes.kind import kind_of
 from pylate_fastmaxsim.recipes.kinds.splade import KIND
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
@@ -92,9 +91,10 @@ def trainer_of(tmp_path: Path, saved: str, row: dict, **sections):
         write(tmp_path, splade_over(tmp_path, saved, **sections)),
         ["evaluation.rows=0", "training.dataloader_drop_last=false"],
     )
-    arguments = training_arguments(recipe)
+    kind = kind_of(recipe.model)
+    arguments = training_arguments(recipe, kind)
     model = load_model(recipe.model, arguments.device, recipe.training.seed)
-    return kind_of(recipe.model).build_trainer(recipe.loss, model, load_data(recipe).train, arguments)
+    return kind.build_trainer(recipe.loss, model, load_data(recipe).train, arguments)
 
 
 def test_documents_of_a_list_are_columns_and_go_their_route(saved, tmp_path):

@@ -24,8 +24,7 @@ from visual_models import build_visual_model, page
 
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate, evaluate_held_out
-from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of_pages
+from pylate_fastmaxsim.recipes.evaluation.evaluate import collection_of_pages, evaluate, evaluate_held_out
 from pylate_fastmaxsim.recipes.kinds.pages import CLASSES
 from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model, load_trained
