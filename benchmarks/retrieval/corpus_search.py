@@ -332,7 +332,7 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
     """Names of the stages; a run makes them all."""
     if options.folder is None or options.formats[0] != "bf16":
         raise SystemExit("--folder must name the folder of the corpora, and --formats must begin with bf16.")
-    searched = ("read", *TITLES)
+    searched = (*["read"] * torch.cuda.is_available(), *TITLES)
     stages = {
         f"{name}/{stage}": {}
         for name in options.formats

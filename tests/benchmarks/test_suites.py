@@ -44,7 +44,7 @@ RUNS = {
     "corpus_search": (
         "--folder {folder}/corpora --passages 400 --queries 3 --dim 16 --mean 20 --k 10 --centroids 64 "
         "--stock-passages 200 --check-passages 300",
-        20,
+        23,
         "| PyLate |",
     ),
 }
