@@ -16,13 +16,14 @@ def require_tensor(
     name: str,
     value: object,
     allowed: str,
-    dims: int | None = None,
+    sizes: int | tuple[int | None, ...] | None = None,
     dtypes: tuple[torch.dtype, ...] = (),
     device: torch.device | None = None,
 ) -> None:
     """Raise TypeError unless the argument ``name`` of ``where`` is a tensor; ``allowed`` is its dtype and shape.
 
-    ValueError if it is nested or sparse, or has another number of dimensions, dtype or device where these are given.
+    ValueError if it is nested or sparse, or has another shape, dtype or device where these are given: ``sizes`` are the
+    number of dimensions, or the size of each, None for any.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{where}: {name} must be a tensor {allowed}, got {type(value).__name__}.")
@@ -33,7 +34,11 @@ def require_tensor(
         )
     if value.layout != torch.strided:
         raise ValueError(f"{where}: {name} must be a dense tensor {allowed}, got one of the layout {value.layout}.")
-    if dims not in (None, value.dim()) or (dtypes and value.dtype not in dtypes):
+    shape = (None,) * sizes if isinstance(sizes, int) else sizes
+    fits = shape is None or len(shape) == value.dim()
+    if shape and fits:
+        fits = all(size is None or size == got for size, got in zip(shape, value.shape, strict=True))
+    if not fits or (dtypes and value.dtype not in dtypes):
         raise ValueError(f"{where}: {name} must be {allowed}, got {value.dtype} of shape {tuple(value.shape)}.")
     if device not in (None, value.device):
         raise ValueError(f"{where}: {name} must be on {device}, as the rest, got {value.device}.")

@@ -53,19 +53,6 @@ class ScoringOperands(NamedTuple):
         """Number P of scores of a query: of candidates, or of all documents."""
         return self.d_starts.shape[0] if self.candidates is None else self.candidates.shape[1]
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The fields that are tensors."""
-        return self[:_NUM_TENSORS]
-
-    @property
-    def sizes(self) -> tuple[int | bool, ...]:
-        """The other fields, so that ``ScoringOperands(*operands.tensors, *operands.sizes) == operands``."""
-        return self[_NUM_TENSORS:]
-
-
-_NUM_TENSORS = ScoringOperands._fields.index("max_q_length")
-
 
 class PoolingNumbers(NamedTuple):
     """A pooling other than the maximum as kernels take it: top-k where ``k`` is not 0, else softmax or log-sum-exp."""

@@ -131,11 +131,6 @@ class ResidualCodec:
         """Memory of centroids and buckets."""
         return sum(tensor.nbytes for tensor in self._tensors)
 
-    @property
-    def tables(self) -> tuple[Tensor, Tensor]:
-        """Tables in which :func:`decoded` looks codes and bytes up."""
-        return self.centroids, self.byte_values
-
     @functools.cached_property
     def checksum(self) -> str:
         """XXH3 of the numbers, 16 digits, equal on any device."""
@@ -277,7 +272,8 @@ class ResidualCodec:
             nearest = _nearest(unit, self.centroids)
             buckets = torch.bucketize((unit - self.centroids[nearest]).float(), self.cutoffs, out_int32=True)
             codes[rows], packed[rows] = nearest, _packed(buckets, self.bits)
-            scales[rows] = norms * _inverse(decoded_sums(codes[rows], packed[rows], *self.tables))
+            sums = decoded_sums(codes[rows], packed[rows], self.centroids, self.byte_values)
+            scales[rows] = norms * _inverse(sums)
         return codes, packed, scales
 
     def decode(
@@ -290,7 +286,7 @@ class ResidualCodec:
         vectors = torch.empty(len(codes), self.dim, dtype=dtype, device=self.device)
         for rows in chunks(len(codes), self.dim):
             scale = None if scales is None else scales[rows]
-            vectors[rows] = decoded(codes[rows], packed[rows], scale, *self.tables)
+            vectors[rows] = decoded(codes[rows], packed[rows], scale, self.centroids, self.byte_values)
         return vectors
 
     def require_fitting(self, where: str, vectors: Tensor) -> None:

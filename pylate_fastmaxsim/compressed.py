@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -25,8 +25,9 @@ _FP8_LEAST = 2.0**-8
 
 
 def _tensors_on(device: str | torch.device, batch: object, non_blocking: bool) -> dict[str, Tensor]:
-    fields = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    return {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in fields.items()}
+    # Not by `vars`, which a compiler does not trace.
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {n: each.to(device, non_blocking=non_blocking) for n, each in values.items() if isinstance(each, Tensor)}
 
 
 class _Tokens:
@@ -45,7 +46,8 @@ class _Tokens:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(value for value in vars(self).values() if isinstance(value, Tensor))
+        values = [getattr(self, field.name) for field in fields(self)]
+        return tuple([value for value in values if isinstance(value, Tensor)])
 
     def to(self, device: torch.device, non_blocking: bool = False) -> _Tokens:
         return replace(self, **_tensors_on(device, self, non_blocking))

@@ -114,9 +114,7 @@ class TokenBatch:
     @classmethod
     def _of_padded(cls, where: str, name: str, values: Tensor, mask_name: str, mask: Tensor | None) -> TokenBatch:
         """:meth:`from_padded` under the names that the caller's arguments have in the errors."""
-        require_tensor(where, name, values, "[N, L, d]")
-        if values.dim() != 3:
-            raise ValueError(f"{where}: padded {name} must be [N, L, d], got shape {tuple(values.shape)}.")
+        require_tensor(where, f"padded {name}", values, "[N, L, d]", 3)
         if not values.is_floating_point():
             raise ValueError(f"{where}: {name} must be floating point, got {values.dtype}.")
         count, length, dim = values.shape
@@ -125,11 +123,7 @@ class TokenBatch:
         if mask is None:
             lengths = torch.full_like(starts, length)
             return cls(values.reshape(count * length, dim), starts, lengths, length, gapless=True)
-        require_tensor(where, mask_name, mask, "[N, L]")
-        if mask.shape != values.shape[:2]:
-            raise ValueError(
-                f"{where}: {mask_name} must be [N, L] = [{count}, {length}], got shape {tuple(mask.shape)}."
-            )
+        require_tensor(where, mask_name, mask, f"[N, L] = [{count}, {length}]", (count, length))
         if mask.is_meta and not values.is_meta:
             raise ValueError(f"{where}: {mask_name} is on the meta device, which holds no numbers.")
         keep = as_mask(where, mask_name, mask, device)
@@ -171,11 +165,7 @@ class TokenBatch:
         if cu_seqlens.shape[0] < 1:
             raise ValueError(f"{where}: cu_seqlens must be [N + 1] and start with 0, got shape (0,).")
         if keep is not None:
-            require_tensor(where, "keep", keep, "[T]")
-            if keep.shape != values.shape[:1]:
-                raise ValueError(
-                    f"{where}: keep must be [T] with T = {values.shape[0]}, got shape {tuple(keep.shape)}."
-                )
+            require_tensor(where, "keep", keep, f"[T] with T = {values.shape[0]}", (values.shape[0],))
             keep = as_mask(where, "keep", keep, values.device)
         if max_length is not None:
             max_length = require_integer(f"{where}: max_length", max_length)
@@ -244,12 +234,8 @@ class TokenBatch:
         TypeError
             ``values`` is not a tensor.
         """
-        require_tensor("TokenBatch.with_values", "values", values, "[T, d]")
-        if values.shape[:1] != self.values.shape[:1]:
-            raise ValueError(
-                f"TokenBatch.with_values: values must be [T, d] with T = {self.values.shape[0]}, as before, "
-                f"got shape {tuple(values.shape)}."
-            )
+        rows = self.values.shape[0]
+        require_tensor("TokenBatch.with_values", "values", values, f"[T, d] with T = {rows}, as before", (rows, None))
         return replace(self, values=values)
 
     def select(self, index: Tensor) -> TokenBatch:
@@ -292,18 +278,11 @@ def check_sequences(where: str, name: str, batch: TokenBatch, rows: int) -> None
     """
     starts, lengths, keep, device = batch.starts, batch.lengths, batch.keep, batch.device
     require_tensor(where, "starts", starts, "int64 [N]", 1, (torch.int64,), device)
-    require_tensor(where, "lengths", lengths, "int64 [N]", 1, (torch.int64,), device)
+    require_tensor(where, "lengths", lengths, "int64 [N], as starts", tuple(starts.shape), (torch.int64,), device)
     if isinstance(batch.max_length, int) and batch.max_length < 0:
         raise ValueError(f"{where}: max_length must be at least 0, got {batch.max_length}.")
-    if starts.shape != lengths.shape:
-        raise ValueError(
-            f"{where}: starts and lengths must both be [N], "
-            f"got shapes {tuple(starts.shape)} and {tuple(lengths.shape)}."
-        )
     if keep is not None:
-        require_tensor(where, "keep", keep, f"bool [T] with T = {rows}", 1, (torch.bool,), device)
-        if keep.shape[0] != rows:
-            raise ValueError(f"{where}: keep must be bool [T] with T = {rows}, got shape {tuple(keep.shape)}.")
+        require_tensor(where, "keep", keep, f"bool [T] with T = {rows}", (rows,), (torch.bool,), device)
     if has_numbers(starts, lengths):
         if len(starts):
             _check_bounds(where, name, batch, rows)

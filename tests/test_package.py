@@ -81,7 +81,7 @@ ROOMS = {
     "comparison": (
         ("gate",),
         ("turns", "trainer"),
-        ("verdict", "ranks"),
+        ("verdict",),
         ("script_child", "figures"),
         ("report",),
         ("script",),

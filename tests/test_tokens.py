@@ -165,7 +165,10 @@ def direct(**arguments) -> TokenBatch:
         (lambda: TokenBatch.from_list([]), "empty list"),
         # Of an additive mask, and of weights.
         (lambda: TokenBatch.from_padded(torch.ones(1, 2, 3), torch.tensor([[0.0, -1e4]])), "from_padded: mask must"),
-        (lambda: direct().with_values(torch.randn(3, 3)), r"with T = 2, as before, got shape \(3, 3\)"),
+        (
+            lambda: direct().with_values(torch.randn(3, 3)),
+            r"with T = 2, as before, got torch.float32 of shape \(3, 3\)",
+        ),
         (lambda: direct(values=torch.randn(2)), r"values must be \[T, d\]"),
         (lambda: direct(starts=ONE[:0], lengths=ONE[:0], max_length=-1), "max_length must be at least 0, got -1"),
         (lambda: direct(keep=torch.ones(3, dtype=torch.bool)), r"keep must be bool \[T\] with T = 2, .* \(3,\)"),
@@ -183,7 +186,10 @@ def test_errors_say_what_is_allowed(make, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TokenBatch.from_padded([[[1.0]]]), r"from_padded: values must be a tensor \[N, L, d\], got list"),
+        (
+            lambda: TokenBatch.from_padded([[[1.0]]]),
+            r"from_padded: padded values must be a tensor \[N, L, d\], got list",
+        ),
         (lambda: TokenBatch.from_padded(torch.ones(1, 1, 1), [[True]]), "from_padded: mask .* got list"),
         (lambda: TokenBatch.from_packed(np.ones((2, 3)), BOUNDS), "from_packed: values .* got ndarray"),
         (lambda: TokenBatch.from_packed(torch.ones(2, 3), [0, 2]), "from_packed: cu_seqlens must be a tensor int32 or"),

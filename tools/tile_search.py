@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pylate_fastmaxsim.kernels.runtime.arch import next_power_of_2
 
-# Every field that is varied, for the forward of MaxSim and each family of kernels in `BackwardTiles`. Other fields keep the
+# Every field that is varied, for the forward of MaxSim and each family of kernels of its gradients. Other fields keep the
 # value of the table.
 CANDIDATES: dict[str, dict[str, tuple[Any, ...]]] = {
     "forward": {

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from tile_search import CANDIDATES, Measured, Search, TuningError, choices, search
@@ -135,7 +136,7 @@ class _Case:
         from pylate_fastmaxsim.kernels.maxsim import launch as scores
         from pylate_fastmaxsim.kernels.winner_backward import launch as gradients
 
-        self._forward, self._gradients = scores.forward, gradients.backward
+        self._scores_launch, self._gradients_launch = scores, gradients
         generator = torch.Generator("cuda").manual_seed(0)
 
         def batch(count: int, length: int) -> TokenBatch:
@@ -148,16 +149,19 @@ class _Case:
             own = torch.arange(shape.queries * shape.candidates, device="cuda")
             candidates = own.view(shape.queries, shape.candidates) % shape.documents
         self._operands = ScoringOperands.of(queries, documents, candidates)
-        self._scores, self._winners = self._forward(self._operands, True, PRECISION)
+        self._scores, self._winners = scores.forward(self._operands, True, PRECISION)
         self._grad = torch.randn(self._scores.shape, device="cuda", generator=generator)
-        self._grad_q, self._grad_d = self._backward(True, True, gradient_tables.FROM_TABLES)
+        self._grad_q, self._grad_d = self._backward(True, True)
 
     def run(self, family: str, tiles: NamedTuple) -> tuple[Tensor, Tensor]:
         """The one kernel family, with these tiles."""
-        if family == "forward":
-            return self._forward(self._operands, True, PRECISION, tiles)
-        override = gradient_tables.BackwardTiles(**{family: tiles})
-        return self._backward(family == "query_gradient", family != "query_gradient", override)
+        launch = self._scores_launch if family == "forward" else self._gradients_launch
+        with mock.patch.object(launch, f"{family}_tiles", lambda *_: tiles):
+            if family == "forward":
+                # Without its cache, which would go on with the tiles of the call before.
+                with mock.patch.object(launch, "_plan", launch._plan.__wrapped__):
+                    return launch.forward(self._operands, True, PRECISION)
+            return self._backward(family == "query_gradient", family != "query_gradient")
 
     def problem(self, family: str, tiles: NamedTuple) -> str | None:
         """How the result differs from that of the table's tiles, or None."""
@@ -174,8 +178,9 @@ class _Case:
             return f"wrong gradient, off by {error:.1g}"
         return None
 
-    def _backward(self, need_q: bool, need_d: bool, tiles: gradient_tables.BackwardTiles) -> tuple[Tensor, Tensor]:
-        return self._gradients(self._grad, self._winners, self._operands, PRECISION, need_q, need_d, tiles)
+    def _backward(self, need_q: bool, need_d: bool) -> tuple[Tensor, Tensor]:
+        backward = self._gradients_launch.backward
+        return backward(self._grad, self._winners, self._operands, PRECISION, need_q, need_d)
 
 
 def _measure(family: str, cases: list[_Case], tiles: NamedTuple) -> Measured:

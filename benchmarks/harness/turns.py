@@ -98,7 +98,7 @@ def measure_by_turns(
         }
         ends = time.monotonic() + 2 * timeout * len(children)
 
-        def on_wait(name: str) -> None:
+        def on_wait() -> None:
             if time.monotonic() > ends:
                 raise TimeoutError
 

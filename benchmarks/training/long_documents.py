@@ -14,11 +14,8 @@ import json
 import random
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarks.harness.paths import ROOT
-from pylate_fastmaxsim.cli.terminal import progress_of_runs
-from pylate_fastmaxsim.comparison.report import RESULT_FILE, show_comparison, write_pictures
+from pylate_fastmaxsim.comparison.report import RESULT_FILE, publish
 from pylate_fastmaxsim.recipes.comparison.compare import compare
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -79,11 +76,8 @@ def main() -> None:
         *arguments.set,
     ]
     recipe = load_recipe(RECIPE, overrides)
-    with progress_of_runs() as on_progress:
-        comparison = compare(recipe, on_progress, [int(size) for size in arguments.sweep.split(",") if size])
-    result = arguments.output / RESULT_FILE
-    write_pictures(comparison, result)
-    show_comparison(comparison, Console().print, print)
+    comparison = compare(recipe, [int(size) for size in arguments.sweep.split(",") if size])
+    publish(comparison, arguments.output / RESULT_FILE)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command ``fastmaxsim``: a module a command, with ``add_arguments(parser)`` and ``run(options)``.
+"""The command ``fastmaxsim``: ``add_NAME_arguments(parser)`` and ``run_NAME(options)`` of each command in a module.
 
 ``run``, ``doctor`` and ``compare`` of a script need no extra, all others [recipes].
 """
@@ -27,6 +27,8 @@ COMMANDS = {
     "run": "Run a training script with this package enabled: fastmaxsim run SCRIPT.py ARGS.",
     "doctor": "Show versions, devices, what enable() patches, and what falls back and why.",
 }
+# The modules of commands; of another one the module has its name.
+_MODULES = {"evaluate": "search", **dict.fromkeys(("train", "compare", "mine", "warmup"), "recipes")}
 # What a command may find missing: of the extra [recipes], and the library of models.
 _NEEDED = ("rich", "yaml", "datasets", "accelerate", "sentence_transformers")
 
@@ -78,13 +80,13 @@ def _run_command(name: str, arguments: Sequence[str]) -> None:
 
             print(report())
             return
-        command = importlib.import_module(f"{__name__}.{name}")
+        command = importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}")
         from pylate_fastmaxsim.cli.terminal import report_errors
 
-        command.add_arguments(parser)
+        getattr(command, f"add_{name}_arguments")(parser)
         options = parser.parse_intermixed_args(arguments)
         with report_errors():
-            command.run(options)
+            getattr(command, f"run_{name}")(options)
     except ModuleNotFoundError as error:
         missing = str(error.name).partition(".")[0]
         if missing not in _NEEDED:

@@ -8,7 +8,7 @@ import sys
 from pylate_fastmaxsim.cli.terminal import end_with, path
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a folder and ``--repair``."""
     parser.add_argument("folder", type=path, metavar="FOLDER", help="what to check, with the folders in it")
     parser.add_argument(
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> None:
+def run_check(options: argparse.Namespace) -> None:
     """Print a line for each folder. Ends with code 1 if something is damaged."""
     from pylate_fastmaxsim.retrieval.soundness import check_folder
 

@@ -1,23 +1,36 @@
-"""``fastmaxsim recipes``: list the recipes that come with the package, and copy one."""
+"""Commands that take a recipe: list and copy, train, compare, mine, and compile ahead of time."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pylate_fastmaxsim.cli.terminal import path
+from pylate_fastmaxsim.cli.terminal import (
+    add_overrides,
+    end_with,
+    errors,
+    path,
+    plain,
+    quiet_libraries,
+    report_interruption,
+)
 from pylate_fastmaxsim.recipes.config.shipped import copy_recipe, describe, shipped_recipes
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
+if TYPE_CHECKING:
+    from pylate_fastmaxsim.recipes.config.schema import Recipe
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_recipes_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``copy NAME [FOLDER]``."""
     parser.add_argument("copy", nargs="?", choices=["copy"], metavar="copy", help="copy a recipe in place of the list")
     parser.add_argument("name", nargs="?", metavar="NAME", help="its name")
     parser.add_argument("folder", nargs="?", metavar="FOLDER", type=path, default=path(""), help="where to (here)")
 
 
-def run(options: argparse.Namespace) -> None:
-    """List or copy."""
+def run_recipes(options: argparse.Namespace) -> None:
+    """List the recipes of the package, or copy one."""
     files = shipped_recipes()
     if options.copy:
         if options.name is None:
@@ -27,3 +40,154 @@ def run(options: argparse.Namespace) -> None:
     width = max(map(len, files))
     for name, file in files.items():
         print(f"{name:{width}}  {describe(file)}")
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a recipe, its overrides and ``--resume``."""
+    _add_recipe(parser)
+    _add_resume(
+        parser, "go on from the last checkpoint in output_dir; --no-resume deletes its checkpoints and starts over"
+    )
+
+
+def run_train(options: argparse.Namespace) -> None:
+    """Train, and print a table of the metrics."""
+    recipe = _load(options)
+    from pylate_fastmaxsim._memory import is_out_of_memory
+    from pylate_fastmaxsim.recipes.tables import training_table
+    from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
+    from pylate_fastmaxsim.recipes.training.train import train
+
+    def kept() -> str:
+        checkpoint = last_checkpoint(recipe)
+        if checkpoint is None:
+            return "there is no checkpoint yet, and the same command starts again"
+        return f"{checkpoint} is kept, and {command_to_resume(options.resume)} goes on from there"
+
+    quiet_libraries()
+    with report_interruption(kept):
+        try:
+            result = train(recipe, options.resume)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            end_with(f"\nfastmaxsim: out of memory; {advice_on_memory(recipe, last_checkpoint(recipe))}.")
+    if "ndcg@10" in result:  # the main process of a distributed run
+        plain.print(training_table(result))
+
+
+def advice_on_memory(recipe: Recipe, checkpoint: Path | None) -> str:
+    """A clause that says how to use less memory: first without, then with an effect on what is learned."""
+    free, length = [], recipe.model.length
+    lower = [f"model.{length}"] if length else []
+    if not recipe.training.gradient_checkpointing:
+        free.append("set training.gradient_checkpointing to true")
+    if recipe.loss.name == "cached_contrastive" or recipe.loss.mini_batch_size is not None:
+        by_tokens = recipe.loss.mini_batch_num_tokens is not None
+        free.append(f"lower loss.{'mini_batch_num_tokens' if by_tokens else 'mini_batch_size'}")
+    else:
+        lower = ["training.per_device_train_batch_size", *lower]
+    advice = [" or ".join(free)] if free else []
+    advice.append(f"lower {' or '.join(lower)}")
+    if checkpoint is None:
+        return f"{', or '.join(advice)}; there is no checkpoint yet"
+    if free:
+        advice[0] += " and go on from there"
+    advice[-1] += " and start over, with --no-resume or another output_dir"
+    return f"{checkpoint} is kept: {', or '.join(advice)}"
+
+
+def add_mine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a recipe, its overrides and ``--resume``."""
+    _add_recipe(parser)
+    _add_resume(parser, "go on from where mining stopped; --no-resume starts over and replaces its results")
+
+
+def run_mine(options: argparse.Namespace) -> None:
+    """Mine, and print a table of what was written."""
+    recipe = _load(options)
+    from accelerate import PartialState
+
+    from pylate_fastmaxsim.recipes.mining.mine import mine
+    from pylate_fastmaxsim.recipes.tables import mining_table
+
+    quiet_libraries()
+    with report_interruption(
+        lambda: f"what is done is kept, and {command_to_resume(options.resume)} goes on from there"
+    ):
+        result = mine(recipe, options.resume)
+    if PartialState().is_main_process:
+        plain.print(mining_table(result))
+
+
+def command_to_resume(resume: bool) -> str:
+    """The command that goes on: --no-resume would remove what is kept."""
+    return "the same command" if resume else "the same command without --no-resume"
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a recipe, its overrides, ``--output`` and ``--sweep``."""
+    _add_recipe(parser)
+    parser.add_argument("--output", metavar="DIR", help="folder for the results, in place of the recipe's output_dir")
+    parser.add_argument(
+        "--sweep",
+        metavar="batch_size=N,N,...",
+        help="also measure a few steps at each of these batch sizes, until memory runs out",
+    )
+
+
+def run_compare(options: argparse.Namespace) -> None:
+    """Compare, print the tables, and write them as JSON, PNG and HTML."""
+    recipe = _load(options)
+    from pylate_fastmaxsim.comparison.report import RESULT_FILE, publish
+    from pylate_fastmaxsim.recipes.comparison.compare import RunFailed, compare, parse_sweep
+
+    batch_sizes = parse_sweep(options.sweep) if options.sweep is not None else []
+    result = Path(recipe.output_dir, RESULT_FILE)
+    steps = f"the steps of each run are in {result.parent / 'compare'}"
+    quiet_libraries()
+    try:
+        with report_interruption(lambda: steps, "a comparison is not resumed, the same command starts it again"):
+            publish(compare(recipe, batch_sizes), result)
+    except RunFailed as error:
+        end_with(f"fastmaxsim: {error}")
+
+
+def add_warmup_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a recipe and its overrides."""
+    _add_recipe(parser)
+
+
+def run_warmup(options: argparse.Namespace) -> None:
+    """Compile, and print what took how long."""
+    recipe = _load(options)
+    from pylate_fastmaxsim.precompile.recipe import reason_against_warmup, warm_up
+
+    if reason := reason_against_warmup(recipe):
+        print(reason)
+        return
+    quiet_libraries()
+    with errors.status("compiling, then training two steps on each size of batch"):
+        warmed = warm_up(recipe)
+    plain.print(warmed.table(recipe.name))
+    print(warmed.counts())
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        help="a recipe: a .yaml file, or the name of one that comes with the package (fastmaxsim recipes)",
+    )
+    add_overrides(parser)
+
+
+def _add_resume(parser: argparse.ArgumentParser, meaning: str) -> None:
+    parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help=meaning)
+
+
+def _load(options: argparse.Namespace) -> Recipe:
+    """The recipe of a command with its overrides; ``--output`` is its output_dir, so that ~ is expanded."""
+    from pylate_fastmaxsim.recipes.load import load_recipe  # takes seconds, which a list of recipes need not
+
+    return load_recipe(options.recipe, options.overrides, getattr(options, "output", None))

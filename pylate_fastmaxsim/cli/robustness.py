@@ -14,7 +14,7 @@ from pylate_fastmaxsim.cli.terminal import (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_robustness_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a recipe or a model, a collection, and what is measured."""
     add = parser.add_argument
     add(
@@ -55,18 +55,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", metavar="DIR", help="folder for the results: the recipe's output_dir, or here for a model")
 
 
-def run(options: argparse.Namespace) -> None:
+def run_robustness(options: argparse.Namespace) -> None:
     """Measure, print the tables, and write them as JSON, PNG and HTML."""
     from pylate_fastmaxsim.recipes.robustness.measure import robustness, settings_of
     from pylate_fastmaxsim.recipes.robustness.report import tables, write_robustness_page, write_robustness_png
-    from pylate_fastmaxsim.recipes.robustness.task import Limits
 
-    settings = settings_of(options.pooling, options.times, options.tokens, options.append, options.noise, options.seed)
-    limits = Limits(options.max_queries, options.max_documents, options.seed)
+    settings = settings_of(
+        options.pooling,
+        options.times,
+        options.tokens,
+        options.append,
+        options.noise,
+        seed=options.seed,
+        max_queries=options.max_queries,
+        max_documents=options.max_documents,
+    )
     quiet_libraries()
     with report_interruption(lambda: "the same command starts again"):
         result, pairs, file = robustness(
-            options.target, settings, limits, options.overrides, options.beir, options.split, options.output
+            options.target, settings, options.overrides, options.beir, options.split, options.output
         )
         for table in tables(result):
             plain.print(table)

@@ -34,16 +34,6 @@ _FULL_DISK = re.compile(r"No space left on device|\(os error (27|28|122)\)")
 _NOT_WRITTEN = re.compile(r"PytorchStreamWriter failed writing|unexpected pos \d+ vs \d+")
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Add a recipe and ``--set``."""
-    parser.add_argument(
-        "recipe",
-        metavar="RECIPE",
-        help="a recipe: a .yaml file, or the name of one that comes with the package (fastmaxsim recipes)",
-    )
-    add_overrides(parser)
-
-
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Add ``--set``."""
     parser.add_argument(
@@ -54,11 +44,6 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="override a key of the recipe, for example training.max_steps=100; may be given several times",
     )
-
-
-def add_resume(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Add ``--resume`` and ``--no-resume``."""
-    parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help=meaning)
 
 
 def add_collection(parser: argparse.ArgumentParser, meaning: str) -> None:
@@ -139,14 +124,9 @@ def report_errors() -> Iterator[None]:
 
 @contextmanager
 def report_interruption(kept: Callable[[], str], interrupted: str | None = None) -> Iterator[None]:
-    """End with one sentence on a full disk or after an interrupt.
+    """End with one sentence on a full disk or after an interrupt, with a clause that says what is ``kept``.
 
-    Parameters
-    ----------
-    kept
-        A clause that says what is left.
-    interrupted
-        Another one after an interrupt.
+    ``interrupted`` is another one after an interrupt.
     """
     try:
         yield
@@ -167,27 +147,15 @@ def report_interruption(kept: Callable[[], str], interrupted: str | None = None)
 
 
 @contextmanager
-def progress_of_runs() -> Iterator[Callable[..., None]]:
-    """A bar for each run of a comparison, with its rate and the time left."""
-    with ExitStack() as stack:
-        bars: dict[str, tqdm] = {}
-
-        def on_progress(run: str, text: str, done: int, of: int | None) -> None:
-            if run not in bars:
-                bars[run] = stack.enter_context(_bar(run, of, "steps"))
-            bars[run].n, bars[run].total = done, of
-            bars[run].set_postfix_str(text)
-
-        yield on_progress
-
-
-@contextmanager
 def progress_of_tasks() -> Iterator[Callable[..., Callable[[int], object]]]:
     """A bar for each task of a search: ``begin(task, total, done)`` returns what is told how many more are done."""
     with ExitStack() as stack:
-        yield lambda task, total, done=0: stack.enter_context(_bar(task, total, "items", done)).update
 
+        def begin(task: str, total: int | None, done: int = 0) -> Callable[[int], object]:
+            # The rate is the mean: batches may take a minute each. Only on a terminal.
+            bar = tqdm(
+                desc=task, total=total, initial=done, unit=" items", smoothing=0, dynamic_ncols=True, disable=None
+            )
+            return stack.enter_context(bar).update
 
-def _bar(task: str, total: int | None, unit: str, done: int = 0) -> tqdm:
-    # The rate is the mean: batches may take a minute each. Only on a terminal.
-    return tqdm(desc=task, total=total, initial=done, unit=f" {unit}", smoothing=0, dynamic_ncols=True, disable=None)
+        yield begin

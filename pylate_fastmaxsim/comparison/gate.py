@@ -42,12 +42,6 @@ class Gate:
 
     A turn is a number of steps. Behind the last of them :meth:`after_step` reports the block and waits for the next
     turn, so that loading data and the forward of the next step belong to a turn too.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.comparison.gate import Gate
-    >>> Gate.from_environment() is None  # nobody waits for this process
-    True
     """
 
     def __init__(self, pipe: Connection) -> None:

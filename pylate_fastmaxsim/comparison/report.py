@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -183,11 +184,6 @@ def _environment(comparison: dict[str, Any]) -> dict[str, Any]:
     return next((run["environment"] for run in comparison["runs"].values() if "environment" in run), {})
 
 
-def sweep_table(points: dict[str, list[dict[str, Any]]]) -> Table:
-    """:func:`sweep_rows` as a table for the terminal."""
-    return Table("against batch size", sweep_rows(points), left=0)
-
-
 def sweep_rows(points: dict[str, list[dict[str, Any]]]) -> Rows:
     """Step time and peak memory of each batch size, stock and fast; the first row is the header."""
     rows = [("batch size", *(f"{mode}, {what}" for mode in points for what in ("median step", "peak memory")))]
@@ -215,16 +211,29 @@ def sweep_sentence(points: dict[str, list[dict[str, Any]]]) -> str:
     return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
 
 
-def show_comparison(
-    comparison: dict[str, Any], show: Callable[[Any], None], show_warning: Callable[[str], None]
-) -> None:
-    """Show the tables with ``show`` and the warnings of the runs with ``show_warning``."""
+def publish(comparison: dict[str, Any], file: Path) -> None:
+    """Print a comparison and the warnings of its runs, write it as JSON, PNG and HTML, and print the names of these files."""
+    try:
+        from rich.console import Console
+
+        show = Console(markup=False, emoji=False).print
+    except ModuleNotFoundError:
+        show = print
+    # Before anything that may fail, because measuring took long.
     show(comparison_table(comparison))
     if points := comparison.get("sweep"):
-        show(sweep_table(points))
+        show(Table("against batch size", sweep_rows(points), left=0))
         show(sweep_sentence(points))
     for warning in labelled_warnings(comparison):
-        show_warning(warning)
+        print(warning, file=sys.stderr)
+    write_comparison(comparison, file)
+    try:
+        write_pictures(comparison, file)
+    except ModuleNotFoundError as error:
+        print(f"There is no PNG and no HTML: {str(error.name).partition('.')[0]} is missing.", file=sys.stderr)
+        print(file)
+    else:
+        print(*(file.with_suffix(suffix) for suffix in SUFFIXES), sep="\n")
 
 
 def write_comparison(comparison: dict[str, Any], file: Path) -> None:

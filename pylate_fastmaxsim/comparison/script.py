@@ -2,57 +2,49 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pylate_fastmaxsim.comparison.ranks import Ranks
-from pylate_fastmaxsim.comparison.report import (
-    RESULT_FILE,
-    SUFFIXES,
-    show_comparison,
-    write_comparison,
-    write_pictures,
-)
+import torch.distributed as dist
+
+from pylate_fastmaxsim.comparison.report import RESULT_FILE, SUFFIXES, publish
 from pylate_fastmaxsim.comparison.script_child import FAILURE, script_comparison_parser
-from pylate_fastmaxsim.comparison.turns import Child, ChildFailed, python, take_turns
+from pylate_fastmaxsim.comparison.turns import (
+    OUT_OF_MEMORY,
+    Child,
+    ChildFailed,
+    OutOfMemoryElsewhere,
+    python,
+    take_turns,
+)
 from pylate_fastmaxsim.comparison.verdict import FAST, MODES, summarize_turns
 from pylate_fastmaxsim.files.replace import require_replaceable
 from pylate_fastmaxsim.integrations.run_script import parse
 from pylate_fastmaxsim.reporting.numbers import without_nan
 
 INTERRUPTED = 130
+SEVERAL_MACHINES = (
+    "compare measures on one machine, and this launcher starts processes on several; start it with those of one."
+)
 # How many characters at the end of a log are repeated where a script fails without a traceback.
 _LOG_END = 2000
-
-# To the beginning of a terminal's line, and what is written there is gone.
-_CLEAR = "\r\x1b[K"
+_POLL_SECONDS = 0.005
 
 
 def compare_script(arguments: Sequence[str], prog: str = "fastmaxsim compare") -> None:
     """Run a training script for some steps, stock and with ``enable``, and report time, memory and loss side by side.
 
-    Both are processes of their own that take their steps by turns, in short blocks. They save and evaluate nothing, and
-    end behind the last step.
-
-    Parameters
-    ----------
-    arguments
-        ``--steps``, ``--output`` and the options of ``enable``, then ``SCRIPT.py`` or ``-m MODULE``. What follows belongs
-        to the script.
-    prog
-        The command's name.
-
-    Raises
-    ------
-    SystemExit
-        If the script fails, with its exit code and its traceback; 2 if there is nothing to run; 130 after an interrupt.
+    The arguments are ``--steps``, ``--output`` and the options of ``enable``, then ``SCRIPT.py`` or ``-m MODULE`` and those
+    of the script. Both runs are processes of their own that take their steps by turns, in short blocks. They save and
+    evaluate nothing, and end behind the last step. If the script fails, this exits with its exit code and its traceback.
     """
     parser = script_comparison_parser(prog)
     options, words, as_module = parse(parser, arguments)
@@ -70,8 +62,7 @@ def compare_script(arguments: Sequence[str], prog: str = "fastmaxsim compare") -
     with tempfile.TemporaryDirectory(prefix="fastmaxsim-compare-") as scratch:
         children = {mode: child_of(mode, Path(scratch), output, arguments, ranks) for mode in MODES}
         try:
-            with _show_progress(ranks) as on_wait:
-                turns = take_turns(children, of=steps, on_wait=on_wait, gather=ranks.gather)
+            turns = take_turns(children, on_wait=ranks.require_memory_elsewhere, gather=ranks.gather)
         except ChildFailed as failed:
             _exit_as_the_script(failed, Path(scratch))
         except KeyboardInterrupt:
@@ -81,7 +72,8 @@ def compare_script(arguments: Sequence[str], prog: str = "fastmaxsim compare") -
         given = {name: str(value) for name, value in options.items()}
         command = {"name": Path(words[0]).name, "command": shlex.join(words), "processes": ranks.size, "steps": steps}
         try:
-            _report({"recipe": command | {"options": given}, **summarize_turns(turns)}, output / RESULT_FILE)
+            comparison = {"recipe": command | {"options": given}, **summarize_turns(turns)}
+            publish(without_nan(comparison), output / RESULT_FILE)
         except OSError as error:
             sys.exit(f"fastmaxsim: the result cannot be written to {output}: {error.strerror}.")
 
@@ -97,24 +89,6 @@ def child_of(mode: str, scratch: Path, output: Path, arguments: Sequence[str], r
     return Child([*program, mode, str(folder), *arguments], log, environment)
 
 
-@contextmanager
-def _show_progress(ranks: Ranks) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal which process has its turn; a function that also sees whether another rank is out of memory."""
-    begun = time.perf_counter()
-    shown = ranks.rank == 0 and sys.stderr.isatty()
-
-    def wait(name: str) -> None:
-        ranks.require_memory_elsewhere()
-        if shown:
-            print(f"{_CLEAR}{time.perf_counter() - begun:.0f} s: {name}", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield wait
-    finally:
-        if shown:
-            print(_CLEAR, end="", file=sys.stderr, flush=True)
-
-
 def _exit_as_the_script(failed: ChildFailed, scratch: Path) -> NoReturn:
     """Exit with the traceback and the exit code of the script; of the stock run with nothing else."""
     if failed.name == FAST:
@@ -127,21 +101,56 @@ def _exit_as_the_script(failed: ChildFailed, scratch: Path) -> NoReturn:
     sys.exit(failed.returncode or 1 if failed.returncode >= 0 else 128 - failed.returncode)
 
 
-def _report(comparison: dict[str, Any], file: Path) -> None:
-    """Print and write what was measured."""
-    comparison = without_nan(comparison)
-    try:
-        from rich.console import Console
+class Ranks:
+    """The processes that a launcher started on this machine; one alone where there is no launcher.
 
-        show = Console(markup=False, emoji=False).print
-    except ModuleNotFoundError:
-        show = print
-    show_comparison(comparison, show, partial(print, file=sys.stderr))
-    write_comparison(comparison, file)
-    try:
-        write_pictures(comparison, file)
-    except ModuleNotFoundError as error:
-        print(f"There is no PNG and no HTML: {str(error.name).partition('.')[0]} is missing.", file=sys.stderr)
-        print(file)
-    else:
-        print(*(file.with_suffix(suffix) for suffix in SUFFIXES), sep="\n")
+    Each compares its own share of a distributed training. ValueError if they are on several machines.
+    """
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self.rank, self.size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+        self._gathered = 0
+        if self.size > 1:
+            store, _, _ = next(dist.rendezvous("env://", self.rank, self.size))
+            self._store = dist.PrefixStore("fastmaxsim", store)
+            if len(set(self.gather(socket.gethostname()))) > 1:
+                raise ValueError(SEVERAL_MACHINES)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, by rank; what JSON can hold. To be called in the same order in each."""
+        if self.size == 1:
+            return [value]
+        self._gathered += 1
+        self._store.set(f"{self._gathered}/{self.rank}", json.dumps(value))
+        return [self._wait_for(f"{self._gathered}/{rank}") for rank in range(self.size)]
+
+    def _wait_for(self, key: str) -> Any:
+        # Not in the store, which would not hear a signal that ends this process.
+        while not self._store.check([key]):
+            time.sleep(_POLL_SECONDS)
+        return json.loads(self._store.get(key))
+
+    def require_memory_elsewhere(self) -> None:
+        """OutOfMemoryElsewhere if the process of another rank, for which that of this one would wait, is out of memory."""
+        for rank in range(self.size):
+            key = f"{self._gathered + 1}/{rank}"
+            if self.size > 1 and self._store.check([key]) and json.loads(self._store.get(key)) == OUT_OF_MEMORY:
+                raise OutOfMemoryElsewhere
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables by which the processes of one run meet each other, and nobody else.
+
+        For each run the launcher's address would be that of the other runs too.
+        """
+        variables = dict(os.environ)
+        if self.size > 1:
+            [port, *_] = self.gather(_free_port())
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            variables.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        return variables
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]

@@ -7,7 +7,6 @@ first is gate. The process is ended behind the last measured step, so that the s
 from __future__ import annotations
 
 import argparse
-import inspect
 import logging
 import math
 import os
@@ -60,7 +59,7 @@ class ScriptGate(Gate):
     def after_step(self, **measured: Any) -> None:
         """Count a step; may block, and does not return after the last one."""
         self.taken += 1
-        super().after_step(**measured)
+        super().after_step(**measured | {"of": self.steps})
         if self.taken == self.steps:
             self.finish()
 
@@ -142,60 +141,38 @@ def _patch_trainers(gate: ScriptGate, loop: LoopWatch, folder: Path, padded: boo
 
     ``padded``: texts are encoded as they are collated, so that the collator's masks tell how much is padding.
     """
+    fixed = {
+        "output_dir": str(folder / "output"),
+        "push_to_hub": False,
+        "report_to": [],
+        "eval_on_start": False,
+        "auto_find_batch_size": False,
+    }
 
     def change(module: ModuleType) -> None:
-        if module.__name__ == "transformers.trainer":
-            _patch_trainer(module.Trainer, gate, loop, folder, padded)
-        else:
-            _patch_arguments(module.TrainingArguments, folder)
+        if module.__name__ == "transformers.training_args":
+            for name, value in fixed.items():
+                # Whatever a script sets, also after it has made them.
+                read_only = property(lambda self, value=value: value, lambda self, given: None)
+                setattr(module.TrainingArguments, name, read_only)
+            return
+        train = module.Trainer.train
+
+        @wraps(train)
+        def measured_train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            loop.trainer = True
+            _lengthen_training(self, gate.steps)
+            measure_steps(self, gate, partial(count_tokens, padded=padded))
+            return train(self, None, *args, **kwargs)
+
+        module.Trainer.train = measured_train
 
     sys.meta_path.insert(0, AfterImport(("transformers.trainer", "transformers.training_args"), change))
-
-
-def _patch_trainer(trainer: type, gate: ScriptGate, loop: LoopWatch, folder: Path, padded: bool) -> None:
-    init, train = trainer.__init__, trainer.train
-    signature = inspect.signature(init)
-
-    @wraps(init)
-    def quiet_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        arguments = signature.bind_partial(self, *args, **kwargs).arguments.get("args")
-        if arguments is not None:
-            _write_into(arguments, folder)
-        init(self, *args, **kwargs)
-
-    @wraps(train)
-    def measured_train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        loop.trainer = True
-        _lengthen_training(self, gate.steps)
-        measure_steps(self, gate, partial(count_tokens, padded=padded))
-        return train(self, None, *args, **kwargs)
-
-    trainer.__init__, trainer.train = quiet_init, measured_train
-
-
-def _patch_arguments(arguments: type, folder: Path) -> None:
-    """Redirect the folder of TrainingArguments, into which a script may write before it makes a Trainer."""
-    post_init = arguments.__post_init__
-
-    @wraps(post_init)
-    def redirected(self: Any) -> None:
-        _write_into(self, folder)
-        post_init(self)
-
-    arguments.__post_init__ = redirected
-
-
-def _write_into(arguments: Any, folder: Path) -> None:
-    """Have TrainingArguments name a folder to write into and nothing to report to."""
-    arguments.output_dir = str(folder / "output")
-    arguments.push_to_hub = False
-    arguments.report_to = []
 
 
 def _lengthen_training(trainer: Any, steps: int) -> None:
     """Have a training that would be shorter last for ``steps``; of a longer one the learning rates stay as they are."""
     arguments = trainer.args
-    arguments.eval_on_start = arguments.auto_find_batch_size = False
     if arguments.max_steps > 0:
         arguments.max_steps = max(arguments.max_steps, steps)
         return

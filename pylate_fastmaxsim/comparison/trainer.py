@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,23 @@ def measure_steps(
     """
     from transformers import TrainerCallback
 
-    step = _CountedStep(trainer.training_step, count)
-    trainer.training_step = step
-    hook = None if encoder is None else encoder.register_forward_pre_hook(step.count_encoded, with_kwargs=True)
+    training_step = trainer.training_step
+    measured = Counter()  # of a step, which may have several batches
+
+    def counted_step(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        for name, number in count(inputs).items():
+            measured[name] += number
+        loss = training_step(model, inputs, *args, **kwargs)
+        measured["loss"] += loss.detach()
+        return loss
+
+    def count_encoded(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        # GradCache encodes without gradients first, which is not counted twice.
+        if torch.is_grad_enabled():
+            measured["encoded"] += (args[0] if args else kwargs["input_ids"]).numel()
+
+    trainer.training_step = counted_step
+    hook = None if encoder is None else encoder.register_forward_pre_hook(count_encoded, with_kwargs=True)
 
     class Measure(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs) -> None:
@@ -36,7 +51,8 @@ def measure_steps(
 
         def on_step_end(self, args, state, control, **kwargs) -> None:
             control.should_save = control.should_evaluate = False
-            gate.after_step(of=state.max_steps, **step.take())
+            gate.after_step(**measured, of=state.max_steps)
+            measured.clear()
 
         def on_epoch_end(self, args, state, control, **kwargs) -> None:
             control.should_save = control.should_evaluate = False
@@ -66,32 +82,3 @@ def count_tokens(inputs: Any, padded: bool = True) -> dict[str, Any]:
     if padded:
         found |= {"encoded": sum(mask.numel() for mask in masks), "query_tokens": queries.numel()}
     return found
-
-
-class _CountedStep:
-    """A Trainer's ``training_step`` that keeps the loss and the numbers of a step."""
-
-    def __init__(self, training_step: Callable[..., torch.Tensor], count: Callable[[Any], dict[str, Any]]) -> None:
-        self.training_step = training_step
-        self.count = count
-        self.measured: dict[str, Any] = {}
-
-    def __call__(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        for name, number in self.count(inputs).items():
-            self._add(name, number)
-        loss = self.training_step(model, inputs, *args, **kwargs)
-        self._add("loss", loss.detach())
-        return loss
-
-    def count_encoded(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        # GradCache encodes without gradients first, which is not counted twice.
-        if torch.is_grad_enabled():
-            self._add("encoded", (args[0] if args else kwargs["input_ids"]).numel())
-
-    def take(self) -> dict[str, Any]:
-        """The sums since the last call: a step may have several batches."""
-        measured, self.measured = self.measured, {}
-        return measured
-
-    def _add(self, name: str, number: Any) -> None:
-        self.measured[name] = self.measured.get(name, 0) + number

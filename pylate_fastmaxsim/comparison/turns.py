@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from pylate_fastmaxsim.comparison.gate import VARIABLE
 
@@ -35,59 +36,37 @@ FULL = 0.9
 POLL_SECONDS = 0.1
 # In CUDA's words: a GPU in exclusive mode, as clusters set it, takes one process at a time.
 _EXCLUSIVE = "busy or unavailable"
+# To the beginning of a terminal's line, and what is written there is gone.
+_CLEAR = "\r\x1b[K"
+_TAIL = 1000  # of a log, in which its newest line is
 
 Gather = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
 class Child:
-    """The start of a process that has a :class:`~pylate_fastmaxsim.comparison.gate.Gate`.
-
-    Attributes
-    ----------
-    command
-        Its command line.
-    log
-        The file that receives what it prints.
-    environment
-        Its environment variables; None for those of this process.
-    """
+    """The start of a process that has a :class:`~pylate_fastmaxsim.comparison.gate.Gate`."""
 
     command: Sequence[str]
-    log: Path
-    environment: Mapping[str, str] | None = None
+    log: Path  # receives what it prints
+    environment: Mapping[str, str] | None = None  # None: the variables of this process
 
 
 @dataclass
 class Run:
     """A process as it was reported.
 
-    Attributes
-    ----------
-    status
-        ``finished`` or ``out of memory``.
-    steps
-        What each step measured.
-    blocks
-        Of each block ``seconds``, ``cpu_seconds``, ``steps`` (how many) and ``pair``: blocks of two runs with the same
-        number stood beside each other and took the same steps. None for blocks that do not count, as the warm-up.
-    memory
-        Bytes ``before`` the first step, at the ``peak``, and on a GPU the most that the allocator ``held``.
-    device
-        ``cuda`` or ``cpu``; None if there was no block.
-    wall_seconds
-        How long it had its turn, from its start to its end.
-    result
-        What the process gave to :meth:`~pylate_fastmaxsim.comparison.gate.Gate.finished`.
+    Blocks have ``seconds``, ``cpu_seconds``, ``steps`` (how many) and ``pair``: those of two runs with the same number
+    stood beside each other and took the same steps. It is None for blocks that do not count, as the warm-up.
     """
 
-    status: str = FINISHED
-    steps: list[dict[str, Any]] = field(default_factory=list)
+    status: str = FINISHED  # or OUT_OF_MEMORY
+    steps: list[dict[str, Any]] = field(default_factory=list)  # what each of them measured
     blocks: list[dict[str, Any]] = field(default_factory=list)
-    memory: dict[str, int] = field(default_factory=dict)
-    device: str | None = None
-    wall_seconds: float = 0.0
-    result: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)  # PeakMemory.figures()
+    device: str | None = None  # cuda or cpu; None without a block
+    wall_seconds: float = 0.0  # how long it had its turn, from its start to its end
+    result: dict[str, Any] = field(default_factory=dict)  # what it gave to Gate.finished
 
     @property
     def counted_blocks(self) -> list[dict[str, Any]]:
@@ -120,9 +99,8 @@ class OutOfMemoryElsewhere(Exception):
 def take_turns(
     children: Mapping[str, Child],
     *,
-    of: int | None = None,
     rounds: int = ROUNDS,
-    on_wait: Callable[[str], None] = lambda name: None,
+    on_wait: Callable[[], None] = lambda: None,
     gather: Gather = lambda value: [value],
 ) -> Turns:
     """Start processes that train, and let one of them step at a time, in blocks.
@@ -131,34 +109,24 @@ def take_turns(
     block of the same number of steps, at least 3 and as many as the fastest does in 2 seconds if at least 6 blocks come
     of it; then in the opposite order, and so on. Whoever has no step left does the rest in one turn, after all steps.
 
-    If the device does not take all of them at once, each goes from its start to its end alone, and in more rounds
-    through its warm-up and a block. All processes are killed when this returns or raises, by a signal too.
+    If the device does not take all of them at once, each goes from its start to its end alone, and in ``rounds - 1`` more
+    rounds through its warm-up and a block. All processes are killed when this returns or raises, by SIGTERM too.
 
-    Parameters
-    ----------
-    children
-        By name, in the order in which they start.
-    of
-        The steps of each in all; None if they say so themselves, or nobody knows.
-    rounds
-        The starts of each where the device does not take all at once.
-    on_wait
-        Called every tenth of a second, with the name of the process that has its turn. What it raises ends all.
-    gather
-        The values of all ranks for that of this one, called in the same order on each.
-
-    Raises
-    ------
-    ChildFailed
-        One of them, on any rank, ended without a result.
+    ``on_wait`` is called every tenth of a second; what it raises ends all. ``gather`` returns the values of all ranks for
+    that of this one, and is called in the same order on each. ChildFailed if a process, on any rank, ends without a result.
     """
-    with _exit_on_signals():
+    with _exit_on_sigterm(), _progress(children) as show:
+
+        def wait(name: str) -> None:
+            on_wait()
+            show(name)
+
         try:
-            with closing(_Session(children, of, on_wait, gather)) as session:
+            with closing(_Session(children, wait, gather)) as session:
                 session.alternate_blocks()
                 return Turns(session.runs, restarted=False)
         except _NotTogether:
-            with closing(_Session(children, of, on_wait, gather)) as session:
+            with closing(_Session(children, wait, gather)) as session:
                 session.alternate_processes(rounds)
                 return Turns(session.runs, restarted=True)
 
@@ -181,30 +149,24 @@ class _NotTogether(Exception):
 class _Session:
     """Processes that are started, and what they reported; all are killed at its end."""
 
-    def __init__(
-        self, children: Mapping[str, Child], of: int | None, on_wait: Callable[[str], None], gather: Gather
-    ) -> None:
+    def __init__(self, children: Mapping[str, Child], on_wait: Callable[[str], None], gather: Gather) -> None:
         self.runs = {name: Run() for name in children}
         self._children = children
-        self._of = of
         self._on_wait = on_wait
         self._gather = gather
         self._processes: dict[str, _Process] = {}
-        self._step_seconds: dict[str, float] = {}
-        self._stepping: set[str] = set()  # those that have steps left
 
     def alternate_blocks(self) -> None:
         """Let all processes step in blocks, each round in the opposite order."""
         for name in self.runs:
             self._start(name)
-            self._warm_up(name)
         order, pair = list(self._processes), 0
         while order:
             self._require_memory_for_all()
             steps = self._steps_of_a_block(BLOCKS)
             for name in order:
                 self._give_turn(name, steps, pair)
-            order = [name for name in reversed(order) if name in self._processes and name in self._stepping]
+            order = [name for name in reversed(order) if name in self._processes and not self._processes[name].done]
             pair += 1
         for name in self.runs:
             self._run_to_the_end(name)
@@ -217,7 +179,6 @@ class _Session:
                 # Kept as it was at the end of its own training.
                 known, self.runs[name] = self.runs[name], Run()
                 self._start(name, again=pair > 0)
-                self._warm_up(name)
                 if name in self._processes:
                     steps = steps or self._steps_of_a_block(1)
                     self._give_turn(name, steps, pair)
@@ -237,7 +198,7 @@ class _Session:
             self._end(name)
 
     def _start(self, name: str, again: bool = False) -> None:
-        self._stepping.add(name)
+        """Start a process, and let it take its warm-up steps."""
         self._processes[name] = _Process(name, self._children[name], again, self._on_wait)
         try:
             self._read_report(name)
@@ -245,8 +206,6 @@ class _Session:
             if len(self._processes) > 1 and _EXCLUSIVE in failed.log.read_text(encoding="utf-8", errors="replace"):
                 raise _NotTogether from None
             raise
-
-    def _warm_up(self, name: str) -> None:
         # One step tells how many there are.
         self._give_turn(name, 1)
         if more := self._warm_up_steps() - 1:
@@ -279,9 +238,7 @@ class _Session:
             self._device_memory = block.pop("device_memory")
             if steps:
                 run.blocks.append({**block, "steps": len(steps), "pair": pair})
-                self._step_seconds[name] = block["seconds"] / len(steps)
-            if report["done"]:
-                self._stepping.discard(name)
+            self._processes[name].done = report["done"]
         result = report.get("finished")
         status = FINISHED if result is None else result.get("status", FINISHED)
         # All ranks go the same way.
@@ -299,8 +256,7 @@ class _Session:
             process.end()
 
     def _total(self) -> int | None:
-        said = [step["of"] for run in self.runs.values() for step in run.steps[:1] if "of" in step]
-        return min([*said, *([] if self._of is None else [self._of])], default=None)
+        return min((step["of"] for run in self.runs.values() for step in run.steps[:1] if "of" in step), default=None)
 
     def _warm_up_steps(self) -> int:
         total = self._total()
@@ -308,7 +264,8 @@ class _Session:
 
     def _steps_of_a_block(self, blocks: int) -> int:
         """The number of steps of the next block, if at least so many blocks are to come of all steps."""
-        steps = math.ceil(BLOCK_SECONDS / min(self._step_seconds.values()))
+        newest = [run.blocks[-1] for run in self.runs.values() if run.blocks]
+        steps = math.ceil(max(BLOCK_SECONDS * block["steps"] / block["seconds"] for block in newest))
         total = self._total()
         if total is not None:
             steps = min(steps, (total - self._warm_up_steps()) // blocks)
@@ -332,6 +289,7 @@ class _Process:
         self._name = name
         self._log = child.log
         self._on_wait = on_wait
+        self.done = False  # without steps that are left
         self._pipe, theirs = multiprocessing.Pipe()
         environment = os.environ if child.environment is None else child.environment
         with open(child.log, "a" if again else "w", encoding="utf-8") as log, theirs:
@@ -373,19 +331,33 @@ class _Process:
 
 
 @contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit, so that the processes are ended too."""
-
-    def end(signum: int, frame: object) -> NoReturn:
-        sys.exit(128 + signum)
-
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
-                previous[number] = signal.signal(number, end)
+def _exit_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that the processes are ended too."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _progress(children: Mapping[str, Child]) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal, from the first rank, which process has its turn and the end of its log, perhaps a bar."""
+    begun = time.perf_counter()
+    shown = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+
+    def show(name: str) -> None:
+        if not shown:
+            return
+        log = children[name].log
+        with open(log, "rb") as opened:
+            opened.seek(max(0, log.stat().st_size - _TAIL))
+            said = re.split(r"[\r\n]", opened.read().decode("utf-8", errors="replace").strip())[-1]
+        line = f"{time.perf_counter() - begun:.0f} s, {log.stem}: {said}"
+        print(_CLEAR + line[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if shown:
+            print(_CLEAR, end="", file=sys.stderr, flush=True)

@@ -39,22 +39,9 @@ def summarize_turns(turns: Turns) -> dict[str, Any]:
 def verdict(stock: Run, fast: Run) -> dict[str, Any] | None:
     """Compare the blocks of two runs that stood beside each other; None if there are none.
 
-    Returns
-    -------
-    ``ratio``: the median of the ratios of seconds, stock over fast, one for each of the ``pairs``; ``quartiles`` of these
-    ratios; ``cpu_ratio``, the median of the same of CPU seconds (None where a block took none); ``busy``, and then
-    ``why_busy``, a sentence.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.comparison.turns import Run
-    >>> from pylate_fastmaxsim.comparison.verdict import verdict
-    >>> def run(*seconds):
-    ...     return Run(device="cpu", blocks=[
-    ...         {"seconds": each, "cpu_seconds": 1.9 * each, "steps": 3, "pair": pair} for pair, each in enumerate(seconds)
-    ...     ])
-    >>> verdict(run(4.0, 4.2, 8.0), run(2.0, 2.1, 4.1))["ratio"]  # the load doubled, for both
-    2.0
+    ``ratio`` is the median of the ratios of seconds, stock over fast, one for each of the ``pairs``, with the
+    ``quartiles`` of these; ``cpu_ratio`` the median of the same of CPU seconds (None where a block took none). Where the
+    machine was ``busy``, ``why_busy`` is a sentence.
     """
     others = {block["pair"]: block for block in fast.counted_blocks}
     pairs = [(block, others[block["pair"]]) for block in stock.counted_blocks if block["pair"] in others]
@@ -103,13 +90,6 @@ def summarize_steps(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
     A step is a dictionary of ``seconds`` and, where they are known, ``loss``, the numbers ``documents``, ``live`` (tokens
     of documents), ``query_tokens``, and ``encoded`` (tokens that the encoder was given).
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.comparison.verdict import summarize_steps
-    >>> found = summarize_steps([{"loss": 1.0, "seconds": 9.0}] + 2 * [{"loss": 0.5, "seconds": 2.0}])
-    >>> found["steps"], found["step_seconds"]
-    (3, 2.0)
     """
     summary = {"steps": len(steps), "losses": [step["loss"] for step in steps if "loss" in step]}
     measured = steps[min(WARM_UP_STEPS, len(steps) // 3) :]

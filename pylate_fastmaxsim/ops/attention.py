@@ -12,6 +12,7 @@ from torch import SymInt, Tensor
 from torch.nn.functional import linear, pad
 
 from pylate_fastmaxsim import reference
+from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim.kernels.runtime.arch import architecture
 from pylate_fastmaxsim.ops.operands import has_kernels, kernels
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
@@ -109,11 +110,8 @@ def rotary_self_attention(
             f"got shape {tuple(weight.shape)}."
         )
     for name, values in (("cos", cos), ("sin", sin)):
-        if values.shape != (x.shape[0], dim):
-            raise ValueError(
-                f"rotary_self_attention: {name} must be [T, d] with d = {dim} and as many rows as x, "
-                f"got shape {tuple(values.shape)}."
-            )
+        allowed = f"[T, d] with d = {dim} and as many rows as x"
+        require_tensor("rotary_self_attention", name, values, allowed, (x.shape[0], dim))
     seed = _seed("rotary_self_attention", x, dropout)
     if x.is_cuda:
         _check_vectors("rotary_self_attention", x.dtype, dim)
@@ -161,7 +159,7 @@ def _is_measured(tokens: int, dim: int, cu_seqlens: Tensor, max_length: int, rea
     return tokens <= longest_mean * (cu_seqlens.shape[0] - 1) and max_length <= LONGEST
 
 
-# A constant of a graph.
+# A constant of a graph. Two functions: a compiler sees no mark of a function behind `functools.cache`.
 @torch.compiler.assume_constant_result
 def _measured_on(device: torch.device) -> bool:
     return _is_hopper(device)

@@ -123,9 +123,9 @@ class SavedAsInt8(torch.autograd.Function):
         rounded, scales = _rounded(d_values)
         # The gradient of the documents needs the shape of theirs only.
         ctx.dtype = d_values.dtype
-        saved = operands._replace(d_values=rounded)
-        ctx.save_for_backward(winners, scales, *saved.tensors)
-        ctx.sizes = saved.sizes
+        *tensors, max_q_length, max_d_length, q_gapless, d_gapless = operands._replace(d_values=rounded)
+        ctx.save_for_backward(winners, scales, *tensors)
+        ctx.sizes = max_q_length, max_d_length, q_gapless, d_gapless
         return scores
 
     @staticmethod

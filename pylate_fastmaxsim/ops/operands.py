@@ -137,11 +137,14 @@ def raise_shared_rows(operator: str, name: str, instead: str) -> None:
     )
 
 
-def as_batch(operator: str, name: str, tokens: TokenBatch | Tensor, mask: Tensor | None) -> TokenBatch:
+def as_batch(
+    operator: str, name: str, tokens: TokenBatch | Tensor, mask: Tensor | None, mask_name: str | None = None
+) -> TokenBatch:
     """Queries or documents, by ``name``, as a ragged batch; TypeError or ValueError unless they are one or padded."""
+    mask_name = mask_name or f"{name}_mask"
     if isinstance(tokens, TokenBatch):
         if mask is not None:
-            raise ValueError(f"{operator}: {name}_mask goes with padded {name}; a TokenBatch carries its own `keep`.")
+            raise ValueError(f"{operator}: {mask_name} goes with padded {name}; a TokenBatch carries its own `keep`.")
         return tokens
     if isinstance(tokens, CompressedBatch):
         raise TypeError(
@@ -149,7 +152,7 @@ def as_batch(operator: str, name: str, tokens: TokenBatch | Tensor, mask: Tensor
         )
     if not isinstance(tokens, Tensor):
         raise TypeError(f"{operator}: {name} must be a TokenBatch or a tensor [N, L, d], got {type(tokens).__name__}.")
-    return TokenBatch._of_padded(operator, name, tokens, f"{name}_mask", mask)
+    return TokenBatch._of_padded(operator, name, tokens, mask_name, mask)
 
 
 def autocast_dtype(*tensors: Tensor) -> torch.dtype | None:
@@ -186,21 +189,11 @@ def require_vector_dtype(operator: str, name: str, values: Tensor) -> None:
         raise ValueError(f"{operator}: {name} must be bfloat16, float16, float32 or float64, got {values.dtype}.")
 
 
-def require_projection(operator: str, weight: Tensor, bias: Tensor | None, shape: str) -> None:
-    """Raise TypeError unless a weight of ``shape`` and its bias are tensors."""
-    require_tensor(operator, "weight", weight, shape)
+def require_projection(operator: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: str) -> None:
+    """Raise TypeError or ValueError unless a weight of ``shape`` and its bias are on the device of the hidden states."""
+    require_tensor(operator, "weight", weight, shape, 2, device=hidden.device)
     if bias is not None:
-        require_tensor(operator, "bias", bias, f"{shape.partition(',')[0]}]")
-
-
-def require_device_of_hidden(operator: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError unless hidden states, weight and bias are on one device."""
-    if any(tensor is not None and tensor.device != hidden.device for tensor in (weight, bias)):
-        raise ValueError(
-            f"{operator}: hidden states are on {hidden.device} and weight on {weight.device}"
-            + ("" if bias is None else f", bias on {bias.device}")
-            + "; all must be on one."
-        )
+        require_tensor(operator, "bias", bias, f"{shape.partition(',')[0]}]", 1, device=hidden.device)
 
 
 def require_one_device_and_dim(operator: str, queries: TokenBatch, documents: TokenBatch | CompressedBatch) -> None:
@@ -226,27 +219,11 @@ def check_candidates(
     # Not `len`, which makes a symbolic size of torch.export a number.
     num_queries, num_documents = queries.starts.shape[0], documents.starts.shape[0]
     if candidates is not None:
-        require_tensor(operator, "candidates", candidates, "int64 [Nq, K]")
-        if candidates.dim() != 2 or candidates.shape[0] != num_queries or candidates.dtype != torch.int64:
-            raise ValueError(
-                f"{operator}: candidates must be int64 [Nq, K] with Nq = {num_queries}, "
-                f"got {candidates.dtype} of shape {tuple(candidates.shape)}."
-            )
-        if candidates.device != queries.device:
-            raise ValueError(
-                f"{operator}: candidates must be on {queries.device}, as the queries, got {candidates.device}."
-            )
+        allowed = f"int64 [Nq, K] with Nq = {num_queries}"
+        require_tensor(operator, "candidates", candidates, allowed, (num_queries, None), (torch.int64,), queries.device)
     if zero_floor is not None:
-        require_tensor(operator, "zero_floor", zero_floor, "bool [Nd]")
-        if zero_floor.shape != (num_documents,) or zero_floor.dtype != torch.bool:
-            raise ValueError(
-                f"{operator}: zero_floor must be bool [Nd] with Nd = {num_documents}, "
-                f"got {zero_floor.dtype} of shape {tuple(zero_floor.shape)}."
-            )
-        if zero_floor.device != queries.device:
-            raise ValueError(
-                f"{operator}: zero_floor must be on {queries.device}, as the queries, got {zero_floor.device}."
-            )
+        allowed = f"bool [Nd] with Nd = {num_documents}"
+        require_tensor(operator, "zero_floor", zero_floor, allowed, (num_documents,), (torch.bool,), queries.device)
 
 
 def check_numbers(operator: str, operands: ScoringOperands, *settings: object) -> None:

@@ -17,7 +17,6 @@ from pylate_fastmaxsim.ops.operands import (
     path,
     refuse_meta,
     refuse_transforms,
-    require_device_of_hidden,
     require_one_dtype,
     require_projection,
     require_vector_dtype,
@@ -122,7 +121,7 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     """
     refuse_transforms("project_normalize")
     require_tensor("project_normalize", "hidden states", hidden, "[..., d_model]")
-    require_projection("project_normalize", weight, bias, "[d, d_model]")
+    require_projection("project_normalize", hidden, weight, bias, "[d, d_model]")
     if not isinstance(normalize, bool):
         raise TypeError(f"project_normalize: normalize must be True or False, got {normalize!r}.")
     refuse_meta("project_normalize", "hidden states", hidden)
@@ -139,19 +138,16 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
 
 def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) -> None:
     require_vector_dtype("project_normalize", "hidden states", hidden)
-    if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+    if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             "project_normalize: hidden states must be [..., d_model] and weight [d, d_model], "
             f"got shapes {tuple(hidden.shape)} and {tuple(weight.shape)}."
         )
     if not autocast:
         require_one_dtype("project_normalize", "hidden states", hidden, "weight", weight)
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
-        raise ValueError(
-            f"project_normalize: bias must be {weight.dtype} [d] with d = {weight.shape[0]}, "
-            f"got {bias.dtype} of shape {tuple(bias.shape)}."
-        )
-    require_device_of_hidden("project_normalize", hidden, weight, bias)
+    if bias is not None:
+        allowed = f"{weight.dtype} [d] with d = {weight.shape[0]}"
+        require_tensor("project_normalize", "bias", bias, allowed, (weight.shape[0],), (weight.dtype,))
 
 
 # The float32 precision is read where the products run, as torch does: in a compiled graph and in the backward too.

@@ -7,18 +7,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import is_plain
+from pylate_fastmaxsim._checks import is_plain, require_tensor
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim._operands import SpladeOperands
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.cpu import splade as blocked
 from pylate_fastmaxsim.ops.operands import (
+    KERNEL_DTYPES,
+    as_batch,
     cast_by_autocast,
     path,
     raise_shared_rows,
     refuse_meta,
     refuse_transforms,
-    require_device_of_hidden,
     require_one_dtype,
     require_projection,
     require_vector_dtype,
@@ -115,8 +116,8 @@ def _prepared(
     """The arguments of a call after all checks, with hidden states and weight cast as autocast casts them."""
     refuse_transforms("splade_pool")
     rectified, logs = _activation(activation_function, log1p)
-    texts = _as_texts(hidden, mask)
-    require_projection("splade_pool", weight, bias, "[V, d]")
+    texts = as_batch("splade_pool", "hidden states", hidden, mask, "mask")
+    require_projection("splade_pool", texts.values, weight, bias, "[V, d]")
     refuse_meta("splade_pool", "hidden states", texts.values)
     values, weight = cast_by_autocast(texts.values, weight)
     _check(values, weight, bias)
@@ -140,31 +141,14 @@ def _activation(activation_function: ActivationFunction, log1p: bool) -> tuple[b
     return True, (activation_function == "log1p_relu") + log1p
 
 
-def _as_texts(hidden: TokenBatch | Tensor, mask: Tensor | None) -> TokenBatch:
-    if isinstance(hidden, TokenBatch):
-        if mask is not None:
-            raise ValueError("splade_pool: mask goes with padded hidden states; a TokenBatch carries its own `keep`.")
-        return hidden
-    if not isinstance(hidden, Tensor):
-        raise TypeError(
-            f"splade_pool: hidden states must be a TokenBatch or a tensor [N, L, d], got {type(hidden).__name__}."
-        )
-    return TokenBatch._of_padded("splade_pool", "hidden states", hidden, "mask", mask)
-
-
 def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     require_one_dtype("splade_pool", "hidden states", hidden, "weight", weight)
     require_vector_dtype("splade_pool", "hidden states", hidden)
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
-        raise ValueError(
-            f"splade_pool: weight must be [V, d] with d = {hidden.shape[1]}, got shape {tuple(weight.shape)}."
-        )
-    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
-        raise ValueError(
-            f"splade_pool: bias must be floating point [V] with V = {weight.shape[0]}, "
-            f"got {bias.dtype} of shape {tuple(bias.shape)}."
-        )
-    require_device_of_hidden("splade_pool", hidden, weight, bias)
+    dim = hidden.shape[1]
+    require_tensor("splade_pool", "weight", weight, f"[V, d] with d = {dim}", (None, dim))
+    if bias is not None:
+        rows, floating = weight.shape[0], (*KERNEL_DTYPES, torch.float64)
+        require_tensor("splade_pool", "bias", bias, f"floating point [V] with V = {rows}", (rows,), floating)
 
 
 def _recording(operands: SpladeOperands) -> bool:

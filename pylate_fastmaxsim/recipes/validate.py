@@ -178,9 +178,9 @@ def _problems_of_evaluation(evaluation: EvaluationSection) -> Iterator[str]:
         yield "evaluation.corpus_format applies to evaluation.beir, which is missing."
     if evaluation.nano_beir is not None:
         # Imports datasets, which takes seconds.
-        from pylate_fastmaxsim.recipes.evaluation.nano_beir import check_names
+        from pylate_fastmaxsim.recipes.evaluation.evaluate import check_nano_beir
 
-        check_names(evaluation.nano_beir)
+        check_nano_beir(evaluation.nano_beir)
 
 
 def _problems_of_run(recipe: Recipe) -> Iterator[str]:

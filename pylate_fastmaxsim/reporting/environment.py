@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -26,10 +25,10 @@ PACKAGES = (
 )
 
 
-def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
+def versions() -> dict[str, str | None]:
     """The version of each package; None where it is not installed."""
     found = {}
-    for package in packages:
+    for package in PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -14,33 +14,13 @@ Rows = Sequence[tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a title.
-
-    Attributes
-    ----------
-    title
-        Above the table.
-    rows
-        The first is the header, unless ``header`` is false.
-    caption
-        Sentences below the table.
-    left
-        How many columns are aligned to the left; the others to the right.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.reporting.table import Table
-    >>> print(Table("a step", [("", "stock", "fast"), ("time", "2 s", "1 s")]))
-    a step
-          stock  fast
-    time    2 s   1 s
-    """
+    """Rows of text under a title, with a caption of sentences below."""
 
     title: str
     rows: Rows
     caption: str | None = None
-    header: bool = True
-    left: int = 1
+    header: bool = True  # the first row is one
+    left: int = 1  # how many columns are aligned to the left; the others to the right
 
     def __str__(self) -> str:
         widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]

@@ -17,10 +17,12 @@ import torch
 from compared_script import accelerated, compare, compared, example
 
 from pylate_fastmaxsim.comparison import script
-from pylate_fastmaxsim.comparison.ranks import SEVERAL_MACHINES, Ranks
+from pylate_fastmaxsim.comparison.report import publish
+from pylate_fastmaxsim.comparison.script import SEVERAL_MACHINES, Ranks
 from pylate_fastmaxsim.comparison.script_child import FAILURE
 from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY, ChildFailed, OutOfMemoryElsewhere, Run, Turns
 from pylate_fastmaxsim.comparison.verdict import summarize_turns
+from pylate_fastmaxsim.reporting.numbers import without_nan
 
 STEPS = ("--steps", "12")
 
@@ -330,7 +332,8 @@ def test_without_rich_and_matplotlib_the_table_is_text(monkeypatch, tmp_path, ca
         mode: Run(steps=[{"loss": 1.0}, {"loss": float("nan")}], blocks=blocks, memory={"before": 2**20, "peak": 2**21})
         for mode in ("stock", "fast")
     }
-    script._report({"recipe": {"name": "train.py"}, **summarize_turns(Turns(runs, False))}, tmp_path / "compare.json")
+    comparison = {"recipe": {"name": "train.py"}, **summarize_turns(Turns(runs, False))}
+    publish(without_nan(comparison), tmp_path / "compare.json")
     said = capsys.readouterr()
     assert "train.py on unknown device\n" in said.out
     assert re.search(r"\npeak memory +2 MiB +2 MiB +100%\n", said.out)

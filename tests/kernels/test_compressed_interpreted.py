@@ -5,13 +5,14 @@ import torch
 
 pytest.importorskip("triton")
 
+from chosen_tiles import choose_tiles
 from compressed_exactness import FORMATS, check, compressed_as
 from interpreter import interpreted, spread_out  # noqa: F401
 from ragged_batches import CANDIDATES, batches
 
 from pylate_fastmaxsim._operands import CompressedOperands
 from pylate_fastmaxsim.compressed import rounded_queries
-from pylate_fastmaxsim.kernels.compressed import launch, tiles
+from pylate_fastmaxsim.kernels.compressed import launch
 from pylate_fastmaxsim.kernels.maxsim import tiles as forward_tiles
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
 from pylate_fastmaxsim.ops.compressed import _prepared
@@ -33,18 +34,21 @@ def problem(dim=24, dtype=torch.float16, documents=(7, 0, 40, 3, 33, 1), masked=
 
 @pytest.mark.parametrize("candidates", [None, CANDIDATES], ids=["all", "candidates"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_formats(format, candidates):
+def test_formats(format, candidates, monkeypatch):
+    choose_tiles(monkeypatch, launch, forward=SMALL)
     queries, documents = problem()
-    check(queries, compressed_as(documents, format), candidates, tiles=SMALL)
+    check(queries, compressed_as(documents, format), candidates)
 
 
 @pytest.mark.parametrize(
     "format, dim", [("int8", 1), ("int8", 136), ("int8 by token", 72), ("fp8", 136), ("residual 4", 72)]
 )
-def test_dimensions(format, dim):
+def test_dimensions(format, dim, monkeypatch):
     """Beyond a chunk of d too, which has other loops."""
+    if format != "residual 4":
+        choose_tiles(monkeypatch, launch, forward=SMALL)
     queries, documents = problem(dim, masked=False)
-    check(queries, compressed_as(documents, format), tiles=None if format == "residual 4" else SMALL)
+    check(queries, compressed_as(documents, format))
 
 
 @pytest.mark.parametrize("candidates", [None, CANDIDATES], ids=["all", "candidates"])
@@ -58,11 +62,11 @@ def test_documents_that_are_decompressed_first(format, candidates, monkeypatch):
 
 
 def test_many_rows_decompress_first(monkeypatch):
-    monkeypatch.setattr(tiles, "_FUSED_ROWS", 0)
+    monkeypatch.setattr(launch, "_FUSED_ROWS", 0)
     queries, documents = problem()
     documents = compressed_as(documents, "residual 4")
     first = check(queries, documents)
-    monkeypatch.setattr(tiles, "_FUSED_ROWS", 1 << 20)
+    monkeypatch.setattr(launch, "_FUSED_ROWS", 1 << 20)
     torch.testing.assert_close(check(queries, documents), first, rtol=1e-3, atol=1e-3)
 
 
@@ -79,14 +83,15 @@ def test_queries_are_rounded_as_on_a_cpu(format, dtype):
     assert torch.equal(actual.float(), rounded.float())
 
 
-def test_equal_maxima_go_to_the_first_token():
+def test_equal_maxima_go_to_the_first_token(monkeypatch):
     """Whole numbers, so that similarities are exact, in documents of more tokens than a tile."""
+    choose_tiles(monkeypatch, launch, forward=SMALL)
     generator = torch.Generator().manual_seed(0)
     queries, documents = problem(8, torch.float32, (70, 1, 40, 33, 9, 64), masked=False)
     for batch in (queries, documents):
         batch.values.copy_(torch.randint(-1, 2, batch.values.shape, generator=generator))
         batch.values[:, 0] = 127
-    _, winners = check(queries, compressed_as(documents, "int8"), tiles=SMALL)
+    _, winners = check(queries, compressed_as(documents, "int8"))
     for slot, (start, length) in enumerate(zip(documents.starts.tolist(), documents.lengths.tolist(), strict=True)):
         for first, count in zip(queries.starts.tolist(), queries.lengths.tolist(), strict=True):
             similarities = queries.values[first : first + count] @ documents.values[start : start + length].T
@@ -94,7 +99,8 @@ def test_equal_maxima_go_to_the_first_token():
             assert torch.equal(winners[slot, first : first + count].long(), best)
 
 
-def test_strided_tensors():
+def test_strided_tensors(monkeypatch):
+    choose_tiles(monkeypatch, launch, forward=SMALL)
     queries, documents = problem()
     for format in ("int8", "residual 2"):
         operands = _prepared(queries, compressed_as(documents, format), CANDIDATES)
@@ -104,8 +110,8 @@ def test_strided_tensors():
                 for x in operands
             )
         )
-        scores, winners = launch.forward(operands, True, "highest", SMALL)
-        own, _ = launch.forward(strided, True, "highest", SMALL)
+        scores, winners = launch.forward(operands, True, "highest")
+        own, _ = launch.forward(strided, True, "highest")
         assert torch.equal(own, scores)
         grad = torch.ones(1, 1).expand(scores.shape)
         assert torch.equal(

@@ -8,25 +8,33 @@ pytest.importorskip("triton")
 
 import exactness
 import maxsim_kernels
+from chosen_tiles import choose_tiles
 from exactness import winner_index
 from interpreter import interpreted, spread_out  # noqa: F401
 
 from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim._operands import ScoringOperands
+from pylate_fastmaxsim.kernels.maxsim import launch as scores
 from pylate_fastmaxsim.kernels.maxsim import tiles as forward_tiles
+from pylate_fastmaxsim.kernels.winner_backward import launch as gradients
 from pylate_fastmaxsim.kernels.winner_backward import tiles as backward_tiles
 
 pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 
 # Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
-TILES = maxsim_kernels.Tiles(
-    forward_tiles.ForwardTiles(16, 32, 64, 3, 4, 1),
-    backward_tiles.BackwardTiles(
-        backward_tiles.QueryGradientTiles(4, 64, 2, 1),
-        backward_tiles.DocumentGradientTiles(16, 16, 64, 32, 1, 4, 1),
-        backward_tiles.CandidateGradientTiles(16, 16, 64, 4, 1),
-    ),
-)
+FORWARD = forward_tiles.ForwardTiles(16, 32, 64, 3, 4, 1)
+BACKWARD = {
+    "query_gradient": backward_tiles.QueryGradientTiles(4, 64, 2, 1),
+    "document_gradient": backward_tiles.DocumentGradientTiles(16, 16, 64, 32, 1, 4, 1),
+    "candidate_gradient": backward_tiles.CandidateGradientTiles(16, 16, 64, 4, 1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(request, monkeypatch):
+    if "of_the_table" not in request.node.name:
+        choose_tiles(monkeypatch, scores, forward=FORWARD)
+        choose_tiles(monkeypatch, gradients, **BACKWARD)
 
 
 @pytest.fixture(autouse=True)
@@ -49,10 +57,10 @@ def ragged(generator, lengths, dim, dtype=torch.float32, keep=None, gap=1):
     return TokenBatch(values.to(dtype), starts, lengths, max([0, *lengths.tolist()]), mask, gapless=gap == 0)
 
 
-def check(queries, documents, candidates=None, zero_floor=None, tiles=TILES):
+def check(queries, documents, candidates=None, zero_floor=None):
     tolerance = 1e-5 if queries.values.dtype == torch.float32 else 1e-2
     problem = queries, documents, candidates, zero_floor
-    scores, winners = exactness.check(maxsim_kernels, *problem, tolerance=tolerance, tiles=tiles)
+    scores, winners = exactness.check(maxsim_kernels, *problem, tolerance=tolerance)
     in_double = [batch.with_values(batch.values.double()) for batch in (queries, documents)]
     assert torch.equal(winner_index(winners), maxsim_winners(*in_double, candidates, zero_floor))
     return scores, winners
@@ -91,8 +99,8 @@ def test_queries_longer_than_a_tile(generator, layout, dim):
 
 def test_tiles_of_the_table(generator):
     queries = ragged(generator, [3, 40, 130], 32)
-    check(queries, ragged(generator, [70, 1], 32), tiles=maxsim_kernels.OF_TABLES)
-    check(ragged(generator, [3, 1], 32), ragged(generator, [70, 1], 32), tiles=maxsim_kernels.OF_TABLES)
+    check(queries, ragged(generator, [70, 1], 32))
+    check(ragged(generator, [3, 1], 32), ragged(generator, [70, 1], 32))
 
 
 @pytest.mark.parametrize("lengths", [[255, 2], [256, 300]])
@@ -108,15 +116,15 @@ def test_strided_tensors(generator, layout, keep):
     zero_floor = torch.tensor([False, True, True])
     operands = ScoringOperands.of(*batches, candidates, zero_floor)
     strided = ScoringOperands(*(spread_out(x) if isinstance(x, torch.Tensor) else x for x in operands))
-    scores, winners = maxsim_kernels.forward(operands, True, "highest", TILES)
-    own_scores, own_winners = maxsim_kernels.forward(strided, True, "highest", TILES)
+    scores, winners = maxsim_kernels.forward(operands, True, "highest")
+    own_scores, own_winners = maxsim_kernels.forward(strided, True, "highest")
     assert torch.equal(own_scores, scores)
     assert torch.equal(winner_index(own_winners), winner_index(winners))
     for grad in (torch.randn(scores.shape, generator=generator), torch.ones(1, 1).expand(scores.shape)):
-        expected = maxsim_kernels.backward(grad.contiguous(), winners, operands, "highest", True, True, TILES)
+        expected = maxsim_kernels.backward(grad.contiguous(), winners, operands, "highest", True, True)
         if grad.is_contiguous():
             grad = spread_out(grad)
-        actual = maxsim_kernels.backward(grad, winners, strided, "highest", True, True, TILES)
+        actual = maxsim_kernels.backward(grad, winners, strided, "highest", True, True)
         assert all(map(torch.equal, actual, expected))
 
 
@@ -140,17 +148,17 @@ def test_zero_floor(generator, layout):
 
 
 @pytest.mark.parametrize("width, layout", [(32, "all"), (64, "candidates"), (128, "all")])
-def test_the_first_of_equal_maxima_wins_in_tiles_of_any_width(generator, width, layout):
-    tiles = TILES._replace(forward=TILES.forward._replace(block_n=width))
+def test_the_first_of_equal_maxima_wins_in_tiles_of_any_width(generator, monkeypatch, width, layout):
+    choose_tiles(monkeypatch, scores, forward=FORWARD._replace(block_n=width))
     queries = ragged(generator, [7, 3], 16)
     documents = ragged(generator, [300, 1, 5, width, 2 * width + 1], 16, gap=0)
     # Few different tokens, so that each maximum occurs again and again, in the same column modulo 8 and in others.
     documents.values[:] = documents.values[torch.randint(24, (len(documents.values),), generator=generator)]
     candidates = torch.tensor([[4, 0, 1], [3, 2, 0]]) if layout == "candidates" else None
-    check(queries, documents, candidates, torch.tensor([False, True, False, True, False]), tiles)
+    check(queries, documents, candidates, torch.tensor([False, True, False, True, False]))
     keep = torch.rand(len(documents.values), generator=generator) < 0.7
     masked = TokenBatch(documents.values, documents.starts, documents.lengths, 300, keep, gapless=True)
-    check(queries, masked, candidates, None, tiles)
+    check(queries, masked, candidates, None)
 
     documents.values[torch.rand(len(keep), generator=generator) < 0.05] = float("nan")
     # Behind documents in which later tokens won, some in which all similarities are -infinity.
@@ -159,7 +167,7 @@ def test_the_first_of_equal_maxima_wins_in_tiles_of_any_width(generator, width, 
         start = int(documents.starts[short])
         documents.values[start : start + int(documents.lengths[short])] = -torch.inf
     operands = ScoringOperands.of(queries, documents, candidates, None)
-    _, winners = maxsim_kernels.forward(operands, True, "highest", tiles)
+    _, winners = maxsim_kernels.forward(operands, True, "highest")
     assert torch.equal(winner_index(winners), maxsim_winners(queries, documents, candidates))
 
 
@@ -167,15 +175,15 @@ def test_nan_shows_and_stays_where_it_is_used(generator):
     queries, documents = ragged(generator, [3, 2, 0], 16, gap=0), ragged(generator, [20, 40, 5], 16, gap=0)
     nan = documents.starts[1] + torch.tensor([30, 35])
     documents.values[nan] = torch.nan
-    scores, winners = maxsim_kernels.forward(ScoringOperands.of(queries, documents), True, "highest", TILES)
+    scores, winners = maxsim_kernels.forward(ScoringOperands.of(queries, documents), True, "highest")
     assert scores.isnan().tolist() == [[False, True, False]] * 2 + [[False] * 3]
     assert torch.equal(winners.long(), maxsim_winners(queries, documents))
     keep = torch.ones(65, dtype=torch.bool)
     keep[nan] = False
     masked = TokenBatch(documents.values, documents.starts, documents.lengths, 40, keep)
-    assert not maxsim_kernels.forward(ScoringOperands.of(queries, masked), True, "highest", TILES)[0].isnan().any()
+    assert not maxsim_kernels.forward(ScoringOperands.of(queries, masked), True, "highest")[0].isnan().any()
     queries.values[queries.starts[0] + 1] = torch.nan
-    scores, _ = maxsim_kernels.forward(ScoringOperands.of(queries, masked), True, "highest", TILES)
+    scores, _ = maxsim_kernels.forward(ScoringOperands.of(queries, masked), True, "highest")
     assert scores.isnan().tolist() == [[True] * 3, [False] * 3, [False] * 3]
 
 

@@ -9,15 +9,15 @@ from compiled import OF_COMPRESSED, OF_SMOOTH, blocks_of, check, compiled, kind,
 
 from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.maxsim.plan import VECTORS  # noqa: E402
+from pylate_fastmaxsim.kernels.pooled.launch import (  # noqa: E402
+    document_gradient_tiles,
+    forward_tiles,
+    query_gradient_tiles,
+)
 from pylate_fastmaxsim.kernels.pooled.smooth_gradients import (  # noqa: E402
     coefficients_kernel,
     smooth_document_gradient_kernel,
     smooth_query_gradient_kernel,
-)
-from pylate_fastmaxsim.kernels.pooled.tiles import (  # noqa: E402
-    document_gradient_tiles,
-    forward_tiles,
-    query_gradient_tiles,
 )
 from pylate_fastmaxsim.kernels.pooled.top_many_forward import top_many_kernel  # noqa: E402
 

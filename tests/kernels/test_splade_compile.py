@@ -7,9 +7,9 @@ pytest.importorskip("triton")
 
 from compiled import blocks_of, check, compiled, kind, options_of, points  # noqa: E402
 
+from pylate_fastmaxsim.kernels.splade.launch import maxima_tiles  # noqa: E402
 from pylate_fastmaxsim.kernels.splade.maxima import maxima_kernel, slots_kernel, values_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.splade.slopes import slopes_kernel, vocabulary_gradient_kernel  # noqa: E402
-from pylate_fastmaxsim.kernels.splade.tiles import maxima_tiles  # noqa: E402
 
 pytestmark = pytest.mark.compile
 

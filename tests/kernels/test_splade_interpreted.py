@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from chosen_tiles import choose_tiles
 from interpreter import interpreted, spread_out  # noqa: F401
 from splade_exactness import ACTIVATIONS, check
 from splade_problems import random_splade_problem
@@ -12,35 +13,38 @@ from splade_problems import random_splade_problem
 from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim._winners import no_winner
 from pylate_fastmaxsim.kernels.splade import launch
-from pylate_fastmaxsim.kernels.splade.tiles import MaximaTiles
+from pylate_fastmaxsim.kernels.splade.launch import MaximaTiles
 
 pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 
-SMALL = MaximaTiles(16, 32, 16, 2, 4, 1)
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    choose_tiles(monkeypatch, launch, maxima=MaximaTiles(16, 32, 16, 2, 4, 1))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_activations(activation):
     """Several tiles of texts and of vocabulary rows; masked tokens, empty texts, several chunks of d."""
-    check(random_splade_problem(0, dim=40, vocabulary=50), activation, SMALL)
+    check(random_splade_problem(0, dim=40, vocabulary=50), activation)
 
 
 @pytest.mark.parametrize(
     "dtype, dim, masked", [(torch.bfloat16, 24, False), (torch.float16, 1, True), (torch.float32, 17, False)], ids=str
 )
 def test_dtypes_and_dimensions(dtype, dim, masked):
-    check(random_splade_problem(1, dim=dim, vocabulary=33, dtype=dtype, masked=masked), tiles=SMALL)
+    check(random_splade_problem(1, dim=dim, vocabulary=33, dtype=dtype, masked=masked))
 
 
 def test_no_bias_and_one_row():
-    check(random_splade_problem(2, vocabulary=1, with_bias=False), tiles=SMALL)
+    check(random_splade_problem(2, vocabulary=1, with_bias=False))
 
 
 def test_the_first_of_equal_maxima_wins():
     """Of a text with more tokens than a tile, in integers, whose sums are exact."""
     problem = random_splade_problem(3, lengths=(70, 9, 1), dim=4, integers=True, masked=False)
     operands = problem.operands()
-    values, winners = launch.forward(operands, True, "highest", SMALL)
+    values, winners = launch.forward(operands, True, "highest")
     hidden = problem.hidden
     for text, (start, length) in enumerate(zip(hidden.starts.tolist(), hidden.lengths.tolist(), strict=True)):
         logits = hidden.values[start : start + length] @ problem.weight.T + problem.bias
@@ -61,7 +65,7 @@ def test_not_a_number_shows(where, activation):
     else:
         problem.bias[7] = -torch.tensor(torch.nan)
     operands = problem.operands(*ACTIVATIONS[activation])
-    values, winners = launch.forward(operands, True, "highest", SMALL)
+    values, winners = launch.forward(operands, True, "highest")
     expected = torch.zeros(2, 20, dtype=torch.bool)
     expected[(1, slice(None)) if where == "hidden" else (slice(None), 7)] = True
     assert torch.equal(values.isnan(), expected)
@@ -78,7 +82,7 @@ def test_infinities_are_kept(activation):
     problem = random_splade_problem(6, vocabulary=20, bias_mean=0.0)
     problem.bias[3], problem.bias[17] = -torch.inf, torch.inf
     operands = problem.operands(*ACTIVATIONS[activation])
-    values, _ = launch.forward(operands, False, "highest", SMALL)
+    values, _ = launch.forward(operands, False, "highest")
     expected = reference.splade_pool(*problem, *activation)
     assert expected.isinf().any()
     torch.testing.assert_close(values.double(), expected, rtol=2e-6, atol=2e-6)
@@ -93,7 +97,7 @@ def test_packed_texts_and_more_numbers_than_a_block_has():
     problem = random_splade_problem(7, lengths=(1, 9, 0, 2), dim=1030, vocabulary=5, masked=False)
     hidden = TokenBatch.from_list([torch.randn(length, 1030) for length in problem.hidden.lengths])
     assert hidden.gapless
-    check(problem._replace(hidden=hidden), tiles=SMALL)
+    check(problem._replace(hidden=hidden))
 
 
 @pytest.mark.parametrize("lengths, vocabulary", [((), 3), ((0, 0), 3), ((4, 1), 0)])
@@ -106,7 +110,7 @@ def test_nothing_to_pool(lengths, vocabulary):
 def test_gradients_that_are_not_needed_change_no_others():
     problem = random_splade_problem(9, vocabulary=20)
     operands = problem.operands()
-    values, winners = launch.forward(operands, True, "highest", SMALL)
+    values, winners = launch.forward(operands, True, "highest")
     grad = torch.randn(values.shape)
     expected = backward(operands, grad, values, winners, True, True, True)
     for i in range(3):
@@ -119,10 +123,10 @@ def test_gradients_that_are_not_needed_change_no_others():
 
 def test_strided_tensors_and_texts_that_share_rows():
     problem = random_splade_problem(5, vocabulary=20)
-    values, winners = check(problem, tiles=SMALL)
+    values, winners = check(problem)
     operands = problem.operands()
     strided = type(operands)(*(spread_out(x) if isinstance(x, torch.Tensor) else x for x in operands))
-    assert torch.equal(launch.forward(strided, False, "highest", SMALL)[0], values)
+    assert torch.equal(launch.forward(strided, False, "highest")[0], values)
     # As the gradient of a sum over the vocabulary.
     grad = torch.randn(len(values), 1).expand(values.shape)
     expected = backward(operands, grad.contiguous(), values, winners, True, True, True)
@@ -130,4 +134,4 @@ def test_strided_tensors_and_texts_that_share_rows():
     assert all(map(torch.equal, found, expected))
     repeated = torch.tensor([4, 2, 4, 4, 2, 4, 4, 4, 2, 2])
     shared = problem._replace(hidden=problem.hidden.select(repeated)).operands()
-    assert torch.equal(launch.forward(shared, False, "highest", SMALL)[0], values[repeated])
+    assert torch.equal(launch.forward(shared, False, "highest")[0], values[repeated])

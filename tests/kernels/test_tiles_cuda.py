@@ -3,6 +3,7 @@
 import exactness
 import pytest
 import torch
+from chosen_tiles import choose_tiles
 from on_gpu import DEVICE, ragged
 
 pytest.importorskip("triton")
@@ -10,7 +11,9 @@ pytest.importorskip("triton")
 import maxsim_kernels  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 
+from pylate_fastmaxsim.kernels.maxsim import launch as scores  # noqa: E402
 from pylate_fastmaxsim.kernels.maxsim import tiles as forward_tiles  # noqa: E402
+from pylate_fastmaxsim.kernels.winner_backward import launch as gradients  # noqa: E402
 from pylate_fastmaxsim.kernels.winner_backward import tiles as backward_tiles  # noqa: E402
 
 pytestmark = pytest.mark.cuda
@@ -59,11 +62,8 @@ def test_tiles(family, kind, dim, tiles, seed, monkeypatch):
     candidates = None
     if family == "candidate_gradient" or (family != "document_gradient" and seed == 1):
         candidates = torch.randint(37, (19, 5), generator=generator).to(DEVICE)
-    if family == "forward":
-        chosen = maxsim_kernels.Tiles(tiles)
-    else:
-        chosen = maxsim_kernels.Tiles(backward=backward_tiles.BackwardTiles(**{family: tiles}))
+    choose_tiles(monkeypatch, scores if family == "forward" else gradients, **{family: tiles})
     try:
-        exactness.check(maxsim_kernels, queries, documents, candidates, precision=precision, tiles=chosen)
+        exactness.check(maxsim_kernels, queries, documents, candidates, precision=precision)
     except OutOfResources as error:
         pytest.skip(f"made for a GPU with more shared memory: {error}")

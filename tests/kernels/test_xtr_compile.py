@@ -15,8 +15,8 @@ from pylate_fastmaxsim.kernels.xtr.kth_largest import (  # noqa: E402
     collect_kernel,
     select_kernel,
 )
+from pylate_fastmaxsim.kernels.xtr.launch import collect_tiles, maxima_tiles  # noqa: E402
 from pylate_fastmaxsim.kernels.xtr.scores import xtr_scores_kernel  # noqa: E402
-from pylate_fastmaxsim.kernels.xtr.tiles import collect_tiles, maxima_tiles  # noqa: E402
 from pylate_fastmaxsim.kernels.xtr.token_maxima import negative_maxima_kernel, token_maxima_kernel  # noqa: E402
 
 pytestmark = pytest.mark.compile

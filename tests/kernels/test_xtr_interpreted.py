@@ -8,6 +8,7 @@ from defined_winners import xtr_winners
 
 pytest.importorskip("triton")
 
+from chosen_tiles import choose_tiles
 from exactness import winner_index
 from interpreter import interpreted, spread_out  # noqa: F401
 from ragged_batches import ragged
@@ -17,12 +18,18 @@ from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.cpu import xtr as blocked
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
 from pylate_fastmaxsim.kernels.xtr import launch as xtr_launch
-from pylate_fastmaxsim.kernels.xtr.tiles import CollectTiles, XtrTiles
+from pylate_fastmaxsim.kernels.xtr.launch import CollectTiles
 
 pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 
 # Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
-TILES = XtrTiles(ForwardTiles(16, 32, 64, 2, 4, 1), CollectTiles(16, 16, 4, 1))
+TILES = {"maxima": ForwardTiles(16, 32, 64, 2, 4, 1), "collect": CollectTiles(16, 16, 4, 1)}
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(request, monkeypatch):
+    if "of_the_table" not in request.node.name:
+        choose_tiles(monkeypatch, xtr_launch, **TILES)
 
 
 @pytest.fixture
@@ -38,9 +45,9 @@ def arguments(queries, documents, k, candidates=None, zero_floor=None, normalize
     return ScoringOperands.of(queries, documents, candidates, zero_floor), k, normalizer == "retrieved"
 
 
-def check(queries, documents, k, candidates=None, zero_floor=None, normalizer="positive", tiles=TILES):
+def check(queries, documents, k, candidates=None, zero_floor=None, normalizer="positive"):
     args = arguments(queries, documents, k, candidates, zero_floor, normalizer)
-    sums, counts, winners = xtr_launch.forward(*args, True, "highest", tiles)
+    sums, counts, winners = xtr_launch.forward(*args, True, "highest")
     q64, d64 = (each.with_values(each.values.double()) for each in (queries, documents))
     rest = k, candidates, zero_floor, normalizer
     assert torch.equal(winner_index(winners), xtr_winners(q64, d64, *rest))
@@ -86,13 +93,13 @@ def test_without_winners(generator, monkeypatch, constants, dtype, layout, maske
     documents = batch(generator, [1, 20, 0, 7], 8, dtype, masked=masked)
     candidates = torch.tensor([[3, 1], [0, 1], [1, 1]]) if layout == "candidates" else None
     args = arguments(queries, documents, 5, candidates, torch.tensor([True, False, False, True]))
-    sums, counts, winners = xtr_launch.forward(*args, False, "highest", TILES)
-    expected = xtr_launch.forward(*args, True, "highest", TILES)
+    sums, counts, winners = xtr_launch.forward(*args, False, "highest")
+    expected = xtr_launch.forward(*args, True, "highest")
     assert torch.equal(sums, expected[0]) and torch.equal(counts, expected[1]) and winners.numel() == 0
 
 
 def test_tiles_of_the_table(generator):
-    check(batch(generator, [3, 5], 32), batch(generator, [70, 1, 90], 32), 20, tiles=XtrTiles())
+    check(batch(generator, [3, 5], 32), batch(generator, [70, 1, 90], 32), 20)
 
 
 @pytest.mark.parametrize("places, rounds, integers", [(1, 0, True), (1, 1, False), (1, 2, True), (2, 3, False)])
@@ -144,7 +151,7 @@ def test_nan_shows_and_takes_a_place(generator, k, normalizer):
     for values in (documents, torch.cat([documents[:1], torch.full((2, 9, 16), torch.nan)])):
         args = arguments(queries, TokenBatch.from_padded(values), k, normalizer=normalizer)
         for ours, wanted in zip(
-            xtr_launch.forward(*args, True, "highest", TILES), blocked.forward(*args, True, "highest"), strict=True
+            xtr_launch.forward(*args, True, "highest"), blocked.forward(*args, True, "highest"), strict=True
         ):
             torch.testing.assert_close(ours, wanted, equal_nan=True)
 
@@ -162,7 +169,7 @@ def test_strided_tensors(generator, layout, masked):
     candidates = torch.tensor([[2, 0], [1, 2], [0, 0]]) if layout == "candidates" else None
     inputs = arguments(*batches, 9, candidates, torch.tensor([False, True, True]))
     strided = ScoringOperands(*(spread_out(x) if isinstance(x, torch.Tensor) else x for x in inputs[0])), *inputs[1:]
-    expected, actual = (xtr_launch.forward(*each, True, "highest", TILES) for each in (inputs, strided))
+    expected, actual = (xtr_launch.forward(*each, True, "highest") for each in (inputs, strided))
     assert all(map(torch.equal, actual, expected))
 
 

@@ -170,7 +170,7 @@ JAGGED = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        ((Q[0], D), {}, ValueError, r"padded queries must be \[N, L, d\], got shape \(3, 4\)"),
+        ((Q[0], D), {}, ValueError, r"padded queries must be \[N, L, d\], got torch.float32 of shape \(3, 4\)"),
         ((Q, D), {"queries_mask": torch.ones(2, 4)}, ValueError, r"queries_mask must be \[N, L\] = \[2, 3\]"),
         ((Q, TokenBatch.from_padded(D)), {"documents_mask": torch.ones(5, 6)}, ValueError, "documents_mask goes with"),
         ((Q, D.to("meta")), {}, ValueError, "queries are on cpu and documents on meta"),
@@ -178,7 +178,12 @@ JAGGED = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout
         ((Q, D, torch.zeros(3, 1, dtype=torch.int64)), {}, ValueError, r"candidates must be int64 \[Nq, K\] with Nq"),
         ((Q, D), {"zero_floor": torch.zeros(4, dtype=torch.bool)}, ValueError, r"zero_floor must be bool \[Nd\]"),
         ((Q.numpy(), D), {}, TypeError, "queries must be a TokenBatch or a tensor .* got ndarray"),
-        ((Q, D), {"zero_floor": [False] * 5}, TypeError, r"zero_floor must be a tensor bool \[Nd\], got list"),
+        (
+            (Q, D),
+            {"zero_floor": [False] * 5},
+            TypeError,
+            r"zero_floor must be a tensor bool \[Nd\] with Nd = 5, got list",
+        ),
         ((Q.to("meta"), D.to("meta")), {}, ValueError, "queries are on the meta device"),
         ((Q, JAGGED), {}, ValueError, r"documents must be a plain tensor \[N, L, d\], got a nested one; .* x.offsets"),
     ],

@@ -16,7 +16,7 @@ from corpora import codec, grouped, lists, unit_documents
 from power_cut import states, written
 
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
-from pylate_fastmaxsim.retrieval.formats import checksums, description, writer
+from pylate_fastmaxsim.retrieval.formats import checksums, writer
 
 FORMATS = {"bfloat16": None, "int8": "int8", "fp8": "fp8", "residual": codec()}
 SEQUENCES = unit_documents(20, seed=3)
@@ -59,7 +59,7 @@ def with_left_overs(folder: Path, format: object) -> None:
 
 def killed_at_its_start(folder: Path, format: object) -> None:
     """All that may be there before the first document counts."""
-    description.begin(folder)
+    writer.clear(folder)
     for name in ("codec.safetensors", "values.bin", "bounds.bin"):
         (folder / name).write_bytes(b"unfinished")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tiny_recipe import text
 
-from pylate_fastmaxsim.recipes.data.judgements import JUDGEMENT_COLUMNS
+from pylate_fastmaxsim.recipes.data.collection import JUDGEMENT_COLUMNS
 
 QUERIES, DOCUMENTS = 6, 150
 

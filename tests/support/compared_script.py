@@ -12,8 +12,7 @@ from typing import Any
 
 from paths import ROOT
 
-from pylate_fastmaxsim.comparison.ranks import Ranks
-from pylate_fastmaxsim.comparison.script import child_of
+from pylate_fastmaxsim.comparison.script import Ranks, child_of
 from pylate_fastmaxsim.comparison.turns import take_turns
 from pylate_fastmaxsim.comparison.verdict import FAST, summarize_run
 
@@ -48,7 +47,7 @@ def accelerated(folder: Path, script: str, steps: int) -> dict[str, Any]:
     scratch.mkdir()
     (folder / "train.py").write_text(script, encoding="utf-8")
     words = ["--steps", str(steps), str(folder / "train.py")]
-    turns = take_turns({FAST: child_of(FAST, scratch, scratch, words, Ranks({}))}, of=steps)
+    turns = take_turns({FAST: child_of(FAST, scratch, scratch, words, Ranks({}))})
     assert {path.name for path in folder.iterdir()} == {"train.py"}
     return summarize_run(turns.runs[FAST])
 

@@ -34,17 +34,17 @@ def compressed_as(batch: TokenBatch, format: str) -> CompressedBatch:
 
 
 def check(
-    queries: TokenBatch, documents: CompressedBatch, candidates: Tensor | None = None, tolerance=None, tiles=None
+    queries: TokenBatch, documents: CompressedBatch, candidates: Tensor | None = None, tolerance=None
 ) -> tuple[Tensor, Tensor]:
     """Scores and winners; AssertionError unless they and the gradient are those of the definition."""
     tolerance = tolerance or TOLERANCE[documents.format]
     operands = _prepared(queries, documents, candidates)
     with uninitialized_memory_as_nan():
-        scores, winners = launch.forward(operands, True, "highest", tiles)
+        scores, winners = launch.forward(operands, True, "highest")
         generator = torch.Generator(queries.device).manual_seed(3)
         grad = torch.randn(scores.shape, device=queries.device, generator=generator)
         grad_q = launch.backward(grad, winners, operands)
-        alone, _ = launch.forward(operands, False, "highest", tiles)
+        alone, _ = launch.forward(operands, False, "highest")
     assert torch.equal(alone, scores), "scores without winners"
     scored = documents.decompress(queries.values.dtype if documents.format == "residual" else torch.float64)
     scored = scored.with_values(scored.values.double())

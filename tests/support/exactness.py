@@ -41,14 +41,13 @@ def run(
     zero_floor=None,
     precision: str = "highest",
     grad: Tensor | None = None,
-    **options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores, winners and both gradients of ``path``; ``options`` are its own, for example ``tiles``."""
+    """Scores, winners and both gradients of ``path``."""
     operands = ScoringOperands.of(queries, documents, candidates, zero_floor)
     with uninitialized_memory_as_nan():
-        scores, winners = path.forward(operands, True, precision, **options)
+        scores, winners = path.forward(operands, True, precision)
         grad = torch.ones_like(scores) if grad is None else grad
-        return scores, winners, *path.backward(grad, winners, operands, precision, True, True, **options)
+        return scores, winners, *path.backward(grad, winners, operands, precision, True, True)
 
 
 @contextmanager
@@ -154,14 +153,13 @@ def check(
     zero_floor=None,
     precision: str = "highest",
     tolerance: float | None = None,
-    **options,
 ) -> tuple[Tensor, Tensor]:
     """Scores and winners; AssertionError unless they and both gradients of ``path`` are those of the definition."""
     tolerance = tolerance or TOLERANCE[queries.values.dtype, precision]
     exact = exact_scores(queries, documents, candidates, zero_floor)
     generator = torch.Generator(queries.device).manual_seed(3)
     grad = torch.randn(exact.shape, device=queries.device, generator=generator)
-    scores, winners, grad_q, grad_d = run(path, queries, documents, candidates, zero_floor, precision, grad, **options)
+    scores, winners, grad_q, grad_d = run(path, queries, documents, candidates, zero_floor, precision, grad)
     assert scores.dtype == torch.float32
     chosen, exact_q, exact_d = from_winners(queries, documents, candidates, winners, grad)
     spread, spread_q, spread_d = _spread(queries, documents, candidates, winners, grad)
@@ -172,6 +170,6 @@ def check(
         assert relative_error(ours, wanted, scale) < tolerance, f"{name} gradient"
         assert not ours[wanted.abs().sum(dim=1) == 0].any(), f"{name} gradient of a row without a winner"
     operands = ScoringOperands.of(queries, documents, candidates, zero_floor)
-    alone = path.forward(operands, False, precision, **options)[0]
+    alone = path.forward(operands, False, precision)[0]
     assert torch.equal(alone, scores), "scores without winners"
     return scores, winners

@@ -10,7 +10,6 @@ from torch import Tensor
 from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.kernels.pooled import launch
-from pylate_fastmaxsim.kernels.pooled.tiles import FROM_TABLES
 from pylate_fastmaxsim.ops.pooled import gradient_of_each_winner, numbers_of
 from pylate_fastmaxsim.pooling import Pooling
 
@@ -24,13 +23,13 @@ TOLERANCE = {
 }
 
 
-def run(queries, documents, candidates, pooling, grad, precision="highest", tiles=FROM_TABLES) -> tuple[Tensor, ...]:
+def run(queries, documents, candidates, pooling, grad, precision="highest") -> tuple[Tensor, ...]:
     """Scores, state and both gradients of the kernels."""
     operands, numbers = ScoringOperands.of(queries, documents, candidates), numbers_of(pooling)
     with uninitialized_memory_as_nan():
-        scores, state = launch.forward(operands, numbers, True, precision, tiles)
+        scores, state = launch.forward(operands, numbers, True, precision)
         weights = gradient_of_each_winner(grad, operands, numbers.k) if numbers.k else grad
-        gradients = launch.backward(weights, state, operands, numbers, precision, True, True, tiles)
+        gradients = launch.backward(weights, state, operands, numbers, precision, True, True)
     return scores, state, *gradients
 
 
@@ -41,7 +40,6 @@ def check(
     *,
     pooling: Pooling,
     precision: str = "highest",
-    tiles=FROM_TABLES,
     ties: bool = False,
     slack: float = 1.0,
 ) -> None:
@@ -56,11 +54,11 @@ def check(
     exact = reference.pooled_scores(*doubles, candidates, pooling=pooling)
     generator = torch.Generator(exact.device).manual_seed(3)
     grad = torch.randn(exact.shape, generator=generator, device=exact.device)
-    scores, state, *gradients = run(queries, documents, candidates, pooling, grad, precision, tiles)
+    scores, state, *gradients = run(queries, documents, candidates, pooling, grad, precision)
     assert scores.dtype == torch.float32
     assert relative_error(scores, exact.detach()) < tolerance, "scores"
     operands, numbers = ScoringOperands.of(queries, documents, candidates), numbers_of(pooling)
-    alone, none = launch.forward(operands, numbers, False, precision, tiles)
+    alone, none = launch.forward(operands, numbers, False, precision)
     assert none is None
     assert torch.equal(alone, scores), "scores without a state"
     if ties:

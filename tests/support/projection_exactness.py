@@ -53,7 +53,6 @@ def check(
     normalize: bool = True,
     precision: str = "highest",
     tolerance: float | None = None,
-    **options,
 ) -> None:
     """AssertionError unless embeddings and all gradients of ``path`` are those of the definition."""
     tolerance = tolerance or TOLERANCE[hidden.dtype, precision]
@@ -64,11 +63,11 @@ def check(
     expected = reference.project(exact_hidden, exact_weight, exact_bias, normalize)
     expected.backward(grad.double())
 
-    saved = path.forward(hidden, weight, bias, normalize, precision, **options)
+    saved = path.forward(hidden, weight, bias, normalize, precision)
     assert saved[0].dtype == hidden.dtype and saved[0].shape == expected.shape
     assert relative_error(saved[0][live], expected[live].detach()) < tolerance, "embeddings"
     needs = (True, True, bias is not None)
-    gradients = path.backward(grad, hidden, weight, *saved, normalize, precision, *needs, **options)
+    gradients = path.backward(grad, hidden, weight, *saved, normalize, precision, *needs)
     assert not gradients[0][~live].any(), "hidden states without a gradient"
     for name, own, leaf in zip(
         ("hidden", "weight", "bias"), gradients, (exact_hidden, exact_weight, exact_bias), strict=True

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from pylate_fastmaxsim._winners import no_winner
 from pylate_fastmaxsim.kernels.splade import launch
-from pylate_fastmaxsim.kernels.splade.tiles import MaximaTiles
 
 # (rectified, logs) of a call by its arguments.
 ACTIVATIONS = {
@@ -25,7 +24,6 @@ OF_GRADIENTS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 def check(
     problem: SpladeProblem,
     activation: tuple[str | None, bool] = ("relu", True),
-    tiles: MaximaTiles | None = None,
     precision: str = "highest",
     tolerance: float | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -34,8 +32,8 @@ def check(
     Another token than in float64 may win whose logit is equal up to rounding. So gradients are those of the winners found.
     """
     operands = problem.operands(*ACTIVATIONS[activation])
-    values, winners = launch.forward(operands, True, precision, tiles)
-    without_winners, none = launch.forward(operands, False, precision, tiles)
+    values, winners = launch.forward(operands, True, precision)
+    without_winners, none = launch.forward(operands, False, precision)
     assert torch.equal(without_winners, values)
     assert none is None
     grad = torch.randn(values.shape, generator=torch.Generator().manual_seed(7)).to(values.device)

@@ -10,7 +10,6 @@ from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.kernels.winner_backward import launch
-from pylate_fastmaxsim.kernels.winner_backward.tiles import FROM_TABLES, BackwardTiles
 
 
 def random_winners(
@@ -43,7 +42,6 @@ def check(
     ranks: int = 1,
     tolerance: float = 1e-5,
     precision: str = "highest",
-    tiles: BackwardTiles = FROM_TABLES,
 ) -> None:
     """AssertionError unless both gradients are sums over all winners, the same bits alone, and zero where nothing won.
 
@@ -60,7 +58,7 @@ def check(
 
     def run(need_q: bool, need_d: bool) -> tuple[Tensor, Tensor]:
         with uninitialized_memory_as_nan():
-            return launch.backward(grad, winners, operands, precision, need_q, need_d, tiles)
+            return launch.backward(grad, winners, operands, precision, need_q, need_d)
 
     ours = run(True, True)
     assert torch.equal(ours[0], run(True, False)[0]) and torch.equal(ours[1], run(False, True)[1])

@@ -102,13 +102,6 @@ def padded_again(states: Tensor, index: Tensor, count: int, width: int, filler: 
     """Put states ``[T, d]`` at places ``row * width + column`` of ``[count, width, d]``, with ``filler`` as padding.
 
     Zeros would give NaN in a normalisation of the user's own that divides by the norm of every token.
-
-    Examples
-    --------
-    >>> states = torch.tensor([[1.0], [2.0]])
-    >>> padded_again(states, torch.tensor([0, 2]), count=2, width=2, filler=states[:1]).squeeze(-1)
-    tensor([[1., 1.],
-            [2., 1.]])
     """
     filled = filler.detach().repeat(count * width, 1)
     return filled.index_copy_(0, index, states).view(count, width, -1)

@@ -40,13 +40,7 @@ _OF_PYTORCH = frozenset(vars(nn.Module()))
 
 
 def checked_width(width: int) -> int:
-    """The width of batches up to which a decision holds that was made for ``width``: the next power of two.
-
-    Examples
-    --------
-    >>> [checked_width(width) for width in (1, 256, 257, 300)]
-    [1, 256, 512, 512]
-    """
+    """The next power of two from a width on: a decision made for it holds for batches up to there."""
     return 1 << (width - 1).bit_length()
 
 
@@ -371,18 +365,7 @@ class Snapshot:
 
 @contextmanager
 def restoring(core: nn.Module) -> Iterator[Snapshot]:
-    """Context at whose end a model is as it was.
-
-    Examples
-    --------
-    >>> norm = nn.BatchNorm1d(2)
-    >>> with restoring(norm) as before:
-    ...     _ = norm(torch.ones(3, 2))
-    ...     print(before.buffers_changed())
-    True
-    >>> norm.num_batches_tracked
-    tensor(0)
-    """
+    """Context at whose end a model is as it was. What it yields says what has changed so far."""
     before = Snapshot(core)
     try:
         yield before

@@ -63,13 +63,7 @@ class Size(NamedTuple):
         return cls(rows, -(-(texts + -(-(rows - tokens) // longest)) // 64) * 64, longest)
 
     def borders(self, borders: Tensor, tokens: int) -> Tensor:
-        """``cu_seqlens`` of a batch ``[..., N + 1]`` with texts that fill it up, ``[..., texts + 1]``.
-
-        Examples
-        --------
-        >>> Size(tokens=8, texts=5, longest=2).borders(torch.tensor([[0, 2, 5]]), tokens=5)
-        tensor([[0, 2, 5, 7, 8, 8]])
-        """
+        """``cu_seqlens`` of a batch ``[..., N + 1]`` with texts that fill it up, ``[..., texts + 1]``."""
         more = self.texts + 1 - borders.shape[1]
         ends = torch.arange(1, more + 1, device=borders.device, dtype=borders.dtype) * self.longest + tokens
         return torch.cat([borders, ends.clamp_(max=self.tokens).expand(len(borders), -1)], dim=1)

@@ -196,13 +196,7 @@ def mini_batches(features: dict[str, Tensor], size: int | None) -> list[dict[str
 
 
 def rows_of(features: dict[str, object], begin: int, end: int) -> dict[str, object]:
-    """Take some texts of a column. Features that are not one value per text, such as a scalar, are kept whole.
-
-    Examples
-    --------
-    >>> rows_of({"input_ids": torch.tensor([[1], [2]]), "keys": ["a", "b"], "prompt_length": 3}, 1, 2)
-    {'input_ids': tensor([[2]]), 'keys': ['b'], 'prompt_length': 3}
-    """
+    """Take some texts of a column. Features that are not one value per text, such as a scalar, are kept whole."""
     count = len(features["input_ids"])
 
     def has_rows(value: object) -> bool:

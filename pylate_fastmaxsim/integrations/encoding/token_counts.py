@@ -91,16 +91,7 @@ def counting_tokens_of_batches(collator: type, trainer: type, by_rank: bool = Tr
 
 
 def add_token_counts(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch, with counts beside the mask of every column.
-
-    Counting on the CPU, in a worker, spares waiting for the GPU.
-
-    Examples
-    --------
-    >>> import torch
-    >>> add_token_counts({"query_attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])})["query_token_total"].tolist()
-    [[2, 3], [1, 3]]
-    """
+    """The batch, with counts beside the mask of every column. Counted on the CPU, in a worker, nothing waits for the GPU."""
     for key in [key for key in batch if key.endswith(_MASK)]:
         # A mask with gaps cannot be packed, and is found without counts.
         if not has_gaps(batch[key]):

@@ -10,7 +10,6 @@ from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.compressed import rounded_queries
 from pylate_fastmaxsim.kernels.compressed.conversions import decompress_kernel, round_rows_kernel
 from pylate_fastmaxsim.kernels.compressed.query_gradient import compressed_query_gradient_kernel
-from pylate_fastmaxsim.kernels.compressed.tiles import forward_tiles, gradient_rows, is_fused
 from pylate_fastmaxsim.kernels.maxsim import launch as maxsim
 from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel
 from pylate_fastmaxsim.kernels.maxsim.plan import (
@@ -24,17 +23,58 @@ from pylate_fastmaxsim.kernels.maxsim.plan import (
     sum_of_blocks,
     zero_scores,
 )
-from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
-from pylate_fastmaxsim.kernels.runtime.arch import architecture, cdiv, next_power_of_2
+from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles, fitted
+from pylate_fastmaxsim.kernels.runtime.arch import architecture, cdiv, next_power_of_2, table_row
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, gradient_of, on_device_of
 
 # Tokens that are decompressed at once, padding included: 256 MiB of 128 numbers of 16 bits.
 _TOKENS_AT_ONCE = 2**20
 
+# Looked up by table_row. block_k shrinks to fit d.
+_FORWARD = {
+    (90, "int8"): [(256, ForwardTiles(256, 64, 256, 8, 8, 3, 128)), (None, ForwardTiles(128, 64, 128, 4, 8, 3))],
+    (90, "int8 by token"): [
+        (256, ForwardTiles(128, 64, 256, 8, 4, 3, 128)),
+        (None, ForwardTiles(128, 64, 128, 4, 8, 3)),
+    ],
+    (90, "fp8"): [(256, ForwardTiles(128, 64, 256, 8, 4, 3, 128)), (None, ForwardTiles(128, 64, 128, 4, 8, 3))],
+    **dict.fromkeys(
+        ["int8", "int8 by token", "fp8"],
+        [(128, ForwardTiles(128, 64, 128, 4, 8, 2)), (None, ForwardTiles(64, 64, 128, 2, 4, 2))],
+    ),
+    # More stages than one would hold the look-ups of several tiles, which wait for each other.
+    "residual": [(128, ForwardTiles(64, 64, 128, 8, 4, 1)), (None, ForwardTiles(64, 32, 256, 4, 4, 1))],
+}
+# For launches with at most this many query rows, which are bound by memory.
+_FORWARD_OF_FEW_ROWS = {
+    (90, "int8"): [(128, ForwardTiles(64, 64, 128, 4, 4, 3))],
+    (90, "int8 by token"): [(128, ForwardTiles(64, 64, 128, 4, 4, 3))],
+    (90, "fp8"): [(128, ForwardTiles(64, 64, 128, 1, 4, 3))],
+    (90, "residual"): [(128, ForwardTiles(64, 64, 128, 8, 4, 1, 128))],
+}
+# The fused kernel holds whole vectors of residual codes.
+LARGEST_FUSED_DIM = 256
+# Up to so many query rows decompressing in the tile costs less than writing vectors and reading them again.
+_FUSED_ROWS = 128
 
-def forward(
-    operands: CompressedOperands, want_winners: bool, precision: str, tiles: ForwardTiles | None = None
-) -> tuple[Tensor, Tensor | None]:
+
+@functools.lru_cache(maxsize=256)
+def forward_tiles(arch: int, kind: str, dim: int, rows_in_all: int) -> ForwardTiles:
+    """Tiles of the forward for `rows_in_all` query rows that share their documents."""
+    tiles = table_row(_FORWARD_OF_FEW_ROWS, arch, kind, dim)
+    if tiles is None or rows_in_all > tiles.block_m:
+        tiles = table_row(_FORWARD, arch, kind, dim)
+    tiles = fitted(tiles, arch, dim, rows_in_all)
+    # The least that instructions of 8 bits take, and of 16 bits after decompression.
+    return tiles._replace(block_k=max(tiles.block_k, 32))
+
+
+def gradient_rows(dim: int) -> int:
+    """Query rows of a program of the query gradient."""
+    return max(1, min(16, 1024 // next_power_of_2(dim)))
+
+
+def forward(operands: CompressedOperands, want_winners: bool, precision: str) -> tuple[Tensor, Tensor | None]:
     """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]``, which are ``None`` unless wanted."""
     operands = contiguous(operands)
     q_values = operands.q_values
@@ -47,9 +87,7 @@ def forward(
     if nothing:
         return zero_scores(operands, sizes), winners
     index_dtype = winner_dtype(operands.max_d_length) if want_winners else None
-    plan = _plan(
-        architecture(q_values.device), operands.format, operands.per_token, operands.bits, sizes, index_dtype, tiles
-    )
+    plan = _plan(architecture(q_values.device), operands.format, operands.per_token, operands.bits, sizes, index_dtype)
     with on_device_of(q_values):
         q_scales = None
         if operands.format != "residual":
@@ -66,9 +104,9 @@ def _in_tiles(operands: CompressedOperands, rows_in_all: int) -> bool:
     """Say whether a kernel of this format scores documents as they are stored."""
     q_values = operands.q_values
     if operands.format == "residual":
-        of_16_bits = q_values.dtype != torch.float32
-        alone = operands.candidates is not None  # nothing is gained by decompressing a document once for one query
-        return is_fused(1 if alone else rows_in_all, q_values.shape[1], of_16_bits)
+        # Nothing is gained by decompressing a document once for one query.
+        few = operands.candidates is not None or rows_in_all <= _FUSED_ROWS
+        return few and q_values.dtype != torch.float32 and q_values.shape[1] <= LARGEST_FUSED_DIM
     return operands.format == "int8" or has_fp8(q_values.device)
 
 
@@ -86,9 +124,8 @@ def _plan(
     bits: int,
     sizes: ForwardSizes,
     winners: torch.dtype | None,
-    tiles: ForwardTiles | None,
 ) -> ForwardPlan:
-    tile = tiles or forward_tiles(arch, "int8 by token" if per_token else format, sizes.dim, sizes.query_rows)
+    tile = forward_tiles(arch, "int8 by token" if per_token else format, sizes.dim, sizes.query_rows)
     stored = {"FORMAT": format, "PER_TOKEN": per_token, "BITS": bits}
     # No product is of float32, whose precision would make another program.
     return forward_plan(tile, "highest", sizes, winners, **stored, POOLING="max", K=1)

@@ -20,14 +20,12 @@ from pylate_fastmaxsim.kernels.maxsim.plan import (
     sum_of_blocks,
     zero_scores,
 )
-from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles, forward_tiles
+from pylate_fastmaxsim.kernels.maxsim.tiles import forward_tiles
 from pylate_fastmaxsim.kernels.runtime.arch import architecture, arithmetic, next_power_of_2
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
 
 
-def forward(
-    operands: ScoringOperands, want_winners: bool, precision: str, tiles: ForwardTiles | None = None
-) -> tuple[Tensor, Tensor | None]:
+def forward(operands: ScoringOperands, want_winners: bool, precision: str) -> tuple[Tensor, Tensor | None]:
     """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]``, which are ``None`` unless wanted."""
     operands = contiguous(operands)
     q_values, d_values = operands.q_values, operands.d_values
@@ -37,7 +35,7 @@ def forward(
     if nothing:
         return zero_scores(operands, sizes), winners
     index_dtype = winner_dtype(operands.max_d_length) if want_winners else None
-    plan = _plan(architecture(q_values.device), q_values.dtype, precision, sizes, index_dtype, tiles)
+    plan = _plan(architecture(q_values.device), q_values.dtype, precision, sizes, index_dtype)
     with on_device_of(q_values):
         queries, documents, numbers, scores = forward_arguments(operands, plan)
         forward_kernel[(plan.programs,)](
@@ -54,8 +52,7 @@ def _plan(
     precision: str,
     sizes: ForwardSizes,
     winners: torch.dtype | None,
-    tiles: ForwardTiles | None,
 ) -> ForwardPlan:
     kind, longest_query = arithmetic(dtype, precision), next_power_of_2(sizes.max_q_length)
-    tile = tiles or forward_tiles(arch, kind, sizes.dim, sizes.query_rows, winners is not None, longest_query)
+    tile = forward_tiles(arch, kind, sizes.dim, sizes.query_rows, winners is not None, longest_query)
     return forward_plan(tile, precision, sizes, winners, **VECTORS, POOLING="max", K=1)

@@ -95,9 +95,7 @@ def forward_plan(
 def forward_arguments(operands: ScoringOperands | CompressedOperands, plan: ForwardPlan) -> tuple[tuple, ...]:
     """Arguments of the forward: of queries, of documents behind their vectors, and sizes; and memory for scores."""
     queries = operands.q_starts, operands.q_lengths, as_bytes(operands.q_keep)
-    live_tokens, d_lengths = None, operands.d_lengths
-    if operands.d_keep is not None:
-        live_tokens, d_lengths = live_tokens_of(operands.d_starts, d_lengths, operands.d_keep)
+    live_tokens, d_lengths = live_tokens_of(operands.d_starts, operands.d_lengths, operands.d_keep)
     documents = operands.d_starts, d_lengths, live_tokens, operands.candidates
     num_queries, num_slots = operands.q_starts.shape[0], operands.num_slots
     num_rows = operands.q_values.shape[0]

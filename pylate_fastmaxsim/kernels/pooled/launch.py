@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,39 +21,126 @@ from pylate_fastmaxsim.kernels.maxsim.plan import (
     sum_of_blocks,
     zero_scores,
 )
-from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
+from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles, fitted
 from pylate_fastmaxsim.kernels.pooled.smooth_gradients import (
     coefficients_kernel,
     smooth_document_gradient_kernel,
     smooth_query_gradient_kernel,
 )
-from pylate_fastmaxsim.kernels.pooled.tiles import (
-    FROM_TABLES,
-    MOST_OF_FEW,
-    PooledTiles,
-    document_gradient_tiles,
-    forward_tiles,
-    gradient_kind,
-    query_gradient_tiles,
-)
 from pylate_fastmaxsim.kernels.pooled.top_many_forward import top_many_kernel
 from pylate_fastmaxsim.kernels.primitives.live_rows import live_rows_of, live_tokens_of
 from pylate_fastmaxsim.kernels.runtime.arch import (
+    ALL_REGISTERS,
     INPUT_PRECISION,
     architecture,
     arithmetic,
     cdiv,
     launch_options,
     next_power_of_2,
+    shrunk,
+    table_row,
 )
 from pylate_fastmaxsim.kernels.runtime.cached_launch import RELEASE
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, gradient_of, on_device_of
 from pylate_fastmaxsim.kernels.winner_backward import launch as winner_backward
 
+# Up to so many winners of a row are kept in order as they come; more are sorted.
+MOST_OF_FEW = 4
 # The most winners of a row. Sorting and merging are in Triton from 3.4 on.
 LARGEST_K = 64 if RELEASE >= (3, 4) else MOST_OF_FEW
 # Programs of the query gradient, which documents are divided among: two rounds for each multiprocessor of the largest GPU.
 _ENOUGH_PROGRAMS = 264
+
+
+class QueryGradientTiles(NamedTuple):
+    """`block_m` query rows by `block_n` tokens, `block_k` numbers of a vector in a product, `block_d` of the gradient."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = ALL_REGISTERS
+
+
+class DocumentGradientTiles(NamedTuple):
+    """`block_t` tokens of a document by `block_r` query rows, and the vector as above."""
+
+    block_t: int
+    block_r: int
+    block_k: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = ALL_REGISTERS
+
+
+_SMOOTH_FORWARD = {
+    (90, "half"): [(128, ForwardTiles(64, 64, 128, 8, 4, 3)), (None, ForwardTiles(128, 64, 64, 4, 8, 3))],
+    (100, "half"): [(128, ForwardTiles(128, 64, 128, 1, 4, 3)), (None, ForwardTiles(128, 64, 64, 1, 8, 3))],
+    (80, "half"): [(128, ForwardTiles(128, 64, 128, 1, 8, 2)), (None, ForwardTiles(128, 64, 32, 1, 8, 2))],
+    "half": [(128, ForwardTiles(64, 64, 128, 1, 4, 2)), (None, ForwardTiles(32, 32, 32, 1, 4, 3))],
+    (90, "bf16x6"): [(128, ForwardTiles(128, 64, 128, 2, 8, 2)), (None, ForwardTiles(128, 64, 32, 1, 8, 3))],
+    **dict.fromkeys(("bf16x6", "bf16x3", "tf32"), [(None, ForwardTiles(64, 32, 16, 1, 4, 2))]),
+}
+_TOP_FEW_FORWARD = _SMOOTH_FORWARD | {
+    (90, "half"): [(128, ForwardTiles(64, 64, 128, 8, 4, 3, 168)), (None, ForwardTiles(128, 64, 64, 4, 8, 3))],
+    (100, "half"): [(128, ForwardTiles(128, 64, 128, 1, 8, 3)), (None, ForwardTiles(128, 64, 64, 1, 8, 3))],
+}
+_TOP_MANY_FORWARD = {
+    "half": [(None, ForwardTiles(64, 64, 64, 1, 4, 2))],
+    **dict.fromkeys(("bf16x6", "bf16x3", "tf32"), [(None, ForwardTiles(64, 64, 16, 1, 8, 2))]),
+}
+# Of the gradients fp16 has rows of its own: its weights are the sum of two bf16, and take three products.
+_QUERY_GRADIENT = {
+    (90, "half"): [
+        (128, QueryGradientTiles(64, 64, 128, 128, 4, 2, 168)),
+        (None, QueryGradientTiles(128, 64, 64, 128, 8, 3)),
+    ],
+    **dict.fromkeys(("half", "fp16"), [(None, QueryGradientTiles(64, 32, 64, 64, 4, 2))]),
+    **dict.fromkeys(("bf16x6", "bf16x3", "tf32"), [(None, QueryGradientTiles(64, 32, 32, 64, 8, 2))]),
+}
+_DOCUMENT_GRADIENT = {
+    (90, "half"): [
+        (128, DocumentGradientTiles(64, 64, 128, 128, 4, 3)),
+        (None, DocumentGradientTiles(64, 64, 64, 128, 4, 3)),
+    ],
+    **dict.fromkeys(("half", "fp16"), [(None, DocumentGradientTiles(64, 32, 64, 64, 4, 2))]),
+    **dict.fromkeys(("bf16x6", "bf16x3", "tf32"), [(None, DocumentGradientTiles(64, 32, 32, 64, 8, 2))]),
+}
+
+
+@functools.lru_cache(maxsize=256)
+def forward_tiles(arch: int, kind: str, dim: int, rows_in_all: int, k: int) -> ForwardTiles:
+    """Tiles of the forward for `rows_in_all` query rows; k = 0: of the smooth poolings."""
+    table = _SMOOTH_FORWARD if k == 0 else _TOP_FEW_FORWARD if k <= MOST_OF_FEW else _TOP_MANY_FORWARD
+    return fitted(table_row(table, arch, kind, dim), arch, dim, rows_in_all)
+
+
+def gradient_kind(dtype: torch.dtype, precision: str) -> str:
+    """Key of the tables of gradients."""
+    return "fp16" if dtype == torch.float16 else arithmetic(dtype, precision)
+
+
+@functools.lru_cache(maxsize=256)
+def query_gradient_tiles(arch: int, kind: str, dim: int, few_registers: bool) -> QueryGradientTiles:
+    """`few_registers`: softmax pooling without masks and candidates. Others would spill with as few as the table has."""
+    tiles = _fitted(table_row(_QUERY_GRADIENT, arch, kind, dim), dim)
+    return tiles if few_registers else tiles._replace(max_registers=ALL_REGISTERS)
+
+
+@functools.lru_cache(maxsize=256)
+def document_gradient_tiles(arch: int, kind: str, dim: int, of_candidates: bool) -> DocumentGradientTiles:
+    tiles = _fitted(table_row(_DOCUMENT_GRADIENT, arch, kind, dim), dim)
+    # The rows of one query at a time, of which there are seldom more.
+    return tiles._replace(block_r=32) if of_candidates else tiles
+
+
+def _fitted(tiles, dim: int):
+    """A vector that fits into one chunk of a product is loaded once for it and for the gradient."""
+    tiles = shrunk(tiles, block_k=dim, block_d=dim)
+    return tiles._replace(block_d=tiles.block_k) if dim <= tiles.block_k else tiles
 
 
 def forward(
@@ -60,7 +148,6 @@ def forward(
     pooling: PoolingNumbers,
     want_state: bool,
     precision: str,
-    tiles: PooledTiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor | None]:
     """Scores ``[Nq, P]`` (float32) and what the backward needs; see :mod:`pylate_fastmaxsim.ops.pooled`.
 
@@ -83,8 +170,7 @@ def forward(
         return zero_scores(operands, sizes), state
     index_dtype = None if winners is None else winners.dtype
     plan = _plan(
-        architecture(q_values.device), q_values.dtype, precision, sizes, pooling.k, pooling.log_sum_exp, index_dtype,
-        tiles.forward,
+        architecture(q_values.device), q_values.dtype, precision, sizes, pooling.k, pooling.log_sum_exp, index_dtype
     )  # fmt: skip
     with on_device_of(q_values):
         queries, documents, numbers, scores = forward_arguments(operands, plan)
@@ -114,9 +200,8 @@ def _plan(
     k: int,
     log_sum_exp: bool,
     winners: torch.dtype | None,
-    tiles: ForwardTiles | None,
 ) -> ForwardPlan:
-    tile = tiles or forward_tiles(arch, arithmetic(dtype, precision), sizes.dim, sizes.query_rows, k)
+    tile = forward_tiles(arch, arithmetic(dtype, precision), sizes.dim, sizes.query_rows, k)
     if k > MOST_OF_FEW:
         return forward_plan(tile, precision, sizes, winners, K=k, KEPT=next_power_of_2(k))
     pooling = "top k" if k else "log-sum-exp" if log_sum_exp else "softmax"
@@ -131,7 +216,6 @@ def backward(
     precision: str,
     need_q: bool,
     need_d: bool,
-    tiles: PooledTiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``q_values`` and ``d_values`` (empty if not needed) from those of the scores and the forward's state.
 
@@ -162,9 +246,7 @@ def backward(
             gradient, pooled, operands.q_starts, operands.q_lengths, constants, slopes,
             num_slots, num_rows, row_blocks, 1.0 / pooling.temperature, BLOCK_S=16, BLOCK_R=block_r, num_warps=4,
         )  # fmt: skip
-        live_tokens, d_lengths = None, operands.d_lengths
-        if operands.d_keep is not None:
-            live_tokens, d_lengths = live_tokens_of(operands.d_starts, d_lengths, operands.d_keep)
+        live_tokens, d_lengths = live_tokens_of(operands.d_starts, operands.d_lengths, operands.d_keep)
         rows = offsets = None
         if operands.candidates is None and not every_row:
             rows, offsets = live_rows_of(operands.q_starts, operands.q_lengths, operands.q_keep, operands.max_q_length)
@@ -177,10 +259,10 @@ def backward(
         common = {"DIM": dim, "PRECISION": INPUT_PRECISION[precision]}
         if need_q:
             few_registers = slopes is not None and rows is None and live_tokens is None and operands.candidates is None
-            tile = tiles.query_gradient or query_gradient_tiles(arch, kind, dim, few_registers)
+            tile = query_gradient_tiles(arch, kind, dim, few_registers)
             grad_q = _query_gradient(operands, queries, documents, coefficients, pooling, tile, common)
         if need_d:
-            tile = tiles.document_gradient or document_gradient_tiles(arch, kind, dim, operands.candidates is not None)
+            tile = document_gradient_tiles(arch, kind, dim, operands.candidates is not None)
             pairs = pair_offsets = None
             if operands.candidates is not None:
                 pairs, pair_offsets = winner_backward.candidate_order(operands.candidates, operands.d_starts.shape[0])

@@ -43,8 +43,10 @@ def live_rows_kernel(starts, live_tokens, offsets, rows, BLOCK: tl.constexpr):
         tl.store(rows + begin + index, (start + token).to(tl.int32), mask=index < count)
 
 
-def live_tokens_of(starts: Tensor, lengths: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the live tokens of each sequence, ``[T]`` from its start on, and how many there are, ``[N]``."""
+def live_tokens_of(starts: Tensor, lengths: Tensor, keep: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """Positions of the live tokens of each sequence, ``[T]`` from its start on, or None: all; and their numbers ``[N]``."""
+    if keep is None:
+        return None, lengths
     live_tokens = torch.empty(keep.shape, dtype=torch.int32, device=keep.device)
     live_lengths = torch.empty(lengths.shape, dtype=torch.int32, device=lengths.device)
     live_tokens_kernel[(starts.shape[0],)](
@@ -62,9 +64,7 @@ class LiveRows(NamedTuple):
 
 def live_rows_of(starts: Tensor, lengths: Tensor, keep: Tensor | None, max_length: int) -> LiveRows:
     device, count = starts.device, len(starts)
-    live_tokens = None
-    if keep is not None:
-        live_tokens, lengths = live_tokens_of(starts, lengths, keep)
+    live_tokens, lengths = live_tokens_of(starts, lengths, keep)
     offsets = torch.zeros(count + 1, dtype=torch.int64, device=device)
     torch.cumsum(lengths, 0, out=offsets[1:])
     rows = torch.empty(count * max_length, dtype=torch.int32, device=device)

@@ -7,8 +7,6 @@ from torch.nn import functional as F
 from pylate_fastmaxsim.kernels.projection.backward import hidden_gradient_kernel, weight_gradient_kernel
 from pylate_fastmaxsim.kernels.projection.forward import normalize_kernel, project_kernel
 from pylate_fastmaxsim.kernels.projection.tiles import (
-    FROM_TABLES,
-    HeadTiles,
     hidden_gradient_tiles,
     project_tiles,
     rows_per_part,
@@ -24,7 +22,6 @@ def forward(
     bias: Tensor | None,
     normalize: bool,
     precision: str,
-    tiles: HeadTiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor]:
     """Embeddings ``[T, d]`` in the dtype of ``hidden``, and 1 over their norms, ``[T]`` (``[0]`` unless normalised)."""
     num_rows, dim_in = hidden.shape
@@ -34,7 +31,7 @@ def forward(
     if 0 in (num_rows, dim_out):
         return embeddings, inverse_norms
     kind = arithmetic(hidden.dtype, precision)
-    tile = tiles.project or project_tiles(architecture(hidden.device), kind, dim_in, dim_out)
+    tile = project_tiles(architecture(hidden.device), kind, dim_in, dim_out)
     column_blocks = cdiv(dim_out, tile.block_d)
     squares = None
     if normalize and column_blocks > 1:
@@ -81,7 +78,6 @@ def backward(
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
-    tiles: HeadTiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``hidden``, ``weight`` and bias (in the dtype of ``weight``); an empty tensor for one not needed."""
     num_rows, dim_in = hidden.shape
@@ -93,7 +89,7 @@ def backward(
         # The kernel sums the bias beside the weight, which is empty here: give it a column of zeros.
         columns = F.pad(hidden, (0, 1)), F.pad(weight, (0, 1))
         needs = False, False, True
-        *_, grad_bias = backward(grad, *columns, embeddings, inverse_norms, normalize, precision, *needs, tiles)
+        *_, grad_bias = backward(grad, *columns, embeddings, inverse_norms, normalize, precision, *needs)
     if 0 in (num_rows, dim_in, dim_out):
         return grad_hidden.zero_(), grad_weight, grad_bias
     arch, kind = architecture(hidden.device), arithmetic(hidden.dtype, precision)
@@ -101,7 +97,7 @@ def backward(
     grad, embeddings = grad.contiguous(), embeddings.contiguous()
     scales = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
     shifts = torch.empty_like(scales)
-    tile = tiles.hidden_gradient or hidden_gradient_tiles(arch, kind, dim_in, dim_out)
+    tile = hidden_gradient_tiles(arch, kind, dim_in, dim_out)
     with on_device_of(hidden):
         hidden_gradient_kernel[(cdiv(num_rows, tile.block_t),)](
             grad,
@@ -116,7 +112,7 @@ def backward(
             **launch_options(tile),
         )
         if need_weight or need_bias:
-            tile = tiles.weight_gradient or weight_gradient_tiles(arch, kind, dim_in, dim_out)
+            tile = weight_gradient_tiles(arch, kind, dim_in, dim_out)
             num_tiles = cdiv(dim_out, tile.block_d) * cdiv(dim_in, tile.block_k)
             rows = rows_per_part(tile, num_rows, num_tiles)
             parts = cdiv(num_rows, rows)

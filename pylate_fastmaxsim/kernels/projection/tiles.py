@@ -31,16 +31,6 @@ class WeightGradientTiles(NamedTuple):
     num_stages: int
 
 
-class HeadTiles(NamedTuple):
-    """Tiles of each kernel; None: those of the tables."""
-
-    project: ProjectionTiles | None = None
-    hidden_gradient: ProjectionTiles | None = None
-    weight_gradient: WeightGradientTiles | None = None
-
-
-FROM_TABLES = HeadTiles()
-
 _FLOAT32 = ("tf32", "bf16x3", "bf16x6")
 # By d_out.
 _PROJECT = {

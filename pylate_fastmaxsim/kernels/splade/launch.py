@@ -1,5 +1,8 @@
 """SPLADE's pooling on CUDA: launches the Triton kernels. Never waits for the device."""
 
+import functools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -7,27 +10,56 @@ from pylate_fastmaxsim._operands import ScoringOperands, SpladeOperands
 from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_of
 from pylate_fastmaxsim.kernels.runtime.arch import (
+    ALL_REGISTERS,
     INPUT_PRECISION,
     architecture,
     arithmetic,
     cdiv,
     launch_options,
     next_power_of_2,
+    shrunk,
+    table_row,
 )
 from pylate_fastmaxsim.kernels.runtime.tensors import contiguous, gradient_of, on_device_of
 from pylate_fastmaxsim.kernels.splade.maxima import NO_KEY, maxima_kernel, slots_kernel, values_kernel
 from pylate_fastmaxsim.kernels.splade.slopes import slopes_kernel, vocabulary_gradient_kernel
-from pylate_fastmaxsim.kernels.splade.tiles import MaximaTiles, maxima_tiles
 from pylate_fastmaxsim.kernels.winner_backward.launch import document_gradient
-from pylate_fastmaxsim.kernels.winner_backward.tiles import FROM_TABLES
 
 # Slots whose maximum is taken at once: those of 4 threads of a matrix unit.
 _GROUP = 8
 
 
-def forward(
-    operands: SpladeOperands, want_winners: bool, precision: str, tiles: MaximaTiles | None = None
-) -> tuple[Tensor, Tensor | None]:
+class MaximaTiles(NamedTuple):
+    """`block_m` vocabulary rows by `block_n` slots, `block_k` numbers of a vector at a time.
+
+    `tiles_together` tiles of slots take turns, so that they share vocabulary rows in L2.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    tiles_together: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = ALL_REGISTERS
+
+
+_MAXIMA = {
+    (90, "half"): [(None, MaximaTiles(128, 256, 64, 8, 8, 4))],
+    (100, "half"): [(None, MaximaTiles(128, 256, 64, 8, 8, 3))],
+    (80, "half"): [(None, MaximaTiles(128, 128, 32, 8, 4, 3))],
+    **dict.fromkeys([(86, "half"), (120, "half")], [(None, MaximaTiles(128, 64, 32, 8, 4, 3))]),
+    **dict.fromkeys([(90, "bf16x6"), (90, "bf16x3")], [(None, MaximaTiles(128, 64, 32, 8, 8, 3))]),
+    **dict.fromkeys(("bf16x6", "bf16x3", "tf32"), [(None, MaximaTiles(64, 64, 16, 8, 4, 2))]),
+}
+
+
+@functools.lru_cache(maxsize=256)
+def maxima_tiles(arch: int, kind: str, dim: int) -> MaximaTiles:
+    return shrunk(table_row(_MAXIMA, arch, kind, dim), block_k=dim)
+
+
+def forward(operands: SpladeOperands, want_winners: bool, precision: str) -> tuple[Tensor, Tensor | None]:
     """Values ``[N, V]`` (float32) and winners ``[N, V]``, which are ``None`` unless wanted."""
     operands = contiguous(operands)
     hidden, weight = operands.hidden, operands.weight
@@ -39,7 +71,7 @@ def forward(
         winners = torch.full(size, no_winner(index_dtype), dtype=index_dtype, device=hidden.device)
         return values, winners if want_winners else None
     kind = arithmetic(hidden.dtype, precision)
-    tile = tiles or maxima_tiles(architecture(hidden.device), kind, dim)
+    tile = maxima_tiles(architecture(hidden.device), kind, dim)
     # Where texts may overlap, each may be as long as the longest.
     longest = cdiv(operands.max_length, _GROUP) * _GROUP
     most_slots = num_texts * longest
@@ -51,9 +83,7 @@ def forward(
     bias = None if operands.bias is None else operands.bias.float()
     smallest = 0 if operands.rectified else NO_KEY.value
     with on_device_of(hidden):
-        live_tokens, lengths = None, operands.lengths
-        if operands.keep is not None:
-            live_tokens, lengths = live_tokens_of(operands.starts, lengths, operands.keep)
+        live_tokens, lengths = live_tokens_of(operands.starts, operands.lengths, operands.keep)
         slot_rows = hidden.new_empty(most_slots, dtype=torch.int32)
         group_texts = hidden.new_empty(most_slots // _GROUP, dtype=torch.int32)
         counts = hidden.new_empty(1, dtype=torch.int32)
@@ -111,7 +141,7 @@ def backward(
                     weight, row, row, None, hidden, operands.starts, operands.lengths, None, None, None,
                     1, operands.max_length, True, operands.gapless,
                 )  # fmt: skip
-                document_gradient(slopes, winners, row, scored, precision, FROM_TABLES, grad_hidden)
+                document_gradient(slopes, winners, row, scored, precision, grad_hidden)
     # Only now, in the memory that the gradient of hidden states took for its buckets.
     grad_weight = gradient_of(weight, need_weight, not nothing_pooled)
     grad_bias = gradient_of(bias if need_bias else values, need_bias, not nothing_pooled)

@@ -28,8 +28,6 @@ from pylate_fastmaxsim.kernels.winner_backward.sorting import (
     row_query_kernel,
 )
 from pylate_fastmaxsim.kernels.winner_backward.tiles import (
-    FROM_TABLES,
-    BackwardTiles,
     QueryGradientTiles,
     candidate_gradient_tiles,
     document_gradient_tiles,
@@ -56,7 +54,6 @@ def backward(
     precision: str,
     need_q: bool,
     need_d: bool,
-    tiles: BackwardTiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``q_values`` and ``d_values``; an empty tensor for one that is not needed.
 
@@ -83,14 +80,36 @@ def backward(
             # Rows of no query stay unwritten. They have no winner, so nothing reads them.
             row_query = torch.empty(q_values.shape[0], dtype=torch.int32, device=q_values.device)
         if need_q:
-            _query_gradient(grad_scores, winners, operands, precision, tiles, grad_q, row_query)
+            dim, ranks = d_values.shape[1], _ranks(winners)
+            tile = query_gradient_tiles(architecture(d_values.device), arithmetic(d_values.dtype, precision), dim)
+            row_blocks = cdiv(operands.max_q_length, tile.block_rows)
+            grid = (operands.q_starts.shape[0] * row_blocks, cdiv(dim, tile.block_d))
+            query_gradient_kernel[grid](
+                grad_scores,
+                winners,
+                operands.q_starts,
+                operands.q_lengths,
+                operands.d_values,
+                operands.d_starts,
+                operands.candidates,
+                grad_q,
+                row_query,
+                grad_scores.shape[1],
+                winners.shape[-1],
+                row_blocks,
+                DIM=dim,
+                SENTINEL=no_winner(winners.dtype),
+                **in_flight(tile, ranks, grid[0] * grid[1] * tile.num_warps),
+                **launch_options(tile),
+                maxnreg=None if ranks == 1 else ALL_REGISTERS,
+            )
         elif row_query is not None:
             grid = (operands.q_starts.shape[0],)
             row_query_kernel[grid](operands.q_starts, operands.q_lengths, row_query, BLOCK=128, num_warps=1)
         if need_d and operands.candidates is None:
-            document_gradient(grad_scores, winners, row_query, operands, precision, tiles, grad_d)
+            document_gradient(grad_scores, winners, row_query, operands, precision, grad_d)
         elif need_d:
-            _candidate_document_gradient(grad_scores, winners, operands, precision, tiles, grad_d)
+            _candidate_document_gradient(grad_scores, winners, operands, precision, grad_d)
     return grad_q, grad_d
 
 
@@ -111,56 +130,18 @@ def in_flight(tile: QueryGradientTiles, ranks: int, warps: int) -> dict[str, int
     }
 
 
-def _query_gradient(
-    grad_scores: Tensor,
-    winners: Tensor,
-    operands: ScoringOperands,
-    precision: str,
-    tiles: BackwardTiles,
-    grad_q: Tensor,
-    row_query: Tensor | None,
-) -> None:
-    d_values = operands.d_values
-    dim = d_values.shape[1]
-    kind = arithmetic(d_values.dtype, precision)
-    tile = tiles.query_gradient or query_gradient_tiles(architecture(d_values.device), kind, dim)
-    row_blocks = cdiv(operands.max_q_length, tile.block_rows)
-    ranks = _ranks(winners)
-    grid = (operands.q_starts.shape[0] * row_blocks, cdiv(dim, tile.block_d))
-    query_gradient_kernel[grid](
-        grad_scores,
-        winners,
-        operands.q_starts,
-        operands.q_lengths,
-        d_values,
-        operands.d_starts,
-        operands.candidates,
-        grad_q,
-        row_query,
-        grad_scores.shape[1],
-        winners.shape[-1],
-        row_blocks,
-        DIM=dim,
-        SENTINEL=no_winner(winners.dtype),
-        **in_flight(tile, ranks, grid[0] * grid[1] * tile.num_warps),
-        **launch_options(tile),
-        maxnreg=None if ranks == 1 else ALL_REGISTERS,
-    )
-
-
 def document_gradient(
     grad_scores: Tensor,
     winners: Tensor,
     row_query: Tensor,
     operands: ScoringOperands,
     precision: str,
-    tiles: BackwardTiles,
     grad_d: Tensor,
 ) -> None:
     q_values, d_starts, d_lengths = operands.q_values, operands.d_starts, operands.d_lengths
     num_rows, dim = q_values.shape
     kind = arithmetic(q_values.dtype, precision)
-    tile = tiles.document_gradient or document_gradient_tiles(architecture(q_values.device), kind, dim)
+    tile = document_gradient_tiles(architecture(q_values.device), kind, dim)
     device = q_values.device
     ranks = _ranks(winners)
     if ranks > 1:
@@ -216,13 +197,12 @@ def _candidate_document_gradient(
     winners: Tensor,
     operands: ScoringOperands,
     precision: str,
-    tiles: BackwardTiles,
     grad_d: Tensor,
 ) -> None:
     q_values, candidates = operands.q_values, operands.candidates
     num_rows, dim = q_values.shape
     kind = arithmetic(q_values.dtype, precision)
-    tile = tiles.candidate_gradient or candidate_gradient_tiles(architecture(q_values.device), kind, dim)
+    tile = candidate_gradient_tiles(architecture(q_values.device), kind, dim)
     num_documents = operands.d_starts.shape[0]
     num_pairs = candidates.numel()
     ranks = _ranks(winners)

@@ -41,17 +41,6 @@ class CandidateGradientTiles(NamedTuple):
     max_registers: int | None = ALL_REGISTERS
 
 
-class BackwardTiles(NamedTuple):
-    """Tiles of each kernel; None: those of the tables."""
-
-    query_gradient: QueryGradientTiles | None = None
-    document_gradient: DocumentGradientTiles | None = None
-    candidate_gradient: CandidateGradientTiles | None = None
-
-
-FROM_TABLES = BackwardTiles()
-
-
 # Looked up by table_row. block_d shrinks to fit d.
 _QUERY_GRADIENT = {
     (90, "half"): [(64, QueryGradientTiles(16, 64, 8, 4)), (None, QueryGradientTiles(4, 128, 8, 2))],

@@ -1,11 +1,13 @@
 """XTR scores on CUDA: launches the Triton kernels. Never waits for the device."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_layout
-from pylate_fastmaxsim.kernels.maxsim.tiles import documents_per_program
+from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles, documents_per_program, fitted, forward_row
 from pylate_fastmaxsim.kernels.primitives.live_rows import LiveRows, live_rows_of
 from pylate_fastmaxsim.kernels.runtime.arch import (
     ALL_REGISTERS,
@@ -15,11 +17,11 @@ from pylate_fastmaxsim.kernels.runtime.arch import (
     cdiv,
     launch_options,
     next_power_of_2,
+    table_row,
 )
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
 from pylate_fastmaxsim.kernels.xtr.kth_largest import bisect_kernel, bound_kernel, collect_kernel, select_kernel
 from pylate_fastmaxsim.kernels.xtr.scores import xtr_scores_kernel
-from pylate_fastmaxsim.kernels.xtr.tiles import FROM_TABLES, XtrTiles, collect_tiles, maxima_tiles
 from pylate_fastmaxsim.kernels.xtr.token_maxima import negative_maxima_kernel, token_maxima_kernel
 
 # Bounds how many query rows are handled at once, by their groups and collected similarities.
@@ -33,13 +35,48 @@ _ROUNDS = 2
 _PROGRAMS = 2048
 
 
+class CollectTiles(NamedTuple):
+    """`block_m` query rows by `block_n` document tokens, with the `block_k` of the maxima."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# Of the maxima where MaxSim's forward tiles have too few registers, and of collecting, which uses the maxima's block_k.
+_MAXIMA = {(90, "bf16x6"): [(None, ForwardTiles(128, 64, 32, 1, 8, 3))]}
+_COLLECT = {
+    (90, "half"): [(128, CollectTiles(64, 32, 4, 3)), (None, CollectTiles(64, 64, 4, 2))],
+    "half": [(128, CollectTiles(128, 64, 8, 3)), (None, CollectTiles(64, 64, 4, 2))],
+    **dict.fromkeys(
+        [(arch, kind) for arch in (90, 100) for kind in ("tf32", "bf16x3", "bf16x6")],
+        [(128, CollectTiles(128, 64, 8, 2)), (None, CollectTiles(64, 32, 4, 2))],
+    ),
+    **dict.fromkeys(("tf32", "bf16x3", "bf16x6"), [(None, CollectTiles(64, 32, 4, 2))]),
+}
+
+
+def maxima_tiles(arch: int, kind: str, dim: int, rows_in_all: int) -> ForwardTiles:
+    """Tiles of the maxima for `rows_in_all` query rows."""
+    # Never the tiles for few rows: maxima are compared bit by bit with collected similarities, and fewer than 64 rows
+    # use other matrix instructions.
+    return fitted(table_row(_MAXIMA, arch, kind, dim) or forward_row(arch, kind, dim, True, 1), arch, dim, rows_in_all)
+
+
+def collect_tiles(arch: int, kind: str, dim: int, rows_in_all: int) -> CollectTiles:
+    """Tiles of collecting for `rows_in_all` query rows."""
+    tiles = table_row(_COLLECT, arch, kind, dim)
+    block_m = max(64, min(tiles.block_m, next_power_of_2(rows_in_all)))
+    return tiles._replace(block_m=block_m, num_warps=max(4, tiles.num_warps * block_m // tiles.block_m))
+
+
 def forward(
     operands: ScoringOperands,
     k: int,
     count_retrieved: bool,
     want_winners: bool,
     precision: str,
-    tiles: XtrTiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums and counts ``[Nq, P]`` (float32) and winners ``[P, Tq]`` (``[0, 0]`` unless wanted)."""
     operands = contiguous(operands)
@@ -55,18 +92,14 @@ def forward(
         sums = torch.zeros((num_queries, num_slots), dtype=torch.float32, device=device)
         return sums, torch.zeros_like(sums), winners
 
-    maxima = torch.empty((num_documents, num_rows), dtype=torch.float32, device=device)
     token_winners = winners
     if want_winners and operands.candidates is not None:
-        token_winners = torch.empty(maxima.shape, dtype=index_dtype, device=device)
-    thresholds = torch.full((num_rows,), -torch.inf, dtype=torch.float32, device=device)
+        token_winners = torch.empty((num_documents, num_rows), dtype=index_dtype, device=device)
     with on_device_of(q_values):
-        queries = live_rows_of(operands.q_starts, operands.q_lengths, operands.q_keep, operands.max_q_length)
         documents = live_rows_of(operands.d_starts, operands.d_lengths, operands.d_keep, operands.max_d_length)
-        _thresholds_and_maxima(
-            operands, queries, documents, k, thresholds, maxima, token_winners, precision, tiles,
-            zeros_compete=not count_retrieved,
-        )  # fmt: skip
+        thresholds, maxima = _thresholds_and_maxima(
+            operands, documents, k, token_winners, precision, zeros_compete=not count_retrieved
+        )
         sums = torch.empty((num_queries, num_slots), dtype=torch.float32, device=device)
         counts = torch.empty_like(sums)
         block_s = 16
@@ -99,30 +132,23 @@ def forward(
 
 
 def _thresholds_and_maxima(
-    operands: ScoringOperands,
-    queries: LiveRows,
-    documents: LiveRows,
-    k: int,
-    thresholds: Tensor,
-    maxima: Tensor,
-    winners: Tensor,
-    precision: str,
-    tiles: XtrTiles,
-    zeros_compete: bool,
-) -> None:
-    """Write `thresholds`, which come as -infinity, `maxima` and `winners` of all live query rows.
+    operands: ScoringOperands, documents: LiveRows, k: int, winners: Tensor, precision: str, zeros_compete: bool
+) -> tuple[Tensor, Tensor]:
+    """Thresholds ``[Tq]`` and maxima ``[Nd, Tq]`` of all live query rows; their tokens are written to `winners`.
 
     With `zeros_compete`, a token that does not pass counts as 0 in the maximum of its document.
     """
     q_values, d_values = operands.q_values, operands.d_values
-    dim = q_values.shape[1]
+    num_rows, dim = q_values.shape
     device = q_values.device
-    num_queries, num_documents = len(queries.offsets) - 1, len(documents.offsets) - 1
-    num_rows = maxima.shape[1]
+    queries = live_rows_of(operands.q_starts, operands.q_lengths, operands.q_keep, operands.max_q_length)
+    num_queries, num_documents = len(operands.q_starts), len(operands.d_starts)
+    maxima = torch.empty((num_documents, num_rows), dtype=torch.float32, device=device)
+    thresholds = torch.full((num_rows,), -torch.inf, dtype=torch.float32, device=device)
     most_rows, most_tokens = len(queries.rows), len(documents.rows)
     arch, kind = architecture(device), arithmetic(q_values.dtype, precision)
-    tile = tiles.forward or maxima_tiles(arch, kind, dim, most_rows)
-    collect = tiles.collect or collect_tiles(arch, kind, dim, most_rows)
+    tile = maxima_tiles(arch, kind, dim, most_rows)
+    collect = collect_tiles(arch, kind, dim, most_rows)
     want_winners = winners.numel() > 0
     constants = {"DIM": dim, "PRECISION": INPUT_PRECISION[precision]}
     # All products have chunks of one size, so that similarities are equal bit by bit.
@@ -241,3 +267,4 @@ def _thresholds_and_maxima(
             SENTINEL=no_winner(winners.dtype),
             **of_tile,
         )
+    return thresholds, maxima

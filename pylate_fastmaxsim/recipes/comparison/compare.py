@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,24 +37,15 @@ LOGS = "compare"
 REFUSED = 2
 _MODULE = "pylate_fastmaxsim.recipes.comparison.measure"
 _POINT = ("status", "steps", "step_seconds", "documents_per_second", "memory", "warnings")
-# Of the end of a log, in which its newest progress bar is.
-_TAIL = 1000
-_BAR = re.compile(r"([^\r\n]*?)\s*\d+%\|[^|\r\n]*\|\s*(\d+)/(\d+)")
-
 # Removed from the environment of the runs, because it may switch the plugin off.
 SWITCH_VARIABLE = "PYLATE_FASTMAXSIM"
-
-# Told the name of a run and of its newest progress bar, how much of that is done, and of how much.
-OnProgress = Callable[[str, str, int, int | None], None]
 
 
 class RunFailed(RuntimeError):
     """One of the two runs failed, and not for lack of memory."""
 
 
-def compare(
-    recipe: Recipe, on_progress: OnProgress = lambda *progress: None, batch_sizes: Sequence[int] = ()
-) -> dict[str, Any]:
+def compare(recipe: Recipe, batch_sizes: Sequence[int] = ()) -> dict[str, Any]:
     """Train a recipe stock and fast, each in its own process, step about, and compare them.
 
     Both start from the same rows in the same order and the same weights. Their steps take turns in blocks, so that
@@ -65,19 +55,10 @@ def compare(
     Of ``batch_sizes`` a few steps each are measured as well, both ways; not of sizes larger than the first that ran out
     of memory.
 
-    Returns
-    -------
-    The content of ``compare.json``: :func:`~pylate_fastmaxsim.comparison.verdict.summarize_turns`, the recipe and
+    Returns the content of ``compare.json``: :func:`~pylate_fastmaxsim.comparison.verdict.summarize_turns`, the recipe and
     the ``sweep``. None stands for a number that is NaN or infinite. ``wall_seconds`` are less what one run does for both
-    (what is prepared, and the evaluation of the untrained model); ``whole`` is with all that and the sweep.
-
-    Raises
-    ------
-    RecipeError
-        The recipe does not fit its data, this is one of several processes of a launcher, or another command compares in
-        ``output_dir`` at this moment.
-    RunFailed
-        With the last line of error of the run. What was measured before is in ``compare.json``.
+    (what is prepared, and the evaluation of the untrained model); ``whole`` is with all that and the sweep. RunFailed has
+    the last line of error of a run; what was measured before is in ``compare.json``.
     """
     begun = time.perf_counter()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -91,13 +72,11 @@ def compare(
     with hold_lock("output_dir", directory, LOCK_FILE, taken), tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "recipe.yaml")
         file.write_text(text, encoding="utf-8")
-        return _compare(directory, file, on_progress, sorted(set(batch_sizes)), begun)
+        return _compare(directory, file, sorted(set(batch_sizes)), begun)
 
 
-def _compare(
-    directory: Path, recipe_file: Path, on_progress: OnProgress, batch_sizes: list[int], begun: float
-) -> dict[str, Any]:
-    run = partial(_run, recipe_file, directory / LOGS, on_progress)
+def _compare(directory: Path, recipe_file: Path, batch_sizes: list[int], begun: float) -> dict[str, Any]:
+    run = partial(_run, recipe_file, directory / LOGS)
     # Both start from the same model, so only one run evaluates it untrained.
     turns = run({STOCK: {"largest_batch": max(batch_sizes, default=0)}, FAST: {"untrained": True}})
     compared = summarize_turns(turns)
@@ -110,7 +89,7 @@ def _compare(
         if batch_size is not None:
             fitting = [mode for mode in MODES if all(point["status"] != OUT_OF_MEMORY for point in points[mode])]
             # A point has no verdict, which more rounds would be for.
-            turns = run(dict.fromkeys(fitting, {"batch_size": batch_size}), f", batch of {batch_size}", rounds=1)
+            turns = run(dict.fromkeys(fitting, {"batch_size": batch_size}), f"-{batch_size}", rounds=1)
             for mode in MODES:
                 point = summarize_run(turns.runs[mode]) if mode in fitting else {"status": NOT_RUN}
                 kept = {key: point[key] for key in _POINT if key in point}
@@ -124,71 +103,37 @@ def _compare(
 
 
 def _run(
-    recipe_file: Path,
-    logs: Path,
-    on_progress: OnProgress,
-    options: Mapping[str, dict[str, Any]],
-    what: str = " run",
-    rounds: int = ROUNDS,
+    recipe_file: Path, logs: Path, options: Mapping[str, dict[str, Any]], suffix: str = "", rounds: int = ROUNDS
 ) -> Turns:
     """Train in processes that take turns, one for each mode in ``options``: keywords of ``measure``."""
     made = make_directory("output_dir", logs)
     environment = {name: value for name, value in os.environ.items() if name != SWITCH_VARIABLE}
-    stems = {mode: (mode + what).removesuffix(" run").replace(", batch of ", "-") for mode in options}
     children = {
         mode: Child(
             python(f"from {_MODULE} import main; main({str(recipe_file)!r}, {mode == FAST}, **{keywords!r})"),
-            logs / f"{stems[mode]}.log",
+            logs / f"{mode}{suffix}.log",
             environment,
         )
         for mode, keywords in options.items()
     }
-
-    def progress(mode: str) -> None:
-        on_progress(mode + what, *newest_bar(children[mode].log))
-
     try:
-        turns = take_turns(children, rounds=rounds, on_wait=progress)
+        turns = take_turns(children, rounds=rounds)
     except ChildFailed as failed:
         lines = failed.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         said = lines[-1].strip() if lines else "it wrote nothing"
         if failed.returncode != REFUSED:
-            raise RunFailed(f"The {failed.name}{what} failed: {said} (see {failed.log})") from None
+            raise RunFailed(f"The {failed.name} run failed: {said} (see {failed.log})") from None
         if made:  # a recipe that cannot run leaves nothing behind
             shutil.rmtree(logs)
         raise RecipeError(said) from None
     for mode, run in turns.runs.items():
         steps = [json.dumps({"step": number, **step}) for number, step in enumerate(timed_steps(run), start=1)]
-        (logs / f"{stems[mode]}.steps.jsonl").write_text("".join(f"{step}\n" for step in steps), encoding="utf-8")
-        progress(mode)
+        (logs / f"{mode}{suffix}.steps.jsonl").write_text("".join(f"{step}\n" for step in steps), encoding="utf-8")
     return turns
 
 
-def newest_bar(log: Path) -> tuple[str, int, int | None]:
-    """The title of the newest progress bar near the end of a log, how much is done, and of how much."""
-    with open(log, "rb") as opened:
-        opened.seek(max(0, log.stat().st_size - _TAIL))
-        bars = _BAR.findall(opened.read().decode("utf-8", errors="replace"))
-    if not bars:
-        return "starting", 0, None
-    title, done, of = bars[-1]
-    return title.strip().rstrip(":"), int(done), int(of)
-
-
 def parse_sweep(text: str) -> list[int]:
-    """The batch sizes of ``batch_size=64,256,1024``.
-
-    Raises
-    ------
-    RecipeError
-        It is written in another way.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.comparison.compare import parse_sweep
-    >>> parse_sweep("batch_size=64,256")
-    [64, 256]
-    """
+    """The batch sizes of ``batch_size=64,256,1024``. RecipeError if it is written in another way."""
     name, _, values = text.partition("=")
     sizes = [value.strip() for value in values.split(",")]
     if name.strip() != "batch_size" or not all(size.isdecimal() and int(size) for size in sizes):

@@ -50,22 +50,13 @@ def measure(
 ) -> dict[str, Any]:
     """Train a recipe once, its steps by turns, and evaluate the model.
 
-    Everything else comes after the training, so that steps and memory are those of a training run.
+    Everything else comes after the training, so that steps and memory are those of a training run. ``untrained`` evaluates
+    the model as it was before training as well. ``batch_size`` measures only a few steps of this size, on all rows.
+    ``largest_batch`` is the largest that will be asked for; RecipeError if the data has fewer rows.
 
-    Parameters
-    ----------
-    untrained
-        Evaluate the model as it was before training as well.
-    batch_size
-        Measure only a few steps of this size, on all rows.
-    largest_batch
-        The largest batch size that will be asked for; RecipeError if the data has fewer rows.
-
-    Returns
-    -------
-    ``status`` unless it finished (out of memory or, with ``batch_size``, no batch of this size), ``phases`` in seconds a
-    step, metrics of the evaluation, ``untrained`` with the same metrics and ``untrained_seconds``, how long they took,
-    ``prepare_seconds``, the ``warnings`` of the package and the environment.
+    Returns ``status`` unless it finished (out of memory or, with ``batch_size``, no batch of this size), ``phases`` in
+    seconds a step, metrics of the evaluation, ``untrained`` with the same metrics and ``untrained_seconds``, how long they
+    took, ``prepare_seconds``, the ``warnings`` of the package and the environment.
     """
     warnings = KeptWarnings()
     logging.getLogger("pylate_fastmaxsim").addHandler(warnings)

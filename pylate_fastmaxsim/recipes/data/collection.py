@@ -1,19 +1,22 @@
-"""Collections in BEIR's layout: a corpus, queries and judgements."""
+"""Collections in BEIR's layout: a corpus, queries, and judgements (qrels), the grades of documents for queries."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset, Value, get_dataset_config_names
 
 from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.recipes.data.judgements import JUDGEMENT_COLUMNS, grades_by_query, read_judgements, require_ids
 from pylate_fastmaxsim.recipes.data.lists import titled
 from pylate_fastmaxsim.recipes.data.tables import (
     has_plain_files,
@@ -21,10 +24,11 @@ from pylate_fastmaxsim.recipes.data.tables import (
     load_files,
     load_subset,
     load_table,
+    loading,
+    open_text,
     require_columns,
     require_texts,
     require_utf8,
-    table_failure,
 )
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import ENDINGS, file_type
@@ -32,6 +36,10 @@ from pylate_fastmaxsim.recipes.files import ENDINGS, file_type
 IDS_AT_ONCE = 10_000
 COLUMNS = ("_id", "text")  # of documents and of queries
 PAGES = "image"  # the column of a corpus of pages, in place of text
+JUDGEMENT_COLUMNS = ("query-id", "corpus-id", "score")
+# TREC's second column, which nothing reads.
+ITERATIONS = ("0", "Q0")
+LINES_LOOKED_AT = 100
 
 
 @dataclass(frozen=True)
@@ -166,10 +174,8 @@ def _load_judgements(key: str, name: str, split: str) -> Dataset:
         if not files:
             raise RecipeError(f"{key}: the folder {name} must hold qrels/{split}.tsv or qrels.tsv.")
         return read_judgements(key, files[0])
-    try:
+    with loading(key):
         subsets = get_dataset_config_names(name)
-    except Exception as error:  # as in load_table
-        raise table_failure(key, error) from error
     subset = next((subset for subset in ("qrels", "default") if subset in subsets), None)
     if subset is None:
         table = load_table(key, f"{name}-qrels", split=split)
@@ -212,3 +218,92 @@ def corpus_digest(corpus: Dataset) -> str:
     for rows in (corpus.select_columns("_id") if pages else corpus).iter(IDS_AT_ONCE):
         digest.update(json.dumps([list(map(str, rows["_id"])), [] if pages else document_texts(rows)]).encode())
     return digest.hexdigest()
+
+
+def is_trec(file: str | Path) -> bool:
+    """Tell whether the first lines of a file are judgements in the layout of TREC: ``qid 0 docid grade``, with white space."""
+    try:
+        with open_text(str(file)) as lines:
+            rows = [line.split() for line in islice(lines, LINES_LOOKED_AT) if line.strip()]
+    except (OSError, UnicodeDecodeError):  # read_judgements or datasets say what is wrong
+        return False
+    return bool(rows) and all(len(row) == 4 and row[1] in ITERATIONS and row[3].lstrip("-").isdigit() for row in rows)
+
+
+def read_judgements(key: str, file: str | Path) -> Dataset:
+    """Judgements from a file with tabs and column names, as of BEIR, or from one of TREC; ids are text."""
+    with loading(key):
+        with open_text(str(file)) as lines:
+            lines = [line for line in lines if line.strip()]
+        names = next(csv.reader(lines, delimiter="\t"), ())
+        trec = not {*names} >= {*JUDGEMENT_COLUMNS} and len(next(iter(lines), "").split()) == 4
+        rows = list(map(_trec_row, lines) if trec else csv.DictReader(lines, delimiter="\t"))
+    if not rows:
+        raise RecipeError(f"{key}: there are no rows in {file}.")
+    if None in rows:
+        raise RecipeError(
+            f"{key}: a line of {file} must be qid 0 docid grade, got {lines[rows.index(None)].strip()!r}."
+        )
+    if not rows[0].keys() >= set(JUDGEMENT_COLUMNS):
+        raise RecipeError(
+            f"{key}: the first line of {file} must name the columns {', '.join(JUDGEMENT_COLUMNS)}, with tabs between them, "
+            "or be qid 0 docid grade, as in TREC."
+        )
+    return Dataset.from_dict({column: [row[column] for row in rows] for column in JUDGEMENT_COLUMNS})
+
+
+def _trec_row(line: str) -> dict[str, str] | None:
+    fields = line.split()
+    return dict(zip(JUDGEMENT_COLUMNS, (fields[0], *fields[2:]), strict=True)) if len(fields) == 4 else None
+
+
+def grades_by_query(key: str, rows: Dataset) -> dict[str, dict[str, int]]:
+    """The grade of each judged document, for each query. Grades below 0 are 0, not relevant, as for trec_eval."""
+    for column in JUDGEMENT_COLUMNS[:2]:
+        require_ids(key, "the judgements", rows, column)
+    judgements: dict[str, dict[str, int]] = {}
+    for query, document, grade in zip(*(rows[:][column] for column in JUDGEMENT_COLUMNS), strict=True):
+        try:
+            whole = _integer(grade)
+        except (TypeError, ValueError, OverflowError):  # not a number, not a whole one, nan or infinite
+            raise RecipeError(
+                f"{key}: the grade of query {query} and document {document} must be an integer, got {grade!r}."
+            ) from None
+        first = judgements.setdefault(str(query), {}).setdefault(str(document), whole)
+        if whole != first:
+            raise RecipeError(
+                f"{key}: the query {query} and the document {document} must have one grade, but are judged {first} and "
+                f"{whole}."
+            )
+    return {query: {name: max(grade, 0) for name, grade in grades.items()} for query, grades in judgements.items()}
+
+
+def _integer(grade: Any) -> int:
+    """A grade as an integer. pandas stores integers as floats in columns that had missing values."""
+    whole = int(float(grade))
+    if float(grade) != whole or abs(whole) >= 2**31:  # metrics compute with them
+        raise ValueError
+    return whole
+
+
+def require_ids(key: str, where: str, table: Dataset, column: str) -> None:
+    """Refuse rows without an id, and ids of several types."""
+    row = pc.index(pc.is_null(table.data.column(column)), True).as_py()
+    if row >= 0:
+        raise RecipeError(f"{key}: {column!r} of {where} must hold an id in every row, but row {row} has none.")
+    # datasets keeps rows of several types as JSON.
+    if not (is_text(table, column) or pa.types.is_primitive(table.data.column(column).type)):
+        raise RecipeError(f"{key}: {column!r} of {where} must be text in all rows or a number in all rows.")
+
+
+def relevant_pairs(key: str, rows: Dataset) -> Dataset:
+    """The query and the document of each judgement with a grade above 0, under the names that they have in ``rows``."""
+    pairs = [
+        (query, document)
+        for query, grades in grades_by_query(key, rows).items()
+        for document, grade in grades.items()
+        if grade > 0
+    ]
+    if not pairs:
+        raise RecipeError(f"{key}: no document is judged relevant, with a grade above 0.")
+    return Dataset.from_dict(dict(zip(JUDGEMENT_COLUMNS[:2], zip(*pairs, strict=True), strict=True)))

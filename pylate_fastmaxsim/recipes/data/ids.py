@@ -70,20 +70,21 @@ class TextTable:
 
 
 def look_up(
+    data: DataSection,
     rows: Dataset,
     key: str,
     place: str,
     names: Sequence[str],
     queries: TextTable | None,
     documents: TextTable,
-    n_ways: int | None = None,
 ) -> Dataset:
     """Rows with texts in place of ids.
 
     The columns of ``rows`` are a query, documents and perhaps scores, with ids or lists of ids; the result has ``names``
-    for them, of which ``scores`` holds scores. Without ``queries`` the first column holds texts. ``n_ways`` documents and
-    scores of each list are used, the first ones. Errors call the rows ``key`` and ``place``.
+    for them, of which ``scores`` holds scores. Without ``queries`` the first column holds texts. ``data.n_ways`` documents
+    and scores of each list are used, the first ones; if it is null, as many as the shortest has. Errors call the rows ``key`` and ``place``.
     """
+    n_ways = number_of_ways(data, rows, key, place) if SCORES in names else None
     tables = [queries, *[documents] * (len(names) - 1)]
     tables = {name: table for name, table in zip(names, tables, strict=True) if table is not None and name != SCORES}
     features = {}
@@ -91,8 +92,26 @@ def look_up(
         feature = Value("int64") if name in tables else Value("float32") if name == SCORES else rows.features[column]
         features[name] = List(feature) if is_list(rows.features.arrow_schema.field(column).type) else feature
     parts = [rows._fingerprint, *(table.table._fingerprint for table in tables.values()), names, n_ways, 5]
+
+    def resolve(batch: pa.Table) -> pa.Table:
+        columns = {}
+        for column, name in zip(batch.column_names, names, strict=True):
+            values, where = batch[column], f"{key}: {column!r} of {place}"
+            nested = is_list(values.type)
+            if nested:
+                values = pc.list_flatten(pc.list_slice(values, 0, n_ways))
+            if name in tables:
+                values = _row_numbers(where, values, tables[name])
+            elif name == SCORES:
+                values = _finite(where, values)
+            if nested:
+                ends = pa.array(range(0, len(values) + 1, n_ways), pa.int32())
+                values = pa.ListArray.from_arrays(ends, values.combine_chunks())
+            columns[name] = values
+        return pa.table(columns)
+
     numbers = rows.with_format("arrow").map(
-        _Resolve(key, place, names, tables, n_ways),
+        resolve,
         batched=True,
         batch_size=ROWS_PER_LOOKUP,
         remove_columns=rows.column_names,
@@ -152,41 +171,14 @@ def _require_one_text_each(table: TextTable, ids: pa.ChunkedArray, texts: pa.Chu
         )
 
 
-@dataclass
-class _Resolve:
-    """Replaces ids by row numbers in a batch of rows in Arrow."""
-
-    key: str
-    place: str
-    names: Sequence[str]
-    tables: dict[str, TextTable]
-    n_ways: int | None
-
-    def __call__(self, batch: pa.Table) -> pa.Table:
-        columns = {}
-        for column, name in zip(batch.column_names, self.names, strict=True):
-            values, where = batch[column], f"{self.key}: {column!r} of {self.place}"
-            nested = is_list(values.type)
-            if nested:
-                values = pc.list_flatten(pc.list_slice(values, 0, self.n_ways))
-            if name in self.tables:
-                values = self._rows(where, values, self.tables[name])
-            elif name == SCORES:
-                values = _finite(where, values)
-            if nested:
-                ends = pa.array(range(0, len(values) + 1, self.n_ways), pa.int32())
-                values = pa.ListArray.from_arrays(ends, values.combine_chunks())
-            columns[name] = values
-        return pa.table(columns)
-
-    def _rows(self, where: str, ids: pa.ChunkedArray, table: TextTable) -> pa.ChunkedArray:
-        """The row number (int64) of each id."""
-        ids = as_text(ids, where)
-        rows = pc.index_in(ids, value_set=table.known)
-        if rows.null_count:
-            missing = ids[pc.index(pc.is_null(rows), True).as_py()]
-            raise RecipeError(f"{where} has {missing}, which is not in {table.place}.")
-        return pc.cast(rows, pa.int64())
+def _row_numbers(where: str, ids: pa.ChunkedArray, table: TextTable) -> pa.ChunkedArray:
+    """The row (int64) of each id in a table."""
+    ids = as_text(ids, where)
+    rows = pc.index_in(ids, value_set=table.known)
+    if rows.null_count:
+        missing = ids[pc.index(pc.is_null(rows), True).as_py()]
+        raise RecipeError(f"{where} has {missing}, which is not in {table.place}.")
+    return pc.cast(rows, pa.int64())
 
 
 def _finite(where: str, scores: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -202,8 +194,7 @@ def _finite(where: str, scores: pa.ChunkedArray) -> pa.ChunkedArray:
 def load_distillation(data: DataSection) -> Dataset:
     """Rows with the columns ``query`` (text), ``documents`` (n texts) and ``scores`` (n numbers).
 
-    The first ``data.n_ways`` documents of each row are used, as in ``pylate.utils.KDProcessing``; null uses as many as the
-    shortest row has.
+    The first ``data.n_ways`` documents of each row are used, as in ``pylate.utils.KDProcessing``.
     """
     if data.split not in (None, "train") and has_plain_files(data.name):
         raise RecipeError(
@@ -217,9 +208,7 @@ def load_distillation(data: DataSection) -> Dataset:
         for subset, table in (("queries", queries), ("documents", documents))
     ]
     train = _parsed(train.select_columns(list(COLUMNS["train"])))
-    place = "the subset train"
-    n_ways = number_of_ways(data, train, "data.name", place)
-    return look_up(train, "data.name", place, ("query", "documents", "scores"), *tables, n_ways)
+    return look_up(data, train, "data.name", "the subset train", ("query", "documents", SCORES), *tables)
 
 
 def _parsed(train: Dataset) -> Dataset:
@@ -254,23 +243,21 @@ def number_of_ways(data: DataSection, train: Dataset, key: str, place: str) -> i
 
     The columns of ``train`` are an id of the query, documents and scores; ``key`` and ``place`` are what errors call it.
     """
-    query, *lists = train.column_names
-    documents, scores = lists
-    least = None
-    for table in train.with_format("arrow").iter(ROWS_PER_LOOKUP):
-        lengths = [list_lengths(table, name, f"{key}: {name!r} of {place}") for name in lists]
-        uneven = pc.index(pc.not_equal(*lengths), True).as_py()
-        if uneven >= 0:
-            raise RecipeError(
-                f"{key}: the row of {query} {table[query][uneven]} has {lengths[0][uneven]} {documents} "
-                f"but {lengths[1][uneven]} {scores}; it must have a score for each."
-            )
-        shortest = pc.min(lengths[0]).as_py()
-        if shortest < max(2, data.n_ways or 2):
-            row = pc.index(lengths[0], shortest).as_py()
-            raise RecipeError(
-                f"data.n_ways must be at most the number of documents of every row and at least 2, but the row of {query} "
-                f"{table[query][row]} has {shortest}."
-            )
-        least = shortest if least is None else min(least, shortest)
-    return data.n_ways or least
+    query, documents, scores = train.column_names
+    if not len(train):
+        raise RecipeError(f"{key}: there are no rows in {place}.")
+    lengths = [list_lengths(train.data.column(name), f"{key}: {name!r} of {place}") for name in (documents, scores)]
+    uneven = pc.index(pc.not_equal(*lengths), True).as_py()
+    if uneven >= 0:
+        raise RecipeError(
+            f"{key}: the row of {query} {train[uneven][query]} has {lengths[0][uneven]} {documents} "
+            f"but {lengths[1][uneven]} {scores}; it must have a score for each."
+        )
+    shortest = pc.min(lengths[0]).as_py()
+    if shortest < max(2, data.n_ways or 2):
+        row = pc.index(lengths[0], shortest).as_py()
+        raise RecipeError(
+            f"data.n_ways must be at most the number of documents of every row and at least 2, but the row of {query} "
+            f"{train[row][query]} has {shortest}."
+        )
+    return data.n_ways or shortest

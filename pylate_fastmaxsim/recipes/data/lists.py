@@ -72,12 +72,11 @@ def asks_for_negatives(data: DataSection) -> bool:
     return data.negatives_per_query is not None or data.negatives is not None
 
 
-def list_lengths(table: pa.Table, name: str, where: str) -> pa.ChunkedArray:
+def list_lengths(column: pa.ChunkedArray, where: str) -> pa.ChunkedArray:
     """The length of each list in a column; 0 for a missing list. The error begins with ``where``."""
-    dtype = table[name].type
-    if not is_list(dtype):
-        raise RecipeError(f"{where} must hold lists, but it holds {dtype}.")
-    return pc.fill_null(pc.list_value_length(table[name]), 0)
+    if not is_list(column.type):
+        raise RecipeError(f"{where} must hold lists, but it holds {column.type}.")
+    return pc.fill_null(pc.list_value_length(column), 0)
 
 
 class Spread:

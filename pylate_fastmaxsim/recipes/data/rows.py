@@ -12,9 +12,8 @@ from datasets import Dataset, Features, IterableDataset, Sequence, Value, concat
 from datasets.exceptions import DatasetGenerationError
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
-from pylate_fastmaxsim.recipes.data.delimited import names_of_rows, names_of_texts, open_text
-from pylate_fastmaxsim.recipes.data.ids import TextTable, load_distillation, look_up, number_of_ways
-from pylate_fastmaxsim.recipes.data.judgements import JUDGEMENT_COLUMNS, is_trec, read_judgements, relevant_pairs
+from pylate_fastmaxsim.recipes.data.collection import JUDGEMENT_COLUMNS, is_trec, read_judgements, relevant_pairs
+from pylate_fastmaxsim.recipes.data.ids import TextTable, load_distillation, look_up
 from pylate_fastmaxsim.recipes.data.lists import (
     ID_KEYS,
     TEXT_KEYS,
@@ -24,7 +23,14 @@ from pylate_fastmaxsim.recipes.data.lists import (
     text_key_of,
     truncate_lists,
 )
-from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, table_failure
+from pylate_fastmaxsim.recipes.data.tables import (
+    load_files,
+    load_table,
+    loading,
+    names_of_rows,
+    names_of_texts,
+    open_text,
+)
 from pylate_fastmaxsim.recipes.data.text import check_first, is_id_column, require_text
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type, parse_json
@@ -44,10 +50,8 @@ def load_rows(recipe: Recipe, kind: Kind) -> Dataset:
 
     Those that are streamed are read by :func:`pylate_fastmaxsim.recipes.data.rows.stream_rows`.
     """
-    return _load_mined(recipe) if recipe.data.source == "distillation" else _load_checked(recipe, kind)
-
-
-def _load_mined(recipe: Recipe) -> Dataset:
+    if recipe.data.source != "distillation":
+        return _load_checked(recipe, kind)
     try:
         return load_distillation(recipe.data)
     except RecipeError as error:
@@ -76,7 +80,7 @@ def _load_checked(recipe: Recipe, kind: Kind) -> Dataset:
 
 def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:
     """Rows with the texts of ``data.collection`` and ``data.queries`` in place of ids."""
-    data, n_ways = recipe.data, None
+    data = recipe.data
     key, place = (
         ("data.files", ", ".join(Path(file).name for file in data.files)) if data.files else ("data.name", data.name)
     )
@@ -85,7 +89,7 @@ def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:
             raise RecipeError(
                 f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(rows.column_names)}]."
             )
-        names, n_ways = ["query", "documents", "scores"], number_of_ways(data, rows, key, place)
+        names = ["query", "documents", "scores"]
     else:
         if len(rows.column_names) < 2:
             raise RecipeError(
@@ -99,7 +103,7 @@ def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:
     )
     if queries is None:
         require_text(rows, rows.column_names[:1], "data")
-    return look_up(rows, key, place, names, queries, documents, n_ways)
+    return look_up(data, rows, key, place, names, queries, documents)
 
 
 def _load_texts(data: DataSection, name: str, file: str) -> TextTable:
@@ -128,7 +132,7 @@ def load_columns(data: DataSection, section: str) -> Dataset:
 
 def used_columns(data: DataSection, section: str, there: list[str]) -> list[str]:
     """The columns to use of those that the data have."""
-    # If all columns are ids, check_columns refuses them.
+    # If all columns are ids, the kind of model refuses them.
     named = [name for name in there if not name.startswith("__index_level_")]  # pandas writes it into Parquet
     columns = data.columns or [name for name in named if data.collection is not None or not is_id_column(name)] or there
     for column in columns:
@@ -183,12 +187,8 @@ def stream_rows(recipe: Recipe, kind: Kind) -> IterableDataset:
 
 
 def _taken(rows: IterableDataset, count: int) -> list[dict[str, Any]]:
-    try:
+    with loading("data"):
         return list(rows.take(count))
-    except RecipeError:
-        raise
-    except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
-        raise table_failure("data", error) from error
 
 
 class _StreamedRows:

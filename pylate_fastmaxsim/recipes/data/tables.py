@@ -1,18 +1,25 @@
-"""Tables from the Hub, from a copy of a Hub data set on disk, or from plain files."""
+"""Tables from the Hub, from a copy of a Hub data set on disk, or from plain files, of which .csv and .tsv are read as text."""
 
 from __future__ import annotations
 
+import csv
 import glob
+import gzip
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import yaml
 from datasets import (
     Dataset,
     DatasetDict,
+    Features,
     IterableDataset,
+    Value,
     load_dataset,
     load_dataset_builder,
 )
@@ -20,7 +27,6 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.table import CastError
 from huggingface_hub import metadata_load
 
-from pylate_fastmaxsim.recipes.data.delimited import Names, read_options
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type
 
@@ -29,6 +35,17 @@ NO_ROWS = "corresponds to no data"
 
 # Files that only save_to_disk of datasets writes: for one table, and for several.
 SAVED_TO_DISK = (("state.json", "dataset_info.json"), ("dataset_dict.json",))
+
+# What a line of names begins with in files that may come without.
+FIRST_NAMES = ("query", "anchor", "question", "qid", "pid", "docid", "id", "_id", "query_id", "document_id", "query-id")
+
+# A line with two of these is one of names as well, in any order.
+OTHER_NAMES = ("positive", "negative", "negative_1", "pos", "neg", "text", "title", "passage", "document", "answer")
+
+TABS = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+
+# Names of n columns without a line of names.
+Names = Callable[[int], list[str]]
 
 
 def load_table(
@@ -42,10 +59,8 @@ def load_table(
         place = f"the subset {subset} of {path}" if subset else path
         return _load(key, place, path, subset, split=split, streaming=streaming)
     _require_readable(key, Path(path))
-    try:
+    with loading(key):
         files = _files_of_folder(path, subset)
-    except Exception as error:  # as in _load
-        raise table_failure(key, error) from error
     return load_files(key, files, split, streaming=streaming)
 
 
@@ -59,7 +74,7 @@ def load_files(
 ) -> Dataset | IterableDataset:
     """Load a table from files of one type, which are listed by split.
 
-    ``names`` and ``columns`` are those of :func:`~pylate_fastmaxsim.recipes.data.delimited.read_options`.
+    ``names`` and ``columns`` are those of :func:`~pylate_fastmaxsim.recipes.data.tables.read_options`.
     """
     every = [name for parts in files.values() for name in parts]
     patterns = {name: [glob.escape(part) for part in parts] for name, parts in files.items()}
@@ -89,7 +104,8 @@ def _load(key: str, place: str, path: str, subset: str | None = None, **options:
             ) from error
         if isinstance(error, StopIteration) or NO_ROWS in str(error):
             raise RecipeError(f"{key}: there are no rows in {place}.") from error
-        raise table_failure(key, error) from error
+        with loading(key):
+            raise error
     if isinstance(table, DatasetDict):
         if len(table) > 1:
             raise RecipeError(f"{key}: the data must have one split, but it has {', '.join(table)}.")
@@ -106,9 +122,15 @@ def _require_readable(key: str, folder: Path) -> None:
         )
 
 
-def table_failure(key: str, error: Exception) -> RecipeError:
-    """A RecipeError for an error that a library raised while it loaded the value of ``key``."""
-    return RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {first_line(error)}")
+@contextmanager
+def loading(key: str) -> Iterator[None]:
+    """Context in which any error is a RecipeError that says that the value of ``key`` cannot be loaded."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
+        raise RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _files_of_folder(path: str, subset: str | None) -> dict[str, list[str]]:
@@ -191,3 +213,73 @@ def _load_file(key: str, folder: Path, subset: str) -> Dataset:
         f"{key}: the folder {folder} must hold {subset}.jsonl or {subset}.parquet (or {subset} as .json, .csv or .tsv), or "
         "a README.md that names its subsets."
     )
+
+
+def names_of_rows(columns: int) -> list[str]:
+    """The columns of triples, as those of MS MARCO and ColBERT."""
+    if columns <= 3:
+        return ["query", "positive", "negative"][:columns]
+    return ["query", "positive", *(f"negative_{number}" for number in range(1, columns - 1))]
+
+
+def names_of_texts(columns: int) -> list[str]:
+    """The columns of a collection or of queries, as those of MS MARCO and ColBERT."""
+    return ["_id", "text", "title"][:columns]
+
+
+def read_options(key: str, files: list[str], names: Names | None, columns: list[str] | None = None) -> dict[str, Any]:
+    """Options by which ``datasets`` reads .csv or .tsv files: every value is text, and an empty one is missing.
+
+    The first line of a .csv names its columns, and that of a .tsv if there are no ``names``. Otherwise it does if it
+    begins with one of FIRST_NAMES, has two of these and OTHER_NAMES, or has all of ``columns``; if not, ``names`` of the
+    number of columns are theirs. A .tsv has no quotes.
+    """
+    tabs = ".tsv" in Path(files[0]).suffixes
+    firsts = [_first_row(key, file, tabs) for file in files]
+    having = [not tabs or names is None or _names_columns(first, columns) for first in firsts]
+    if len(set(having)) > 1:
+        raise RecipeError(
+            f"{key}: the first line must name the columns in all files or in none, but it does in "
+            f"{files[having.index(True)]} and not in {files[having.index(False)]}."
+        )
+    named, first = having[0], firsts[0]
+    found = first if named else names(len(first))
+    if "" in found or len(set(found)) < len(first):
+        raise RecipeError(
+            f"{key}: the first line of {files[0]} must name each of its columns once, got {', '.join(first)}."
+        )
+    options = dict(TABS) if tabs else {}
+    if not named:
+        options |= {"names": found, "header": None}
+    texts = Features(dict.fromkeys(found, Value("string")))
+    return options | {"features": texts, "keep_default_na": False, "na_values": [""]}
+
+
+def _names_columns(first: list[str], columns: list[str] | None) -> bool:
+    known = [name.lower() in (*FIRST_NAMES, *OTHER_NAMES) for name in first]
+    return first[0].lower() in FIRST_NAMES or sum(known) > 1 or bool(columns and {*columns} <= {*first})
+
+
+def open_text(file: str) -> IO[str]:
+    """Open a file, which may be compressed by gzip."""
+    if file.endswith(".gz"):
+        return gzip.open(file, "rt", encoding="utf-8-sig", newline="")
+    return open(file, encoding="utf-8-sig", newline="")
+
+
+def _first_row(key: str, file: str, tabs: bool) -> list[str]:
+    """The first row, of which the second may have no more values: pandas would take the first as the name of the row."""
+    limit = csv.field_size_limit(2**31 - 1)  # by default shorter than a long document
+    try:
+        with loading(key), open_text(file) as lines:
+            rows = csv.reader(lines, **(TABS if tabs else {}))
+            first, second = islice(chain(filter(None, rows), [[], []]), 2)
+    finally:
+        csv.field_size_limit(limit)
+    if not first:
+        raise RecipeError(f"{key}: there are no rows in {file}.")
+    if len(second) > len(first):
+        raise RecipeError(
+            f"{key}: the first row of {file} has {len(first)} values, but the second has {len(second)}: {', '.join(second)}."
+        )
+    return first

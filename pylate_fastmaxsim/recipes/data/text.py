@@ -15,8 +15,6 @@ from pylate_fastmaxsim.recipes.data.lists import list_lengths
 from pylate_fastmaxsim.recipes.data.tables import require_texts, require_utf8
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
-ROWS_AT_ONCE = 100_000
-
 # Read as teacher scores by PyLate's or Sentence Transformers' collator, whatever the loss, or called so in a file.
 LABEL_COLUMNS = ("label", "labels", "score", "scores")
 COLLATED_LABELS = ("label", "scores")  # by PyLate's
@@ -63,28 +61,33 @@ def check_first(recipe: Recipe, row: dict[str, Any]) -> None:
         raise RecipeError(f"data.collection is missing: {query!r} and the other columns hold ids, not texts.")
 
 
-def check_columns(recipe: Recipe, dataset: Dataset) -> None:
-    """Refuse columns that do not fit the loss, or that PyLate's collator would use otherwise."""
-    query, *others = columns = dataset.column_names
+def check_names(columns: list[str]) -> None:
+    """Refuse columns that PyLate's collator would use otherwise."""
     for column in filter(is_id_column, columns):
         raise RecipeError(
             f"data.columns: PyLate's collator leaves out {column!r}, as it does dataset_name and every column with _id "
             "in its name; leave it out as well, or rename it if it holds texts."
         )
-    for column in filter(is_query_column, others):
+    for column in filter(is_query_column, columns[1:]):
         raise RecipeError(
             f"data.columns: PyLate's collator encodes {column!r} as queries, as it does every column with query or anchor "
             "in its name; rename it, or leave it out."
         )
+
+
+def fit_to_loss(recipe: Recipe, dataset: Dataset, labels: list[str]) -> Dataset:
+    """Refuse columns that do not fit the loss; ``labels`` are those that the collator reads as scores, which become floats."""
+    columns = dataset.column_names
     if recipe.loss.name == "distillation":
-        require_scored_documents(dataset, [column for column in columns if column in COLLATED_LABELS])
-        return
-    if not others:
+        require_scored_documents(dataset, labels)
+        return scores_as_floats(dataset)
+    if len(columns) < 2:
         raise RecipeError(
-            f"data.columns must be the query, its positive and any negatives, got [{query}]; "
+            f"data.columns must be the query, its positive and any negatives, got [{', '.join(columns)}]; "
             "a column with _id in its name counts as an id."
         )
     require_text(dataset, columns, "data")
+    return dataset
 
 
 def require_scored_documents(dataset: Dataset, labels: list[str]) -> None:
@@ -178,26 +181,26 @@ def require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None:
 
     Every document must be a text and every score a finite number.
     """
-    ways, before = None, 0
-    for table in dataset.select_columns([documents, scores]).with_format("arrow").iter(ROWS_AT_ONCE):
-        lengths = [list_lengths(table, name, f"data.columns: {name!r}") for name in (documents, scores)]
-        ways = ways or max(2, lengths[0][0].as_py())
-        wrong = pc.index(pc.or_(*(pc.not_equal(length, ways) for length in lengths)), True).as_py()
-        if wrong >= 0:
-            row = before + wrong
-            found = [length[wrong].as_py() for length in lengths]
-            raise RecipeError(
-                f"data.columns: every row must have {ways} {documents}{', as the first has,' if row else ''} and a score "
-                f"for each, but row {row} has {found[0]} and {found[1]} {scores}."
-            )
-        _require_values(table, documents, "texts", pa.types.is_string, pa.types.is_large_string)
-        _require_values(table, scores, "finite numbers", pa.types.is_integer, pa.types.is_floating)
-        before += table.num_rows
+    columns = [dataset.data.column(name) for name in (documents, scores)]
+    lengths = [
+        list_lengths(column, f"data.columns: {name!r}")
+        for column, name in zip(columns, (documents, scores), strict=True)
+    ]
+    ways = max(2, lengths[0][0].as_py())
+    row = pc.index(pc.or_(*(pc.not_equal(length, ways) for length in lengths)), True).as_py()
+    if row >= 0:
+        found = [length[row].as_py() for length in lengths]
+        raise RecipeError(
+            f"data.columns: every row must have {ways} {documents}{', as the first has,' if row else ''} and a score for "
+            f"each, but row {row} has {found[0]} and {found[1]} {scores}."
+        )
+    _require_values(columns[0], documents, "texts", pa.types.is_string, pa.types.is_large_string)
+    _require_values(columns[1], scores, "finite numbers", pa.types.is_integer, pa.types.is_floating)
 
 
-def _require_values(table: pa.Table, column: str, wanted: str, *allowed: Callable[[pa.DataType], bool]) -> None:
+def _require_values(lists: pa.ChunkedArray, column: str, wanted: str, *allowed: Callable[[pa.DataType], bool]) -> None:
     """Refuse lists of values other than ``wanted``, and values that are missing, nan or infinite."""
-    values = pc.list_flatten(table[column])
+    values = pc.list_flatten(lists)
     if not any(is_of(values.type) for is_of in allowed):
         raise RecipeError(f"data.columns: {column!r} must hold lists of {wanted}, but it holds lists of {values.type}.")
     if values.null_count:

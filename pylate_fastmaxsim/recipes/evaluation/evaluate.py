@@ -16,6 +16,8 @@ from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.pooling import Pooling
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.collection import PAGES, Collection, RecipeData
+from pylate_fastmaxsim.recipes.data.tables import loading
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.ranking import (
     DEPTH,
     METRICS,
@@ -27,6 +29,7 @@ from pylate_fastmaxsim.recipes.evaluation.ranking import (
     ranking,
     with_progress_bar,
 )
+from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.load import HostModel, kind_of
 from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, retriever_of
 from pylate_fastmaxsim.recipes.pooling import final_pooling
@@ -35,8 +38,15 @@ from pylate_fastmaxsim.tokens import TokenBatch
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from sentence_transformers.evaluation import InformationRetrievalEvaluator
 
 logger = logging.getLogger(__name__)
+
+NANO_BEIR = "evaluation.nano_beir"
+NANO_BEIR_SETS = (
+    *("climatefever", "dbpedia", "fever", "fiqa2018", "hotpotqa", "msmarco", "nfcorpus", "nq", "quoraretrieval"),
+    *("scidocs", "arguana", "scifact", "touche2020"),
+)
 
 
 def evaluate(recipe: Recipe, model: HostModel, data: RecipeData) -> dict[str, float | None]:
@@ -87,8 +97,8 @@ def evaluate_held_out(recipe: Recipe, model: Retriever, rows: Dataset) -> dict[s
     encoded = with_progress_bar(
         encode_corpus(model, collection.corpus, batch_size), len(collection.corpus), "Encoding documents"
     )
-    documents, sparsity = list(encoded), Sparsity()
-    found = ranking(collection, *model.search(queries, sparsity.counted(queries, documents), DEPTH, pooling), DEPTH)
+    documents, sparsity = list(encoded), Sparsity(queries)
+    found = ranking(collection, *model.search(queries, sparsity.counted(documents), DEPTH, pooling), DEPTH)
     metrics = metrics_of(found, collection, ["ndcg@10"])
     if (name := metric_of_rows(recipe, rows)) is not None:
         scores = _scores_of_rows(queries, documents, *positions_of_rows(recipe, rows, collection), pooling)
@@ -186,4 +196,31 @@ def positions_of_rows(recipe: Recipe, rows: Dataset, collection: Collection) -> 
     return (
         torch.tensor([queries[query] for query, _ in found]),
         torch.tensor([[documents[text] for text in texts] for _, texts in found]),
+    )
+
+
+def check_nano_beir(names: list[str]) -> None:
+    """Refuse unknown names and repeated sets. Upper and lower case are the same, as for the libraries."""
+    for name in names:
+        if name.lower() not in NANO_BEIR_SETS:
+            raise RecipeError(f"{NANO_BEIR} must name sets out of {', '.join(NANO_BEIR_SETS)}, got {name!r}.")
+    if len({name.lower() for name in names}) < len(names):
+        raise RecipeError(f"{NANO_BEIR} must name each set once, got {', '.join(names)}.")
+
+
+def load_nano_beir(recipe: Recipe, kind: Kind) -> list[Collection]:
+    """The collections of ``evaluation.nano_beir``, loaded by the evaluator that the library of the model has for them."""
+    with loading(NANO_BEIR):
+        evaluator = kind.nano_beir_evaluator(
+            recipe.evaluation.nano_beir, precision_recall_at_k=[100], show_progress_bar=True, write_csv=False
+        )
+    return list(map(collection_of_set, evaluator.evaluators))
+
+
+def collection_of_set(evaluator: InformationRetrievalEvaluator) -> Collection:
+    """The queries, documents and judgements of an evaluator."""
+    return Collection(
+        Dataset.from_dict({"_id": evaluator.corpus_ids, "text": evaluator.corpus}),
+        dict(zip(evaluator.queries_ids, evaluator.queries, strict=True)),
+        {query: dict.fromkeys(sorted(evaluator.relevant_docs[query]), 1) for query in evaluator.queries_ids},
     )

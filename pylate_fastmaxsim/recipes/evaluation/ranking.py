@@ -51,8 +51,7 @@ def evaluate_collection(
 
     ``pooling`` and ``corpus_format`` are those of late interaction; a sparse or static model has none.
     """
-    sparsity = Sparsity()
-    found = retrieve(model, collection, batch_size, pooling, corpus_format, sparsity)
+    found, sparsity = retrieve(model, collection, batch_size, pooling, corpus_format)
     return metrics_of(found, collection) | sparsity.metrics()
 
 
@@ -62,9 +61,8 @@ def retrieve(
     batch_size: int,
     pooling: Pooling = Max(),
     corpus_format: str | None = None,
-    sparsity: Sparsity | None = None,
-) -> Ranking:
-    """The 100 best documents of each query.
+) -> tuple[Ranking, Sparsity]:
+    """The 100 best documents of each query, and the sparsity of what was searched.
 
     A document that is the query itself is no result, as in ArguAna and Quora. With ``corpus_format`` documents are
     compressed as they are encoded.
@@ -77,10 +75,9 @@ def retrieve(
         )
     queries = model.encode(list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
     documents = map(compressor(key, format), encode_corpus(model, collection.corpus, batch_size))
-    documents = (sparsity or Sparsity()).counted(
-        queries, with_progress_bar(documents, len(collection.corpus), "Searching")
-    )
-    return ranking(collection, *model.search(queries, documents, DEPTH + 1, pooling), DEPTH)
+    sparsity = Sparsity(queries)
+    documents = sparsity.counted(with_progress_bar(documents, len(collection.corpus), "Searching"))
+    return ranking(collection, *model.search(queries, documents, DEPTH + 1, pooling), DEPTH), sparsity
 
 
 def encode_corpus(model: Retriever, corpus: Dataset, batch_size: int, begin: int = 0) -> Iterator[Encoded]:
@@ -206,28 +203,27 @@ class Sparsity:
     a term is in a query times how often it is in a document (https://arxiv.org/abs/2107.05720).
     """
 
-    def __init__(self) -> None:
-        self._shares: list[Tensor] = []
+    def __init__(self, queries: Encoded) -> None:
+        self._queries = queries if isinstance(queries, SparseBatch) else None
+        self._texts, self._counts = (
+            0,
+            0 if self._queries is None else torch.zeros(queries.vocabulary, dtype=torch.int64),
+        )
 
-    def counted(self, queries: object, documents: Iterable) -> Iterable:
-        """Count batches of documents beside the queries as they go by."""
-        if not isinstance(queries, SparseBatch):
-            return documents
-        return self._counting(queries, documents)
-
-    def _counting(self, queries: SparseBatch, documents: Iterable[SparseBatch]) -> Iterator[SparseBatch]:
-        texts, counts = 0, torch.zeros(queries.vocabulary, dtype=torch.int64)
+    def counted(self, documents: Iterable[Encoded | CompressedBatch]) -> Iterator[Encoded | CompressedBatch]:
+        """Count batches of documents as they go by."""
         for batch in documents:
-            texts += len(batch)
-            counts += _texts_with_terms(batch)
+            if self._queries is not None:
+                self._texts += len(batch)
+                self._counts += _texts_with_terms(batch)
             yield batch
-        self._shares = [_texts_with_terms(queries).double() / max(1, len(queries)), counts.double() / max(1, texts)]
 
     def metrics(self) -> dict[str, float]:
         """The values of SPARSITY, once all documents have gone by."""
-        if not self._shares:
+        if self._queries is None:
             return {}
-        queries, documents = self._shares
+        queries = _texts_with_terms(self._queries).double() / max(1, len(self._queries))
+        documents = self._counts.double() / max(1, self._texts)
         return dict(zip(SPARSITY, map(float, (queries @ documents, queries.sum(), documents.sum())), strict=True))
 
 

@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTLoss, ColBERTSection
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data.text import check_columns, query_named, scores_as_floats
+from pylate_fastmaxsim.recipes.data.text import COLLATED_LABELS, check_names, fit_to_loss, query_named
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import kl_divergence
 from pylate_fastmaxsim.recipes.kinds.texts import TextKind
@@ -70,8 +70,8 @@ class ColBERT(TextKind):
 
     def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         dataset = query_named(dataset)
-        check_columns(recipe, dataset)
-        return scores_as_floats(dataset) if recipe.loss.name == "distillation" else dataset
+        check_names(dataset.column_names)
+        return fit_to_loss(recipe, dataset, [name for name in dataset.column_names if name in COLLATED_LABELS])
 
     def build_trainer(
         self,

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 from pylate_fastmaxsim.integrations.sparse_encoder.names import Router
 from pylate_fastmaxsim.pooling import Max
 from pylate_fastmaxsim.recipes.config.schema import LossSection, Recipe
-from pylate_fastmaxsim.recipes.data.text import require_scored_documents, require_text, scores_as_floats
+from pylate_fastmaxsim.recipes.data.text import fit_to_loss
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
@@ -127,20 +127,13 @@ class SentenceTransformersKind(TextKind):
 
     def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         """Refuse columns that do not fit the loss, or that the collator would not take as texts."""
-        query, *others = columns = dataset.column_names
-        reserved = [column for column in columns if column in RESERVED]
-        if recipe.loss.name == "distillation":
-            require_scored_documents(dataset, reserved)
-            return scores_as_floats(dataset)
-        if reserved:
+        reserved = [column for column in dataset.column_names if column in RESERVED]
+        if reserved and recipe.loss.name != "distillation":
             raise RecipeError(
                 f"data.columns: {reserved[0]!r} is no text for Sentence Transformers; name only the query, its positive and "
                 "any negatives, and rename the column if it holds texts."
             )
-        if not others:
-            raise RecipeError(f"data.columns must be the query, its positive and any negatives, got [{query}].")
-        require_text(dataset, columns, "data")
-        return dataset
+        return fit_to_loss(recipe, dataset, reserved)
 
 
 @dataclass

@@ -14,11 +14,11 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from pylate_fastmaxsim.recipes.config.schema import FirstStageSection, MiningSection
+from pylate_fastmaxsim.recipes.config.schema import MiningSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
 from pylate_fastmaxsim.recipes.mining.negatives import documents_kept
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
-from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
+from pylate_fastmaxsim.recipes.mining.resumable import Work, read_parts
 from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, SparseRetriever, StaticRetriever, retriever_of
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
@@ -66,16 +66,11 @@ def load_first_stage(section: MiningSection, model: ColBERT, pairs: Pairs, devic
             f"mining.first_stage.model {first.model} must be of the kind {wanted.kind} with mining.first_stage.kind {first.kind}, "
             f"but it is of the kind {encoder.kind}."
         )
-    if wanted is StaticRetriever:
-        return _static_stage(encoder.model, first)
-    encoded = functools.partial(encoder.encode, batch_size=section.batch_size)
-    return FirstStage(functools.partial(encoded, is_query=True), functools.partial(encoded, is_query=False))
-
-
-def _static_stage(model: StaticLateInteraction, first: FirstStageSection) -> FirstStage:
+    if wanted is SparseRetriever:
+        encoded = functools.partial(encoder.encode, batch_size=section.batch_size)
+        return FirstStage(functools.partial(encoded, is_query=True), functools.partial(encoded, is_query=False))
     with as_recipe_error(f"mining.first_stage.model {first.model} cannot be used"):
-        if first.threshold is not None:
-            model = model.with_threshold(first.threshold)
+        model = encoder.model if first.threshold is None else encoder.model.with_threshold(first.threshold)
         # A model that needs counts of tokens and has none is found before hours of work.
         model.queries(["a"]), model.documents(["a"])
     return FirstStage(model.queries, model.documents)
@@ -159,7 +154,7 @@ def find_candidates(
     settings = made | {"mining.first_stage": asdict(first), "mining.rows_per_part": step}
     title = "Searching the first stage"
     files = work.parts("candidates", settings, title, " queries", len(pairs.queries), step, search)
-    candidates = np.concatenate(list(map(read_part, files)))
+    candidates = read_parts(files)
     needed = min(documents_kept(pairs, section), documents)
     few = int(((candidates >= 0).sum(1) < needed).sum())
     if few and work.processes.is_main_process:

@@ -20,7 +20,7 @@ from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.compression import Compress, compressor, needs_codec, sampled, train_codec
 from pylate_fastmaxsim.recipes.config.schema import MiningSection
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
-from pylate_fastmaxsim.recipes.mining.resumable import Compute, Work, read_part
+from pylate_fastmaxsim.recipes.mining.resumable import Compute, Work, read_part, read_parts
 from pylate_fastmaxsim.recipes.mining.teacher import require_finite_scores
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
 from pylate_fastmaxsim.retrieval.search import search
@@ -103,7 +103,7 @@ class DocumentSearch:
         settings = self.common | {"mining.rows_per_part": step}
         files = self.work.parts("positives", settings, "Scoring positives", " pairs", len(pairs), step, compute)
         lowest = np.full(len(self.pairs.queries), np.inf, dtype=np.float32)
-        np.minimum.at(lowest, pairs[:, 0], np.concatenate(list(map(read_part, files))))
+        np.minimum.at(lowest, pairs[:, 0], read_parts(files))
         return lowest.tolist()
 
     def _search_parts(self, settings: dict[str, Any], compute: Compute) -> list[Path]:

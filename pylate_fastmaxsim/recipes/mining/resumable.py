@@ -110,6 +110,11 @@ def read_part(file: Path) -> np.ndarray:
         return arrays[_ARRAY]
 
 
+def read_parts(files: list[Path]) -> np.ndarray:
+    """The arrays of parts, one behind the other."""
+    return np.concatenate(list(map(read_part, files)))
+
+
 def _is_whole(part: Path) -> bool:
     try:
         with zipfile.ZipFile(part) as members:

@@ -21,7 +21,7 @@ from pylate_fastmaxsim.recipes.config.kinds import MODELS, ColBERTSection
 from pylate_fastmaxsim.recipes.config.schema import MiningSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
-from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
+from pylate_fastmaxsim.recipes.mining.resumable import Work, read_parts
 from pylate_fastmaxsim.recipes.models.load import (
     NO_TOKENIZER,
     encoder_of,
@@ -157,7 +157,7 @@ def grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: Mining
     }
     step = section.rows_per_part
     files = work.parts("teacher", settings, "Asking the teacher", " queries", len(candidates), step, compute)
-    return np.concatenate(list(map(read_part, files)))
+    return read_parts(files)
 
 
 def _digest(pairs: Pairs, candidates: Candidates) -> str:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 from pylate_fastmaxsim.diagnostics.robustness import draw_fillers, lengthened
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.load import encoder_of, positions
 from pylate_fastmaxsim.recipes.models.retriever import Encoded, Retriever
-from pylate_fastmaxsim.recipes.robustness.task import Task
+from pylate_fastmaxsim.recipes.robustness.task import Append, Task
 from pylate_fastmaxsim.tokens import TokenBatch
-
-Append = Literal["auto", "text", "tokens"]
 
 
 def encode(retriever: Retriever, texts: list[str], batch_size: int, is_query: bool) -> Encoded:

@@ -12,8 +12,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.diagnostics.injection import COUNTS, NOISE, injected_tokens, injection_sweep
-from pylate_fastmaxsim.diagnostics.robustness import DEPTH, TIMES, length_sweep, retrieval_metrics
+from pylate_fastmaxsim.diagnostics.injection import injected_tokens, injection_sweep
+from pylate_fastmaxsim.diagnostics.robustness import DEPTH, length_sweep, retrieval_metrics
 from pylate_fastmaxsim.integrations.options import POOLINGS, pooling_from_text
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK
@@ -21,8 +21,8 @@ from pylate_fastmaxsim.recipes.config.shipped import is_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import inputs_of, prepare_file, write_json
 from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, StaticDocuments, retriever_of
-from pylate_fastmaxsim.recipes.robustness.lengthen import Append, Lengthened, encode
-from pylate_fastmaxsim.recipes.robustness.task import Limits, Task, collection_task, texts_trained_on
+from pylate_fastmaxsim.recipes.robustness.lengthen import Lengthened, encode
+from pylate_fastmaxsim.recipes.robustness.task import Append, Settings, Task, collection_task, texts_trained_on
 from pylate_fastmaxsim.recipes.search.run import best_device
 from pylate_fastmaxsim.recipes.targets import find_collection, find_targets
 from pylate_fastmaxsim.reporting.environment import environment
@@ -34,27 +34,15 @@ PAIRS = 3
 RESULT_FILE = "robustness.json"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The options of the command, by their names; without ``poolings`` the default ones."""
-
-    poolings: Sequence[Pooling] | None = None
-    times: Sequence[int] = TIMES
-    tokens: Sequence[int] = COUNTS
-    append: Append = "auto"
-    noise: float = NOISE
-    seed: int = 0
-
-
-def settings_of(poolings: Sequence[str], times: str, tokens: str, append: str, noise: float, seed: int) -> Settings:
-    """The settings of a command line."""
+def settings_of(poolings: Sequence[str], times: str, tokens: str, append: str, noise: float, **draws: int) -> Settings:
+    """The settings of a command line; ``draws`` are ``seed``, ``max_queries`` and ``max_documents``."""
     try:
         chosen = tuple(dict.fromkeys(map(pooling_from_text, poolings))) or None
     except ArgumentTypeError as error:
         raise RecipeError(f"--{error}") from None
     if append not in get_args(Append):
         raise RecipeError(f"--append must be {', '.join(get_args(Append))}, got {append!r}.")
-    return Settings(chosen, _numbers("--times", times, 1), _numbers("--tokens", tokens, 0), append, noise, seed)
+    return Settings(chosen, _numbers("--times", times, 1), _numbers("--tokens", tokens, 0), append, noise, **draws)
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:
@@ -84,7 +72,6 @@ def pooling_text(pooling: Pooling) -> str:
 def robustness(
     name: str,
     settings: Settings,
-    limits: Limits,
     overrides: Sequence[str] = (),
     beir: str | None = None,
     split: str = "test",
@@ -118,8 +105,8 @@ def robustness(
     for suffix in (".json", ".png", ".html"):
         prepare_file("--output", (directory / RESULT_FILE).with_suffix(suffix), inputs)
     data, collection, trained_on = find_collection([target], beir, split)
-    fillers = None if trained_on is None else texts_trained_on(trained_on, collection, limits)
-    task = collection_task(data, collection, limits, fillers)
+    fillers = None if trained_on is None else texts_trained_on(trained_on, collection, settings)
+    task = collection_task(data, collection, settings, fillers)
     retriever = retriever_of(target.load(best_device(), trust_remote_code=False), finite=True)
     own = None if recipe is None else target.pooling
     measured, pairs = measure(retriever, task, settings, target.batch_size, own)

@@ -1,16 +1,23 @@
-"""The data of a measurement: texts of queries and documents, who is relevant for whom, and texts to append."""
+"""The settings and the data of a measurement: texts of queries and documents, who is relevant for whom, and texts to append."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
 
+from pylate_fastmaxsim.diagnostics.injection import COUNTS, NOISE
+from pylate_fastmaxsim.diagnostics.robustness import TIMES
+from pylate_fastmaxsim.pooling import Pooling
 from pylate_fastmaxsim.recipes.data.collection import Collection, document_texts, is_the_query, titles
 from pylate_fastmaxsim.recipes.errors import RecipeError
+
+Append = Literal["auto", "text", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -26,24 +33,32 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The most queries and documents, and the seed of their choice. Gold documents are always taken."""
+class Settings:
+    """The options of the command, by their names; without ``poolings`` the default ones.
 
+    Of more than ``max_queries`` or ``max_documents`` some are drawn; gold documents are always taken.
+    """
+
+    poolings: Sequence[Pooling] | None = None
+    times: Sequence[int] = TIMES
+    tokens: Sequence[int] = COUNTS
+    append: Append = "auto"
+    noise: float = NOISE
+    seed: int = 0
     max_queries: int = 300
     max_documents: int = 2000
-    seed: int = 0
 
 
-def texts_trained_on(rows: Dataset, held_out: Collection, limits: Limits) -> list[str]:
+def texts_trained_on(rows: Dataset, held_out: Collection, settings: Settings) -> list[str]:
     """Positives of rows that were trained on, without those that are held out."""
-    some = rows.select(_drawn(len(rows), limits.max_documents, limits.seed))
+    some = rows.select(_drawn(len(rows), settings.max_documents, settings.seed))
     column = some.select_columns([rows.column_names[1]])[:][rows.column_names[1]]
     texts = (text if isinstance(text, str) else text[0] for text in column)
     own = {*held_out.corpus["text"][:]}
     return [text for text in dict.fromkeys(texts) if text not in own]
 
 
-def collection_task(name: str, collection: Collection, limits: Limits, fillers: list[str] | None = None) -> Task:
+def collection_task(name: str, collection: Collection, settings: Settings, fillers: list[str] | None = None) -> Task:
     """The task of a collection; the texts to append are ``fillers``, or its documents that are relevant for no query."""
     place = {str(name): number for number, name in enumerate(collection.corpus["_id"])}
     gold = {
@@ -55,11 +70,11 @@ def collection_task(name: str, collection: Collection, limits: Limits, fillers: 
         raise RecipeError(
             "no query of the held-out data has a relevant document, and robustness needs one of each query."
         )
-    queries = [asked[number] for number in _drawn(len(asked), limits.max_queries, limits.seed)]
+    queries = [asked[number] for number in _drawn(len(asked), settings.max_queries, settings.seed)]
     kept = {document for query in queries for document in gold[query]}
-    order = np.random.default_rng(limits.seed).permutation(len(place)).tolist()
+    order = np.random.default_rng(settings.seed).permutation(len(place)).tolist()
     others = [document for document in order if document not in kept]
-    documents = sorted(kept | set(others[: max(0, limits.max_documents - len(kept))]))
+    documents = sorted(kept | set(others[: max(0, settings.max_documents - len(kept))]))
     rows = collection.corpus.select(documents)[:]
     texts, column = document_texts(rows), {document: number for number, document in enumerate(documents)}
     grades = torch.zeros(len(queries), len(documents))

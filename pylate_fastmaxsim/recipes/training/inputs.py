@@ -19,7 +19,7 @@ from pylate_fastmaxsim.recipes.data.collection import RecipeData, load_collectio
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.data.rows import load_rows, stream_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.nano_beir import load_nano_beir
+from pylate_fastmaxsim.recipes.evaluation.evaluate import load_nano_beir
 from pylate_fastmaxsim.recipes.files import make_directory
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.from_scratch import build_model, build_token_table

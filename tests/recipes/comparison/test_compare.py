@@ -19,13 +19,12 @@ from comparisons import Page, RecordingGate, run_of, steps
 from PIL import Image
 from recipe_runs import command
 from tiny_recipe import tiny, write
+from transformers import Trainer
 
 from pylate_fastmaxsim.comparison.report import sweep_sentence
-from pylate_fastmaxsim.comparison.trainer import _CountedStep
 from pylate_fastmaxsim.comparison.turns import Run, Turns
 from pylate_fastmaxsim.comparison.verdict import MODES, PHASES, summarize_steps
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
-from pylate_fastmaxsim.recipes.comparison.compare import newest_bar
 from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.load import load_recipe
 
@@ -106,8 +105,8 @@ def test_stock_is_given_the_pooling_of_the_recipe(tmp_path):
 def test_a_run_out_of_memory_is_a_result_and_ends_the_sweep(tmp_path, monkeypatch):
     ran = []
 
-    def run(recipe_file, logs, on_progress, options, what=" run", rounds=3):
-        ran.extend(mode + what for mode in options)
+    def run(recipe_file, logs, options, suffix="", rounds=3):
+        ran.extend(mode + suffix for mode in options)
         memory = {"before": 1, "peak": 2}
         fast = run_of(steps([1.0] * 4, encoded=50), memory=memory, result={"ndcg@10": None})
         return Turns({mode: Run("out of memory") if mode == "stock" else fast for mode in options}, restarted=False)
@@ -118,7 +117,7 @@ def test_a_run_out_of_memory_is_a_result_and_ends_the_sweep(tmp_path, monkeypatc
     points = {mode: [(point["batch_size"], point["status"]) for point in comparison["sweep"][mode]] for mode in MODES}
     assert points["stock"] == [(8, "out of memory"), (16, "not run")]
     assert points["fast"] == [(8, "finished"), (16, "finished")]
-    assert ran == ["stock run", "fast run", "stock, batch of 8", "fast, batch of 8", "fast, batch of 16"]
+    assert ran == ["stock", "fast", "stock-8", "fast-8", "fast-16"]
     assert sweep_sentence(comparison["sweep"]) == (
         "Stock runs out of memory at 8, the smallest batch tried. Fast takes every batch tried, up to 16."
     )
@@ -129,7 +128,7 @@ def test_measuring_says_that_memory_ran_out(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(_CountedStep, "__call__", full)
+    monkeypatch.setattr(Trainer, "training_step", full)
     assert measure(load_recipe(write(tmp_path, tiny(tmp_path))), RecordingGate())["status"] == "out of memory"
 
 
@@ -213,7 +212,7 @@ def test_a_comparison_that_is_ended_ends_its_run_and_until_then_no_other_may_beg
 @pytest.mark.process
 def test_a_run_that_the_system_kills_is_out_of_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(comparing, "python", lambda code: ["sh", "-c", "kill -KILL $$"])
-    turns = comparing._run(tmp_path / "recipe.yaml", tmp_path, lambda *progress: None, {"stock": {}})
+    turns = comparing._run(tmp_path / "recipe.yaml", tmp_path, {"stock": {}})
     assert (turns.runs["stock"].status, turns.runs["stock"].steps) == ("out of memory", [])
 
 
@@ -226,13 +225,3 @@ def test_times_are_taken_after_the_warm_up_and_padding_over_all_steps():
     # In a short run the warm-up is a third.
     assert summarize_steps(steps([9.0, 1.0, 1.0], encoded=80))["step_seconds"] == 1.0
     assert "step_seconds" not in summarize_steps([])
-
-
-def test_what_a_run_writes_is_read_while_it_writes(tmp_path):
-    log = tmp_path / "log"
-    log.write_text("said\nSearching:  10%|█  | 2/20 [00:01<00:09]\rSearching:  45%|███  | 9/20 [00:05<00:06]")
-    assert newest_bar(log) == ("Searching", 9, 20)
-    log.write_text(" 12%|█▏        | 3/25 [00:01<00:08,  2.50it/s]\r 16%|█▌        | 4")
-    assert newest_bar(log) == ("", 3, 25)
-    log.write_text("said\n")
-    assert newest_bar(log) == ("starting", 0, None)

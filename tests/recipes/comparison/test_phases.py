@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.comparison.verdict import PHASES
 from pylate_fastmaxsim.recipes.comparison import phases
-from pylate_fastmaxsim.recipes.comparison.phases import WARM_UP_STEPS, PhaseTimer, Stopwatch
+from pylate_fastmaxsim.recipes.comparison.phases import WARM_UP_STEPS, PhaseTimer
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
 from pylate_fastmaxsim.recipes.plugin import plugin_of
@@ -84,26 +85,13 @@ def test_a_slow_part_shows_under_its_name(loss, fast, tmp_path, clock):
         assert taken["encode"]["encode"] == 8 * PAUSE
 
 
-def test_no_moment_counts_twice(clock):
-    watch = Stopwatch(torch.device("cpu"))
-    watch.start("score")
-    watch.start("encode")
-    clock.pass_by()
-    watch.start("score")
-    clock.pass_by(seconds=4.0)
-    watch.start("backward")
-    clock.pass_by(seconds=2.0)
-    assert watch.lap() == {"encode": PAUSE, "score": 4.0, "backward": 2.0}
-    watch.start("score")
-    assert set(watch.lap()) == {"score"}
-
-
 def test_the_warm_up_is_at_most_a_third_of_the_steps():
     timer = PhaseTimer.__new__(PhaseTimer)
-    timer.laps = [{"score": 9.0}] * 2 + [{"score": 1.0}] * 5
+    none = dict.fromkeys(PHASES, 0.0)
+    timer.laps = [none | {"score": 9.0}] * 2 + [none | {"score": 1.0}] * 5
     assert timer.median_seconds()["score"] == 1.0
     # As many as an epoch has before one without a batch ends the training.
-    timer.laps = [{"score": 2.0}]
+    timer.laps = [none | {"score": 2.0}]
     assert timer.median_seconds() == {phase: 2.0 * (phase == "score") for phase in PHASES}
 
 
@@ -113,12 +101,23 @@ def test_on_a_gpu_the_device_is_timed_and_not_the_host():
     matrix = torch.randn(8192, 8192, device=device)
     matrix @ matrix
     torch.cuda.synchronize()
-    watch = Stopwatch(device)
+
+    def multiply() -> None:
+        for _ in range(20):
+            matrix @ matrix
+
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(device=device),
+        compute_loss=multiply,
+        training_step=lambda: trainer.compute_loss(),
+        model=torch.nn.Identity(),
+        add_callback=lambda callback: None,
+    )
+    timer = PhaseTimer(trainer)
+    timer.on_train_begin(None, None, None)
     begin = time.perf_counter()
-    watch.start("score")
-    for _ in range(20):
-        matrix @ matrix
-    watch.start("backward")
+    trainer.training_step()
     launched = time.perf_counter() - begin
-    lap = watch.lap()
+    timer.on_step_end(None, None, None)
+    [lap] = timer.laps
     assert lap["score"] > 5 * launched and lap["score"] > 10 * lap["backward"]

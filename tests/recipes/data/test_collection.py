@@ -63,7 +63,7 @@ def test_ranking_and_metrics_are_those_of_stock_pylate(encoder, tmp_path, monkey
         }
         best = sorted(scores, key=scores.get, reverse=True)[: ranking.DEPTH]
         ranked.append([{"id": name, "score": scores[name]} for name in best])
-    found = ranking.retrieve(retriever_of(model), collection, batch_size=8)
+    found, _ = ranking.retrieve(retriever_of(model), collection, batch_size=8)
     for matches, got in zip(ranked, found.values(), strict=True):
         assert list(got.values()) == pytest.approx([match["score"] for match in matches], rel=1e-5)
         assert len(set(got) & {match["id"] for match in matches}) >= ranking.DEPTH - 2  # rounding at the last ranks
@@ -85,18 +85,18 @@ def test_compressed_documents_are_ranked_by_their_own_scores(name, encoder, tmp_
         TokenBatch.from_list(model.encode(texts, is_query=is_query, convert_to_tensor=True))
         for texts, is_query in ((list(collection.queries.values()), True), (documents, False))
     )
-    found = ranking.retrieve(retriever_of(model), collection, batch_size=8, corpus_format=name)
+    found, _ = ranking.retrieve(retriever_of(model), collection, batch_size=8, corpus_format=name)
     expected = maxsim(q, compress(d, trained[0] if trained else name)).sort(dim=1, descending=True, stable=True).values
     for row, got in zip(expected, found.values(), strict=True):
         assert list(got.values()) == pytest.approx(row[: ranking.DEPTH].tolist(), rel=1e-5)
-    plain = ranking.retrieve(retriever_of(model), collection, batch_size=8)
+    plain, _ = ranking.retrieve(retriever_of(model), collection, batch_size=8)
     assert list(plain["q0"].values()) != pytest.approx(list(found["q0"].values()), rel=1e-5)
 
 
 def ranked_with(folder: Path, encoder, **changed: list[dict]) -> dict[str, dict[str, float]]:
     model = models.load_model(encoder("bert"))
     collection = beir.load_collection(str(write_folder(folder, **changed)))
-    return ranking.retrieve(retriever_of(model), collection, batch_size=8)
+    return ranking.retrieve(retriever_of(model), collection, batch_size=8)[0]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_only_row_numbers_are_kept_and_they_are_made_once(tmp_path, monkeypatch)
     first = load(tmp_path, folder)
     stored = first.with_format(None)[0]
     assert isinstance(stored["query"], int) and all(isinstance(row, int) for row in stored["documents"])
-    monkeypatch.setattr(ids, "_Resolve", lambda *arguments: pytest.fail)
+    monkeypatch.setattr(ids, "_row_numbers", lambda *arguments: pytest.fail("looked up again"))
     assert by_query(load(tmp_path, folder)) == by_query(first)
 
 

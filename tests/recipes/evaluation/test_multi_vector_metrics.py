@@ -12,8 +12,7 @@ from tiny_recipe import text, write
 
 from pylate_fastmaxsim.recipes.data.collection import RecipeData
 from pylate_fastmaxsim.recipes.evaluation import ranking
-from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
-from pylate_fastmaxsim.recipes.evaluation.nano_beir import NAMES, collection_of, load_nano_beir
+from pylate_fastmaxsim.recipes.evaluation.evaluate import NANO_BEIR_SETS, collection_of_set, evaluate, load_nano_beir
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
@@ -77,7 +76,7 @@ def test_a_collection_and_sets_of_nano_beir(tmp_path):
         corpus_ids=texts["_id"],
         relevant_docs={query: {d for d, grade in own.items() if grade} for query, own in collection.judgements.items()},
     )
-    nano = evaluate(recipe, model, RecipeData(None, collections=[collection_of(part)] * 2))
+    nano = evaluate(recipe, model, RecipeData(None, collections=[collection_of_set(part)] * 2))
     assert list(nano) == list(ranking.METRICS) and 0 < nano["ndcg@10"] <= 1
 
 
@@ -99,7 +98,7 @@ def test_sets_of_nano_beir_are_loaded_by_the_host(tmp_path, monkeypatch):
     monkeypatch.undo()
     from sentence_transformers.sentence_transformer.evaluation import nano_beir
 
-    assert set(NAMES) == set(nano_beir.DATASET_NAME_TO_HUMAN_READABLE)
+    assert set(NANO_BEIR_SETS) == set(nano_beir.DATASET_NAME_TO_HUMAN_READABLE)
 
 
 def test_embeddings_that_are_not_finite_have_no_metrics(tmp_path):

@@ -63,7 +63,9 @@ def test_a_collection_is_searched_with_the_pooling(encoder, state):
     corpus = Dataset.from_list([{"_id": f"d{row}", "text": document} for row, document in enumerate(documents)])
     queries = {f"q{row}": text(row * 3, 5) for row in range(3)}
     model = models.load_model(encoder("modernbert"))
-    found = retrieve(retriever_of(model), Collection(corpus, queries, {name: {} for name in queries}), 8, Softmax(0.2))
+    found, _ = retrieve(
+        retriever_of(model), Collection(corpus, queries, {name: {} for name in queries}), 8, Softmax(0.2)
+    )
     embedded = (
         model.encode(texts, is_query=query) for texts, query in ((list(queries.values()), True), (documents, False))
     )

@@ -40,7 +40,7 @@ def test_the_ranking_is_that_of_the_models_own_similarity(model, collection, mon
     monkeypatch.setattr(ranking, "BATCHES_AT_ONCE", 3)  # several batches of documents
     # Of a route for each side and its prompt only encode_query and encode_document know.
     model.prompts = {"query": "rivers carry ", "document": "bees tell "}
-    found = retrieve(retriever_of(model), collection, batch_size=8)
+    found, _ = retrieve(retriever_of(model), collection, batch_size=8)
     documents = model.encode_document(document_texts(collection.corpus[:]))
     scores = model.similarity(model.encode_query(list(collection.queries.values())), documents).to_dense()
     assert list(found) == list(collection.queries)
@@ -62,7 +62,7 @@ def test_what_shares_no_term_with_a_query_is_no_result(model, collection, monkey
 
     for name in ("encode_query", "encode_document"):
         monkeypatch.setattr(model, name, few_terms(getattr(model, name)))
-    found = retrieve(retriever_of(model), collection, batch_size=8)
+    found, _ = retrieve(retriever_of(model), collection, batch_size=8)
     assert not found["q5"] and found["q0"] and not any("0149" in results for results in found.values())
     monkeypatch.setattr(model, "encode_query", lambda texts, **options: torch.zeros(len(texts), 207).to_sparse())
     metrics = evaluate_collection(retriever_of(model), collection, batch_size=8)

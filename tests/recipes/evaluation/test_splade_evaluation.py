@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim.recipes.data.collection import RecipeData, document_texts, load_collection
 from pylate_fastmaxsim.recipes.evaluation import ranking
-from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
-from pylate_fastmaxsim.recipes.evaluation.nano_beir import collection_of
+from pylate_fastmaxsim.recipes.evaluation.evaluate import collection_of_set, evaluate
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 
@@ -96,7 +95,7 @@ def test_held_out_rows_have_the_metrics_of_their_dense_scores(model, saved, tmp_
             query: {f"d{place}" for place in own} for query, own in zip(ids["q"], relevant.values(), strict=True)
         },
     )
-    nano = evaluate(recipe, model, RecipeData(None, collections=[collection_of(part)] * 2))
+    nano = evaluate(recipe, model, RecipeData(None, collections=[collection_of_set(part)] * 2))
     assert list(nano) == [*ranking.METRICS, *ranking.SPARSITY]
     assert {name: nano[name] for name in found if name in nano} == pytest.approx(
         {name: value for name, value in found.items() if name in nano}, rel=1e-6

@@ -18,8 +18,8 @@ from sentence_transformers import MultiVectorEncoder
 from pylate_fastmaxsim.recipes.data.collection import load_collection
 from pylate_fastmaxsim.recipes.evaluation.ranking import evaluate_collection
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
-from pylate_fastmaxsim.recipes.robustness.measure import Settings, measure
-from pylate_fastmaxsim.recipes.robustness.task import Limits, collection_task
+from pylate_fastmaxsim.recipes.robustness.measure import measure
+from pylate_fastmaxsim.recipes.robustness.task import Settings, collection_task
 
 
 @pytest.mark.parametrize("length", [12, None])
@@ -43,7 +43,7 @@ def test_a_multi_vector_encoder_is_measured_as_a_colbert(length, encoder, tmp_pa
     assert 0 < own["tokens"] <= 12 and longer["tokens"] > 2 * own["tokens"]
     retriever, collection = retriever_of(model), load_collection(str(data))
     assert own["ndcg@10"] == pytest.approx(evaluate_collection(retriever, collection, 8)["ndcg@10"], abs=1e-6)
-    _, pairs = measure(retriever, collection_task("data", collection, Limits()), Settings(times=[1], tokens=[5]), 8)
+    _, pairs = measure(retriever, collection_task("data", collection, Settings()), Settings(times=[1], tokens=[5]), 8)
     for pair in pairs:
         assert len(pair.query_tokens) == len(pair.similarities)
     assert model[0].document_length == length and model.max_seq_length == (12 if length is None else 64)

@@ -27,8 +27,8 @@ from pylate_fastmaxsim.recipes.evaluation.ranking import evaluate_collection
 from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.robustness.lengthen import Lengthened
-from pylate_fastmaxsim.recipes.robustness.measure import Settings, measure
-from pylate_fastmaxsim.recipes.robustness.task import Limits, Task, collection_task
+from pylate_fastmaxsim.recipes.robustness.measure import measure
+from pylate_fastmaxsim.recipes.robustness.task import Settings, Task, collection_task
 
 FEW = ["--pooling", "max", "--pooling", "softmax=0.1", "--times", "1,3", "--tokens", "0,20"]
 
@@ -53,14 +53,14 @@ def task() -> Task:
 
 
 def test_a_collection_keeps_gold_documents_and_leaves_the_query_itself_out():
-    found = collection_task("tiny", collection(), Limits())
+    found = collection_task("tiny", collection(), Settings())
     assert found.queries == [text(1, 4), text(3, 6)] and len(found.documents) == 12
     assert found.grades[0].tolist() == [0, 2, 0, 0, 0, 1, *[0] * 6]
     assert found.grades[1, 3].isnan() and found.grades[1, 7] == 1 and found.grades.nan_to_num().sum() == 4
     free = [0, 2, 3, 4, 6, 8, 9, 10, 11]
     assert found.fillers == [found.documents[document] for document in free]
     assert [document for document, own in enumerate(found.own) if own is not None] == free
-    few = collection_task("tiny", collection(), Limits(max_queries=1, max_documents=4, seed=1))
+    few = collection_task("tiny", collection(), Settings(max_queries=1, max_documents=4, seed=1))
     assert few.grades.shape[0] == 1 and len(few.documents) == 4
     assert (few.grades > 0).sum() in (1, 2)
 

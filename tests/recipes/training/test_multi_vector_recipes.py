@@ -12,7 +12,7 @@ from tiny_recipe import text, write
 from transformers.utils import is_flash_attn_2_available
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.cli.train import advice_on_memory
+from pylate_fastmaxsim.cli.recipes import advice_on_memory
 from pylate_fastmaxsim.precompile.recipe import calls_of_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe

@@ -201,7 +201,7 @@ def test_an_interrupted_run_goes_on_and_the_model_is_one_of_sentence_transformer
 
 @pytest.mark.e2e
 def test_a_comparison_shows_sparsity_beside_quality(saved, tmp_path, monkeypatch):
-    def run_here(recipe_file, logs, on_progress, options):
+    def run_here(recipe_file, logs, options):
         runs = {}
         for mode, keywords in options.items():
             gate = RecordingGate()
