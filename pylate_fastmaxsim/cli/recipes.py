@@ -15,8 +15,8 @@ from pylate_fastmaxsim.cli.terminal import (
     quiet_libraries,
     report_interruption,
 )
-from pylate_fastmaxsim.recipes.config.shipped import copy_recipe, describe, shipped_recipes
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.load import copy_recipe, describe, shipped_recipes
 
 if TYPE_CHECKING:
     from pylate_fastmaxsim.recipes.config.schema import Recipe

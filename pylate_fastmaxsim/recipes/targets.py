@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
-from pylate_fastmaxsim.recipes.config.shipped import is_recipe
 from pylate_fastmaxsim.recipes.data.collection import Collection, load_collection, load_files_of_collection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import collection_of
-from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.load import is_recipe, load_recipe
 from pylate_fastmaxsim.recipes.models.load import HostModel, load_retriever, load_trained, saved_class
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare

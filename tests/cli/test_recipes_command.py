@@ -12,9 +12,8 @@ pytest.importorskip("rich")
 
 from command_line import fastmaxsim
 
-from pylate_fastmaxsim.recipes.config.shipped import describe, is_recipe, shipped_recipes
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.load import describe, is_recipe, load_recipe, shipped_recipes
 
 
 def test_every_recipe_is_listed_with_one_line_of_its_own():

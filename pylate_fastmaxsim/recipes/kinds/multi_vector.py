@@ -96,18 +96,6 @@ class MultiVector(SentenceTransformersKind):
         """Of scores divided by the temperature of the loss, times the square of that."""
         return kl_divergence(scores, teacher, loss.temperature or 1.0)
 
-    def texts(self, column: dict[str, Any]) -> int:
-        # With FlashAttention, Sentence Transformers writes the texts of a column one after the other.
-        return len(column["cu_seq_lens_q"]) - 1 if "cu_seq_lens_q" in column else len(column["input_ids"])
-
-    def tokens(self, column: dict[str, Any]) -> Tensor | int:
-        if "cu_seq_lens_q" in column:
-            return column["input_ids"].numel()
-        live = column["attention_mask"].bool()
-        if "query_expansion_positions" in column:
-            live = live | column["query_expansion_positions"].bool()
-        return live.sum()
-
     def counted_module(self, model: MultiVectorEncoder) -> nn.Module:
         # Not of the encoder: Sentence Transformers calls its method forward, which runs no hooks.
         return encoder_of(model).get_input_embeddings()

@@ -92,18 +92,25 @@ class TextKind(Kind):
     def count(self, trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
         (queries, *documents), _ = trainer.collect_features(inputs)
         return {
-            "query_tokens": self.tokens(queries),
-            "documents": sum(map(self.texts, documents)),
-            "live": sum(map(self.tokens, documents)),
+            "query_tokens": _tokens(queries),
+            "documents": sum(map(_texts, documents)),
+            "live": sum(map(_tokens, documents)),
         }
 
-    def texts(self, column: dict[str, Any]) -> int:
-        """The number of texts of a column of a batch."""
-        return len(column["attention_mask"])
 
-    def tokens(self, column: dict[str, Any]) -> Any:
-        """The number of their tokens."""
-        return column["attention_mask"].sum()
+def _texts(column: dict[str, Any]) -> int:
+    """The number of texts of a column, which with FlashAttention Sentence Transformers writes one after the other."""
+    return len(column["cu_seq_lens_q"]) - 1 if "cu_seq_lens_q" in column else len(column["input_ids"])
+
+
+def _tokens(column: dict[str, Any]) -> Tensor | int:
+    """The number of their tokens, those of query expansion included where the column says which these are."""
+    if "cu_seq_lens_q" in column:
+        return column["input_ids"].numel()
+    live = column["attention_mask"].bool()
+    if "query_expansion_positions" in column:
+        live = live | column["query_expansion_positions"].bool()
+    return live.sum()
 
 
 class SentenceTransformersKind(TextKind):

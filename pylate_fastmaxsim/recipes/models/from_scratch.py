@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import string
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from sentence_transformers.models import Transformer
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers import models as tokenizer_models
@@ -33,9 +34,9 @@ LONGEST = 8192  # tokens of a text of either model
 PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them
 
 
-def build_model(kind: Kind, section: TextModelSection, texts: Iterable[str], seed: int, directory: Path) -> None:
-    """Train a tokenizer on ``texts``, draw the weights from ``seed``, and save a ColBERT or a SPLADE in ``directory``."""
-    tokenizer = train_tokenizer(texts, section.build.vocab_size)
+def build_model(kind: Kind, section: TextModelSection, rows: Dataset, seed: int, directory: Path) -> None:
+    """Train a tokenizer on the texts of rows, draw the weights from ``seed``, and save a ColBERT or a SPLADE in ``directory``."""
+    tokenizer = train_tokenizer(_texts(rows), section.build.vocab_size)
     set_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
@@ -60,6 +61,13 @@ def _configuration(build: BuildSection, tokenizer: PreTrainedTokenizerFast) -> M
         cls_token_id=tokenizer.cls_token_id,
         sep_token_id=tokenizer.sep_token_id,
     )
+
+
+def _texts(rows: Dataset) -> Iterator[str]:
+    """Every text of every column, those in lists of documents included."""
+    for row in rows:
+        for value in row.values():
+            yield from (text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

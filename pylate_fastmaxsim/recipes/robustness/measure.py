@@ -17,9 +17,9 @@ from pylate_fastmaxsim.diagnostics.robustness import DEPTH, length_sweep, retrie
 from pylate_fastmaxsim.integrations.options import POOLINGS, pooling_from_text
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK
-from pylate_fastmaxsim.recipes.config.shipped import is_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import inputs_of, prepare_file, write_json
+from pylate_fastmaxsim.recipes.load import is_recipe
 from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, StaticDocuments, retriever_of
 from pylate_fastmaxsim.recipes.robustness.lengthen import Lengthened, encode
 from pylate_fastmaxsim.recipes.robustness.task import Append, Settings, Task, collection_task, texts_trained_on

@@ -6,12 +6,11 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 
 from pylate_fastmaxsim.files.replace import replace_folder
 from pylate_fastmaxsim.recipes.config.schema import Recipe
@@ -21,7 +20,6 @@ from pylate_fastmaxsim.recipes.data.rows import load_rows, stream_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import load_nano_beir
 from pylate_fastmaxsim.recipes.files import make_directory
-from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.from_scratch import build_model, build_token_table
 from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
 from pylate_fastmaxsim.recipes.training.run_directory import remove_checkpoints
@@ -73,8 +71,9 @@ def _make(recipe: Recipe, root: Path, directory: Path, anew: bool) -> None:
             pairs = docstring_pairs(recipe.data.packages, recipe.data.max_rows, recipe.data.seed)
             Dataset.from_list(pairs).to_parquet(scratch / PAIRS)
         if recipe.model.build is not None:
-            texts = _texts(load_data(replace(recipe, data=_prepared(recipe, scratch).data)).train)
-            build_model(kind_of(recipe.model), recipe.model, texts, recipe.training.seed, scratch / MODEL)
+            prepared = _prepared(recipe, scratch)
+            rows = load_data(prepared).train
+            build_model(kind_of(recipe.model), recipe.model, rows, recipe.training.seed, scratch / MODEL)
         if recipe.model.token_table is not None:
             build_token_table(recipe.model, recipe.training.seed, scratch / MODEL)
         if anew and directory.is_dir():
@@ -90,13 +89,6 @@ def _make(recipe: Recipe, root: Path, directory: Path, anew: bool) -> None:
         raise
 
 
-def _texts(rows: Dataset) -> Iterator[str]:
-    """Every text of every column, those in lists of documents included."""
-    for row in rows:
-        for value in row.values():
-            yield from (text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str))
-
-
 def load_data(recipe: Recipe) -> RecipeData:
     """Load the rows that a recipe names, keep its columns, hold some out, and load what else it evaluates on.
 
@@ -104,16 +96,13 @@ def load_data(recipe: Recipe) -> RecipeData:
     """
     kind = kind_of(recipe.model)
     if recipe.data.streaming:
-        return _evaluated(recipe, kind, stream_rows(recipe, kind), None)
-    dataset = load_rows(recipe, kind).shuffle(seed=recipe.data.seed)
-    if recipe.data.max_rows is not None:
-        dataset = dataset.select(range(min(recipe.data.max_rows, len(dataset))))
-    train, held_out = _split(dataset, recipe.evaluation.rows)
-    _require_a_batch(recipe, len(train), 0 if held_out is None else len(held_out))
-    return _evaluated(recipe, kind, train, held_out)
-
-
-def _evaluated(recipe: Recipe, kind: Kind, train: Dataset | IterableDataset, held_out: Dataset | None) -> RecipeData:
+        train, held_out = stream_rows(recipe, kind), None
+    else:
+        dataset = load_rows(recipe, kind).shuffle(seed=recipe.data.seed)
+        if recipe.data.max_rows is not None:
+            dataset = dataset.select(range(min(recipe.data.max_rows, len(dataset))))
+        train, held_out = _split(dataset, recipe.evaluation.rows)
+        _require_a_batch(recipe, len(train), 0 if held_out is None else len(held_out))
     if recipe.evaluation.beir is not None:
         return RecipeData(train, collections=[load_collection(recipe.evaluation.beir, recipe.evaluation.split)])
     if recipe.evaluation.nano_beir is not None:
