@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import re
 import shlex
 
@@ -13,6 +12,7 @@ import torch
 from paths import ROOT
 
 import pylate_fastmaxsim
+from benchmarks.harness.suite import SUITES
 from pylate_fastmaxsim.cli import COMMANDS
 from pylate_fastmaxsim.integrations.hosts import find_replacements
 from pylate_fastmaxsim.integrations.options import OPTIONS
@@ -30,7 +30,7 @@ def test_the_readme_is_read_to_its_end():
 
 
 def test_tables_are_made_from_the_committed_results():
-    from benchmarks.update_readme import tables, updated
+    from benchmarks.documents import tables, updated
 
     made = tables()
     marks = {name: re.findall(r"<!-- (\w\S+-table) -->", text) for name, text in PAGES.items()}
@@ -38,7 +38,7 @@ def test_tables_are_made_from_the_committed_results():
         name: sorted(made[name]) for name in made
     }
     for name in made:
-        assert updated(name, PAGES[name]) == PAGES[name], "run: python -m benchmarks.update_readme"
+        assert updated(name, PAGES[name]) == PAGES[name], "run: python -m benchmarks --render"
 
 
 def headings(name: str) -> set[str]:
@@ -68,13 +68,13 @@ def test_commands_that_are_named_exist():
     assert set(re.findall(r"[`/\n]fastmaxsim (\w+)", EVERYTHING)) == set(COMMANDS)
     for script in re.findall(r"`python ([\w/]+\.py)", EVERYTHING):
         assert (ROOT / script).is_file(), script
-    benchmarks = re.findall(r"`python -m (benchmarks[\w.]+)([^`]*)`", EVERYTHING)
+    suites = re.findall(r"python -m benchmarks (\w+)([^`\n]*)", EVERYTHING)
     taken = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").rglob("*.py"))
-    assert len(benchmarks) > 10
-    for module, arguments in benchmarks:
-        assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
+    assert len(suites) > 10
+    for module, arguments in suites:
+        assert module in {*SUITES, "SUITE"}, module
         for option in re.findall(r"--[a-z][a-z-]+", arguments):
-            assert f'"{option}"' in taken or "long_documents" in module, (module, option)
+            assert f'"{option}"' in taken, (module, option)
 
 
 def test_limits_quote_the_lines_of_log():
@@ -104,7 +104,9 @@ def test_limits_quote_the_lines_of_log():
 
 
 def test_every_trial_is_listed_by_its_key():
-    trials = json.loads((ROOT / "benchmarks" / "results" / "kernel_trials.json").read_text())
+    from benchmarks.harness.records import load
+
+    trials = load(ROOT / "benchmarks" / "results" / "kernel_trials.json")
     table = PAGES["benchmarks/README.md"].partition("| key | figures |")[2]
     listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.+?) \|", table, flags=re.MULTILINE)))
     assert sorted(listed) == sorted(trials.keys() - {"environment", "note"})

@@ -1,11 +1,13 @@
-"""Results files: their options, which cells are missing, and what every cell records beside its numbers."""
+"""Results files: their format, which cells are missing, and the machine and versions of every cell."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import datetime
+import functools
 import json
+import math
 import os
 import platform
 import time
@@ -13,11 +15,16 @@ from pathlib import Path
 
 import torch
 
+import pylate_fastmaxsim
+from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.reporting.environment import versions
 
 # When this run began. In an environment variable, so that processes started by it share the value.
 RUN = "FASTMAXSIM_BENCHMARK_RUN"
 os.environ.setdefault(RUN, datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
+
+# Significant digits of a number in a results file: enough for every table. Losses keep all of theirs.
+DIGITS = 6
 
 
 def processor() -> str:
@@ -29,10 +36,9 @@ def processor() -> str:
     return platform.processor() or "unknown"
 
 
+@functools.cache
 def environment() -> dict:
-    """Machine, versions, date and start of the run, recorded with every cell."""
-    import pylate_fastmaxsim
-
+    """Machine, versions, date and start of the run."""
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "host": f"{os.cpu_count()} cores of {processor()}",
@@ -45,40 +51,62 @@ def environment() -> dict:
     }
 
 
-def write(results: Path, content: dict) -> None:
-    """Replace a results file in one step, so that it is never incomplete."""
-    results.parent.mkdir(parents=True, exist_ok=True)
-    temporary = results.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(results)
+def load(file: Path) -> dict:
+    """A results file, each record with its whole ``environment``."""
+    content = json.loads(file.read_text())
+    environments = content.pop("environments", [])
+
+    def whole(value: object) -> object:
+        if isinstance(value, list):
+            return [whole(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        found = {key: whole(each) for key, each in value.items()}
+        if isinstance(found.get("environment"), int):
+            found["environment"] = environments[found["environment"]]
+        return found
+
+    return whole(content)
 
 
-# Choices of --compile and --checkpointing.
-SWITCH = {"no": [False], "yes": [True], "both": [False, True]}
+def write(file: Path, content: dict) -> None:
+    """Replace a results file: every environment once, numbers of six digits, a cell a line."""
+    environments: list[dict] = []
+
+    def short(value: object) -> object:
+        if isinstance(value, float) and math.isfinite(value):
+            return float(f"{value:.{DIGITS}g}")
+        if isinstance(value, list):
+            return [short(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        keep = {"environment": place, "losses": lambda whole: whole}
+        return {key: keep.get(key, short)(each) for key, each in value.items()}
+
+    def place(recorded: dict) -> int:
+        if recorded not in environments:
+            environments.append(recorded)
+        return environments.index(recorded)
+
+    content = short(content)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(file, _lines({"environments": environments, **content}).encode())
 
 
-def add_options(parser: argparse.ArgumentParser, results: Path | None, timeout: float) -> None:
-    """The options of every command whose cells are kept in a results file."""
-    parser.add_argument("--results", type=Path, default=results)
-    parser.add_argument("--output", type=Path, help="write here instead of over --results")
-    parser.add_argument(
-        "--budget", type=float, default=float("inf"), help="start no further cell after this many seconds"
-    )
-    parser.add_argument("--timeout", type=float, default=timeout, help="seconds a cell may take")
-    parser.add_argument("--again", action="store_true", help="measure finished cells again")
-    parser.add_argument("--render-only", action="store_true", help="only tables and plots of the results file")
+def _lines(content: dict, depth: int = 0) -> str:
+    if depth == 2 or not isinstance(content, dict) or not content:
+        return json.dumps(content)
+    indent = " " * (depth + 1)
+    rows = ",\n".join(f"{indent}{json.dumps(key)}: {_lines(value, depth + 1)}" for key, value in content.items())
+    return "{\n" + rows + "\n" + " " * depth + "}" + "\n" * (depth == 0)
 
 
 class Results:
-    """A results file: which cells are missing, and new ones, each written as soon as it is known.
+    """A results file: which of its ``cells`` are missing, and new ones, each written as soon as it is known."""
 
-    Cells are under the key ``cells``, or the file itself is the dictionary of cells (``flat``).
-    """
-
-    def __init__(self, options: argparse.Namespace, flat: bool = False) -> None:
-        exists = options.results.exists()
-        self.content = json.loads(options.results.read_text()) if exists else {} if flat else {"cells": {}}
-        self.cells: dict[str, dict] = self.content if flat else self.content["cells"]
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.content = load(options.results) if options.results.exists() else {"cells": {}}
+        self.cells: dict[str, dict] = self.content["cells"]
         self.target = options.output or options.results
         self.again = options.again
         self.ends = time.monotonic() + options.budget
@@ -91,10 +119,9 @@ class Results:
     def wants(self, name: str) -> bool:
         """Whether to measure a cell: it is missing, its step failed, or with ``--again``."""
         known = name in self.cells and self.cells[name].get("status") != "failed"
-        return (self.again or not known) and self.left > 0
+        return self.again or not known
 
-    def add(self, name: str, cell: dict, shown: object) -> None:
-        """Keep a cell, and print what is shown of it."""
+    def add(self, name: str, cell: dict) -> None:
+        """Keep a cell."""
         self.cells[name] = cell
-        print(name, shown, flush=True)
         write(self.target, self.content)

@@ -1,8 +1,7 @@
 """Attention of packed texts on one GPU: this package's kernels against PyTorch's FlashAttention, forward and backward.
 
-    python -m benchmarks.operators.attention                 # the table, written to results/attention.json
-    python -m benchmarks.operators.attention --render-only
-    python -m benchmarks.operators.attention --sweep         # tiles of the kernels, results/attention_tiles.json
+    python -m benchmarks attention
+    python -m benchmarks attention --render
 
 Shapes of ModernBERT-base (12 heads of 64 dimensions, bf16; 14 of its 22 layers have a window of 64 tokens to each
 side, the others none) with about 40,000 tokens. Both run on every shape, even where `is_faster` chooses FlashAttention.
@@ -13,21 +12,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch._functorch.config
 
 from benchmarks.harness.lengths import log_normal
-from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import environment, write
 from benchmarks.harness.tables import table
 from benchmarks.harness.timing import time_calls
-from benchmarks.operators.attention_sweep import DROPOUTS, HEADS, sweep
+from benchmarks.operators.attention_tiles import DROPOUTS, HEADS
 from pylate_fastmaxsim.ops.attention import is_faster, rotary_self_attention, text_attention
 
 DIM = 64
@@ -61,7 +56,7 @@ def shapes() -> dict[str, tuple[list[int], list[int]]]:
     return found
 
 
-def measure(rows: list[int], keys: list[int], reach: int, dim: int = DIM, dropout: float = 0.0) -> dict:
+def measure_attention(rows: list[int], keys: list[int], reach: int, dim: int = DIM, dropout: float = 0.0) -> dict:
     torch.manual_seed(0)
     device = torch.device("cuda")
     borders, key_borders = (torch.tensor([0, *lengths]).cumsum(0).int().to(device) for lengths in (rows, keys))
@@ -127,7 +122,7 @@ def measure_rotary(lengths: list[int], reach: int) -> dict:
     return {"rows": rows} | timed(ways, leaves, made(rows, heads, DIM))
 
 
-def markdown(rows: dict[str, dict]) -> str:
+def windows_table(rows: dict[str, dict]) -> str:
     lines = []
     for name, row in rows.items():
         times = {way: [row[way][part]["ms"] for part in ("forward", "backward")] for way in ("flash", "ours")}
@@ -156,39 +151,39 @@ def rotary_table(rows: dict[str, dict]) -> str:
     for name, row in rows.items():
         times = [[row[way][part]["ms"] for part in ("forward", "backward")] for way in ("inductor", "ours")]
         cells = [f"{forward:.2f} + {backward:.2f} ms" for forward, backward in times]
-        lines.append([name, *cells, f"{sum(times[0]) / sum(times[1]):.2f}x"])
+        lines.append([name.removeprefix("rotary, "), *cells, f"{sum(times[0]) / sum(times[1]):.2f}x"])
     return table(["texts", "Inductor", "this package", ""], lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULTS / "attention.json")
-    parser.add_argument("--render-only", action="store_true")
-    parser.add_argument("--sweep", action="store_true", help="time tiles of the kernels instead")
-    options = parser.parse_args()
-    if options.render_only:
-        content = json.loads(options.output.read_text())
-        print(markdown(content["rows"]), heads_table(content["heads"]), rotary_table(content["rotary"]), sep="\n\n")
-        return
-    if not torch.cuda.is_available():
-        raise SystemExit("This measures a CUDA GPU, and there is none.")
-    if options.sweep:
-        sweep(options.output.with_name("attention_tiles.json"))
-        return
-    content = {"environment": environment(), "rows": {}, "heads": {}, "rotary": {}}
-    for name, lengths in shapes().items():
-        for reach in WINDOWS:
-            content["rows"][f"{name}, window {reach}"] = measure(*lengths, reach)
+def cells(options: argparse.Namespace) -> dict[str, dict]:
+    """Cells of three tables; one process measures them all."""
+    made = {}
+    for name, reach in itertools.product(shapes(), WINDOWS):
+        made[f"{name}, window {reach}"] = {"table": "rows", "shape": name, "reach": reach}
     for name, dim, dropout in itertools.product(SHAPES_OF_HEADS, HEADS, DROPOUTS):
-        measured = measure(*shapes()[name], -1, dim, dropout)
-        content["heads"][f"{name}, {HEADS[dim]} heads of {dim}, dropout {dropout}"] = measured
+        cell = {"table": "heads", "shape": name, "reach": -1, "dim": dim, "dropout": dropout}
+        made[f"{name}, {HEADS[dim]} heads of {dim}, dropout {dropout}"] = cell
     for reach in WINDOWS:
-        content["rotary"][f"512 documents of 80, window {reach}"] = measure_rotary(
-            shapes()["512 documents of 80"][0], reach
-        )
-    write(options.output, content)
-    print(markdown(content["rows"]), heads_table(content["heads"]), rotary_table(content["rotary"]), sep="\n\n")
+        name = "512 documents of 80"
+        made[f"rotary, {name}, window {reach}"] = {"table": "rotary", "shape": name, "reach": reach}
+    return made
 
 
-if __name__ == "__main__":
-    main()
+def process_of(_: dict) -> str:
+    return "all"
+
+
+def measure(cell: dict) -> dict:
+    texts = shapes()[cell["shape"]]
+    if cell["table"] == "rotary":
+        return measure_rotary(texts[0], cell["reach"])
+    return measure_attention(*texts, cell["reach"], cell.get("dim", DIM), cell.get("dropout", 0.0))
+
+
+def of_table(content: dict, name: str) -> dict[str, dict]:
+    return {key: cell for key, cell in content["cells"].items() if cell["table"] == name}
+
+
+def markdown(content: dict) -> str:
+    made = {"rows": windows_table, "heads": heads_table, "rotary": rotary_table}
+    return "\n\n".join(make(rows) for name, make in made.items() if (rows := of_table(content, name)))

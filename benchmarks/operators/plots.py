@@ -60,7 +60,7 @@ def plot_roofline(results: Results, target: Path) -> None:
     """Operations a second of the 16-bit forwards against operations a byte, under the measured ceilings."""
     shapes = [shape for shape in results.shapes if shape.dtype != "float32" and shape.group != "sweep"]
     figure, axis = plt.subplots(figsize=(9, 6))
-    run = results.runs[-1]["ceilings"]
+    run = list(results.cells.values())[-1]["environment"]["ceilings"]
     rate, bandwidth = run["matmul_flops_per_s"]["bfloat16"], run["copy_bytes_per_s"]
     intensities = [shape.flops() / shape.bytes("forward") for shape in shapes]
     ridge = rate / bandwidth

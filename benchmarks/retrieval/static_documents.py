@@ -1,8 +1,8 @@
 """Documents as sparse vectors of static late interaction on one GPU: time, peak memory and size of the matrix.
 
-    python -m benchmarks.retrieval.static_documents                  # written to results/static_documents.json
-    python -m benchmarks.retrieval.static_documents --render-only    # the table of that file
-    python -m benchmarks.retrieval.static_documents --documents 300 --vocabulary 500 --results /tmp/a.json   # on a CPU
+    python -m benchmarks static_documents
+    python -m benchmarks static_documents --render
+    python -m benchmarks static_documents --documents 300 --vocabulary 500 --results /tmp/a.json   # on a CPU
 
 Documents have 60 tokens by the law of sparse_data.py, of BERT's 30,522. Vectors have 256 dimensions. They are random, with
 planted neighbours: families of 56 tokens with a cosine of about 0.42, and in each 7 groups of 8 tokens with about 0.6. So
@@ -17,24 +17,21 @@ vocabulary, which must give the same entries.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import environment, write
 from benchmarks.harness.tables import table
 from benchmarks.retrieval.sparse_data import VOCABULARY, term_law
 from pylate_fastmaxsim import SparseBatch, StaticLateInteraction
 from pylate_fastmaxsim.retrieval.static.documents import from_maxsim
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 
+TIMEOUT = 300
 THRESHOLDS = (0.5, 0.4)
 TOKENS = 60  # of a document
 DIM = 256
@@ -100,8 +97,9 @@ def difference(ours: SparseBatch, other: SparseBatch) -> float | None:
     return (ours.weights - other.weights).abs().amax().item() if len(ours.weights) else 0.0
 
 
-def measure(vectors: Tensor, tokens: TokenIds, threshold: float) -> dict:
-    device = vectors.device
+def measure(cell: dict) -> dict:
+    device, threshold = torch.device("cuda" if torch.cuda.is_available() else "cpu"), cell["threshold"]
+    vectors, tokens = token_vectors(cell["vocabulary"], device), token_ids(cell["documents_made"], cell["vocabulary"])
     few, some = (tokens.part(0, math.ceil(share * len(tokens))) for share in (COMPARED / 64, COMPARED))
     model = StaticLateInteraction(vectors, threshold=threshold)
     table_cost, neighbours = timed(lambda: model.neighbour_table, device)
@@ -123,7 +121,7 @@ def measure(vectors: Tensor, tokens: TokenIds, threshold: float) -> dict:
 
 
 def markdown(content: dict) -> str:
-    made, rows = content["environment"], []
+    made, rows = next(iter(content["cells"].values()))["environment"], []
     for threshold, cell in content["cells"].items():
         built, size = cell["documents"], cell["documents"]["nbytes"]
         peaks = [None if each["peak_bytes"] is None else each["peak_bytes"] / 2**30 for each in (cell["table"], built)]
@@ -138,7 +136,7 @@ def markdown(content: dict) -> str:
             f"{size / 2**30:.2f} GiB",
             *_gib(beyond),
         ])  # fmt: skip
-    setting = content["setting"]
+    setting = made["setting"]
     title = (
         f"{setting['documents']:,} documents of {TOKENS} tokens, a vocabulary of {setting['vocabulary']:,}, vectors of {DIM} "
         f"dimensions; {made['device']}, torch {made['torch']}, {made['date']}:"
@@ -154,26 +152,15 @@ def _gib(value: float | None) -> list[str]:
     return ["" if value is None else f"{value:.2f} GiB"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--documents", type=int, default=1_000_000)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help=f"at most {VOCABULARY:,}")
-    parser.add_argument("--results", type=Path, default=RESULTS / "static_documents.json")
-    parser.add_argument("--render-only", action="store_true", help="only the table of the results file")
-    options = parser.parse_args()
-    if options.render_only:
-        print(markdown(json.loads(options.results.read_text())))
-        return
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    vectors, tokens = token_vectors(options.vocabulary, device), token_ids(options.documents, options.vocabulary)
-    setting = {"documents": options.documents, "vocabulary": options.vocabulary, "tokens": TOKENS, "dim": DIM}
-    content: dict = {"environment": environment(), "setting": setting, "cells": {}}
-    for threshold in THRESHOLDS:
-        content["cells"][str(threshold)] = measure(vectors, tokens, threshold)
-        print(threshold, json.dumps(content["cells"][str(threshold)]), flush=True)
-        write(options.results, content)
-    print(markdown(content))
 
 
-if __name__ == "__main__":
-    main()
+def cells(options: argparse.Namespace) -> dict[str, dict]:
+    sizes = {"documents_made": options.documents, "vocabulary": options.vocabulary}
+    return {str(threshold): {"threshold": threshold, **sizes} for threshold in THRESHOLDS}
+
+
+def recorded(_: str, options: argparse.Namespace) -> dict:
+    return {"setting": {"documents": options.documents, "vocabulary": options.vocabulary}}

@@ -1,9 +1,9 @@
 """Training steps of a MultiVectorEncoder of Sentence Transformers: stock, stock with FlashAttention, and this package.
 
-    python -m benchmarks.training.multi_vector_step                       # measure what is missing, then print the table
-    python -m benchmarks.training.multi_vector_step --mini-batch 32       # GradCache, in another results file
-    python -m benchmarks.training.multi_vector_step --mini-batch 32 --mini-batch-tokens 9600   # mini-batches by tokens
-    python -m benchmarks.training.multi_vector_step --batches 32 --layers 2   # a trial
+    python -m benchmarks multi_vector_step                       # measure what is missing, then print the table
+    python -m benchmarks multi_vector_step --mini-batch 32       # GradCache, in another results file
+    python -m benchmarks multi_vector_step --mini-batch 32 --mini-batch-tokens 9600   # mini-batches by tokens
+    python -m benchmarks multi_vector_step --batches 32 --layers 2   # a trial
 
 Encoder, texts and optimizer are those of train_step.py: ModernBERT-base with random weights, documents of random words,
 one negative per query, bf16 autocast. Sentence Transformers pads a batch to its longest text; with flash-attn it encodes
@@ -15,22 +15,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import random
-import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import SWITCH, Results, add_options, environment
-from benchmarks.harness.tables import table
-from benchmarks.harness.timing import peaks_gib
-from benchmarks.harness.turns import add_alone, gate, serve_by_turns, speed, step_times
-from benchmarks.harness.workers import serve
-from benchmarks.training.cell import DOCUMENT_LENGTH, make_rows, save_encoder
-from benchmarks.training.cell_processes import steps_together
+from benchmarks.training import steps
+from benchmarks.training.encoder import DOCUMENT_LENGTH, make_rows, save_encoder
+from benchmarks.training.steps import SWITCH, measured, run, steps_table  # noqa: F401
 from benchmarks.training.torch_flash_attention import provide
 
+TIMEOUT = 480
 PATHS = {
     "stock": "Sentence Transformers",
     "flash": "Sentence Transformers, flash_attention_2",
@@ -39,7 +33,7 @@ PATHS = {
 }
 
 
-def run_cell(cell: dict) -> dict:
+def measure(cell: dict) -> dict:
     with tempfile.TemporaryDirectory() as directory:
         return _measured(cell, Path(directory))
 
@@ -102,41 +96,20 @@ def _measured(cell: dict, directory: Path) -> dict:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    values = [step(index) for index in range(cell["warmup"])]
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    measured = step_times(lambda index: values.append(step(index)), cell["warmup"], cell["steps"], cuda)
-    times = [seconds * 1e3 for seconds in measured]
     masks = [column["attention_mask"] for columns in batches for column in columns[1:] if "attention_mask" in column]
     return {
-        "status": "ok",
+        **measured(step, cell),
         "flash_attention": kernels,
-        "step_ms": statistics.median(times),
-        "each_ms": [round(each, 2) for each in times],
-        "peak_gib": peaks_gib()[0] if cuda else None,
         "padding": 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks) if masks else None,
-        # JSON has no NaN.
-        "losses": [value if math.isfinite(value) else None for value in map(float, values)],
     }
 
 
 def markdown_table(cells: dict[str, dict], rows: list[tuple]) -> str:
     """Step time and peak memory by batch, with the ratio to the first row; ``rows`` are results of :func:`row_of`."""
     batches = sorted({cell["batch"] for cell in cells.values()})
-    lines = []
-    for row in rows:
-        entries = [title(*row)]
-        for batch in batches:
-            cell, first = (cells.get(cell_name(batch, *each), {"status": ""}) for each in (row, rows[0]))
-            if cell["status"] != "ok":
-                entries.append(cell["status"])
-                continue
-            memory = "" if cell["peak_gib"] is None else f", {cell['peak_gib']:.1f} GiB"
-            ratio = f" ({speed(cell, first)})" if cell is not first and first["status"] == "ok" else ""
-            entries.append(f"{cell['step_ms']:,.0f} ms{memory}{ratio}")
-        lines.append(entries)
-    return table(["", *(f"{batch:,} queries" for batch in batches)], lines)
+    titles = {row: title(*row) for row in rows}
+    columns = {batch: f"{batch:,} queries" for batch in batches}
+    return steps_table(cells, titles, columns, lambda row, batch: cell_name(batch, *row))
 
 
 def row_of(cell: dict) -> tuple[str, bool, int | None, int | None]:
@@ -154,38 +127,23 @@ def cell_name(batch: int, path: str, compiled: bool, texts: int | None = None, t
     return f"{path}/batch={batch}/compile={int(compiled)}{divided}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, None, timeout=240)
-    add_alone(parser)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    steps.add_options(parser, PATHS, [64, 256], different=12, warmup=12, steps=16)
+    parser.add_argument("--compile", choices=list(SWITCH), default="both")
     parser.add_argument("--mini-batch", type=int, help="measure GradCache with mini-batches of this many texts")
     parser.add_argument("--mini-batch-tokens", type=int, help="and of at most this many tokens, in place of texts")
-    parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
-    parser.add_argument("--batches", nargs="+", type=int, default=[64, 256])
-    parser.add_argument("--compile", choices=list(SWITCH), default="both")
     parser.add_argument("--layers", type=int, help="fewer encoder layers, for a trial")
-    parser.add_argument("--different", type=int, default=12, help="different batches, taken in turn")
-    parser.add_argument("--warmup", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        (serve_by_turns if gate() else serve)(run_cell)
-        return
-    options.results = options.results or RESULTS / f"multi_vector_{'gradcache' if options.mini_batch else 'step'}.json"
-    results = Results(options, flat=True)
+
+
+def cells(options: argparse.Namespace) -> dict[str, dict]:
     keys = ("mini_batch", "mini_batch_tokens", "layers", "different", "warmup", "steps")
     how = {key: getattr(options, key) for key in keys}
-    command = ["-m", "benchmarks.training.multi_vector_step", "--worker"]
-    for compiled, batch in [] if options.render_only else itertools.product(SWITCH[options.compile], options.batches):
-        choices = [{"path": path, "batch": batch, "compile": compiled, **how} for path in options.paths]
-        cells = {name: cell for cell in choices if results.wants(name := cell_name(batch, *row_of(cell)))}
-        for name, result in steps_together(command, cells, options.timeout, options.alone):
-            shown = {key: result.get(key) for key in ("status", "step_ms", "peak_gib", "detail")}
-            results.add(name, {**cells[name], **result, "environment": environment()}, shown)
-    ordered = sorted(results.cells.values(), key=lambda cell: (cell["compile"], list(PATHS).index(cell["path"])))
-    print(markdown_table(results.cells, list(dict.fromkeys(map(row_of, ordered)))))
+    choices = itertools.product(SWITCH[options.compile], options.batches, options.paths)
+    made = [{"path": path, "batch": batch, "compile": compiled, **how} for compiled, batch, path in choices]
+    return {cell_name(cell["batch"], *row_of(cell)): cell for cell in made}
 
 
-if __name__ == "__main__":
-    main()
+def markdown(content: dict) -> str:
+    cells = content["cells"]
+    ordered = sorted(cells.values(), key=lambda cell: (cell["compile"], list(PATHS).index(cell["path"])))
+    return markdown_table(cells, list(dict.fromkeys(map(row_of, ordered))))

@@ -1,12 +1,11 @@
 """Full training steps of ColPali and ColQwen2 at their real sizes: stock colpali-engine and this package.
 
-    python -m benchmarks.training.page_step                        # measure what is missing, then print the table
-    python -m benchmarks.training.page_step --kinds colqwen2 --batches 16 32
+    python -m benchmarks page_step                        # measure what is missing, then print the table
+    python -m benchmarks page_step --kinds colqwen2 --batches 16 32
 
 A step is the forward of queries and pages, ``ColbertLoss`` over the batch, backward and AdamW on LoRA adapters, in bf16
 autocast over bf16 weights with gradient checkpointing, as in the recipes. Weights, queries and pixels are random: speed
-and memory do not depend on their values. Each cell runs in a process of its own and is written to the results file as
-soon as it is known; a finished one is not measured again.
+and memory do not depend on their values. Each cell runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -14,17 +13,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import statistics
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import Results, add_options, environment
-from benchmarks.harness.tables import table
-from benchmarks.harness.turns import add_alone, gate, serve_by_turns, speed, step_times
-from benchmarks.harness.workers import serve
-from benchmarks.training.cell_processes import steps_together
+from benchmarks.training import steps
+from benchmarks.training.steps import MEASURES, measured, run, steps_table  # noqa: F401
 
+TIMEOUT = 480
 PATHS = {"stock": "colpali-engine", "fast": "colpali-engine + pylate-fastmaxsim"}
 QUERY_TOKENS = 25
 # Of the published models; "tiny" is for a trial without a GPU.
@@ -137,7 +132,7 @@ def make_queries(batch: int) -> dict:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def run_cell(cell: dict) -> dict:
+def measure(cell: dict) -> dict:
     os.environ["COLPALI_SCORES_BACKEND"] = "torch" if cell["path"] == "stock" else "auto"
     import torch
     from colpali_engine.loss import ColbertLoss
@@ -157,9 +152,8 @@ def run_cell(cell: dict) -> dict:
     loss_function = ColbertLoss().to(device)
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=2e-4)
     batches = [(make_queries(cell["batch"]), make_pages(cell["kind"], cell["batch"])) for _ in range(2)]
-    seen = []
 
-    def step(index: int) -> None:
+    def step(index: int) -> torch.Tensor:
         inputs = [{key: value.to(device) for key, value in part.items()} for part in batches[index % len(batches)]]
         with torch.autocast(device.type, dtype=torch.bfloat16):
             # The trainer passes float32 embeddings to the loss.
@@ -168,35 +162,26 @@ def run_cell(cell: dict) -> dict:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        seen.append(loss.item())
+        return loss.detach()
 
-    for index in range(cell["warmup"]):
-        step(index)
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    times = step_times(step, 0, cell["steps"], cuda)
-    return {
-        "status": "ok",
-        "step_ms": statistics.median(times) * 1e3,
-        "step_ms_min": min(times) * 1e3,
-        "step_ms_max": max(times) * 1e3,
-        "steps": len(times),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        "losses": seen,
-    }
+    return measured(step, cell)
 
 
-def draw(cells: dict[str, dict], picture: Path) -> None:
+def cell_name(kind: str, path: str, batch: int) -> str:
+    return f"{kind}/{path}/batch={batch}"
+
+
+def plot(content: dict, target: Path) -> None:
     """Step time and peak memory by batch size, side by side."""
     from benchmarks.harness.plots import plt
-    from benchmarks.training.plots import MEASURES
 
+    cells = content["cells"]
     figure, axes = plt.subplots(2, 2, figsize=(10, 7))
     for row, kind in zip(axes, TEXT, strict=True):
         batches = sorted({cell["batch"] for cell in cells.values() if cell["kind"] == kind})
         for axis, (key, (label, style)) in zip(row, MEASURES.items(), strict=True):
             for shift, (path, name) in zip((-0.2, 0.2), PATHS.items(), strict=True):
-                found = [cells.get(f"{kind}/{path}/batch={batch}", {"status": "not measured"}) for batch in batches]
+                found = [cells.get(cell_name(kind, path, batch), {"status": "not measured"}) for batch in batches]
                 places = [place + shift for place in range(len(batches))]
                 bars = axis.bar(places, [cell.get(key) or 0 for cell in found], 0.4, label=name)
                 texts = [format(cell[key], style) if cell.get(key) else cell["status"] for cell in found]
@@ -208,61 +193,31 @@ def draw(cells: dict[str, dict], picture: Path) -> None:
     handles, names = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="lower center", ncols=2, frameon=False)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(picture, dpi=120)
+    figure.savefig(target.with_suffix(".png"), dpi=120)
     plt.close(figure)
 
 
-def markdown_table(cells: dict[str, dict]) -> str:
-    """Step time and peak memory by model and batch, with the ratio to stock."""
-    keys = sorted({(cell["kind"], cell["batch"]) for cell in cells.values()})
-    lines = []
-    for path, name in PATHS.items():
-        entries = [name]
-        for kind, batch in keys:
-            cell, stock = (cells.get(f"{kind}/{one}/batch={batch}") for one in (path, "stock"))
-            if cell is None or cell["status"] != "ok":
-                entries.append("" if cell is None else cell["status"])
-                continue
-            memory = "" if cell["peak_gib"] is None else f", {cell['peak_gib']:.1f} GiB"
-            entries.append(f"{cell['step_ms']:,.0f} ms{memory}")
-            if path != "stock" and stock and stock["status"] == "ok":
-                entries[-1] += f" ({speed(cell, stock)})"
-        lines.append(entries)
-    return table(["", *(f"{kind}, batch {batch}" for kind, batch in keys)], lines)
+def recorded(*_) -> dict:
+    return {"colpali-engine": version("colpali-engine")}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    steps.add_options(parser, PATHS, [16, 64], warmup=2, steps=5)
     parser.add_argument("--kinds", nargs="+", choices=list(TEXT), default=list(TEXT))
-    parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
-    parser.add_argument("--batches", nargs="+", type=int, default=[16, 64])
-    add_options(parser, RESULTS / "page_step.json", timeout=240)
-    add_alone(parser)
     parser.add_argument("--tiny", action="store_true", help="small models, for a trial without a GPU")
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        (serve_by_turns if gate() else serve)(run_cell)
-        return
-    results = Results(options, flat=True)
+
+
+def cells(options: argparse.Namespace) -> dict[str, dict]:
     how = {"warmup": options.warmup, "steps": options.steps, "tiny": options.tiny}
-    command = ["-m", "benchmarks.training.page_step", "--worker"]
-    for kind, batch in [] if options.render_only else itertools.product(options.kinds, options.batches):
-        cells = {
-            name: {"kind": kind, "path": path, "batch": batch}
-            for path in options.paths
-            if results.wants(name := f"{kind}/{path}/batch={batch}")
-        }
-        asked = {name: cell | how for name, cell in cells.items()}
-        for name, result in steps_together(command, asked, options.timeout, options.alone):
-            recorded = environment() | {"colpali-engine": version("colpali-engine")}
-            shown = {key: result.get(key) for key in ("status", "step_ms", "peak_gib", "detail")}
-            results.add(name, {**cells[name], **result, "environment": recorded}, shown)
-    print(markdown_table(results.cells))
-    draw(results.cells, results.target.with_suffix(".png"))
+    return {
+        cell_name(kind, path, batch): {"kind": kind, "path": path, "batch": batch, **how}
+        for kind, batch, path in itertools.product(options.kinds, options.batches, options.paths)
+    }
 
 
-if __name__ == "__main__":
-    main()
+def markdown(content: dict) -> str:
+    """Step time and peak memory by model and batch, with the ratio to stock."""
+    cells = content["cells"]
+    columns = sorted({(cell["kind"], cell["batch"]) for cell in cells.values()})
+    titles = {(kind, batch): f"{kind}, batch {batch}" for kind, batch in columns}
+    return steps_table(cells, PATHS, titles, lambda path, column: cell_name(column[0], path, column[1]))

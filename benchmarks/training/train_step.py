@@ -1,43 +1,256 @@
 """Full training steps of ModernBERT-base: stock PyLate, PyLate with each fused-kernel peer, and this package.
 
-    python -m benchmarks.training.train_step                       # measure what is missing, then print the table
-    python -m benchmarks.training.train_step --render-only         # table and plot from the committed results
+    python -m benchmarks train_step                       # measure what is missing, then print the table
+    python -m benchmarks train_step --render              # table and plot of the committed results
+    python -m benchmarks train_step --batches 2 --layers 1 --compile no --steps 2 --warmup 1   # a trial, also on a CPU
 
-A step is forward, contrastive loss, backward and AdamW in bf16 autocast, with one negative per query. Options that are
-not listed here, such as --loss, are those of cell.py (`python -m benchmarks.training.cell --help`). Each cell runs in a
-process of its own, which has --timeout seconds to warm up and again as many to be measured. Stock and fast of a batch,
-not compiled, take turns with their steps, unless --alone. It is written to the
-results file as soon as it is known, and a finished one is not measured again, so several short runs on a GPU fill one
-file.
+A step is forward, contrastive loss, backward and AdamW in bf16 autocast, with one negative per query. The encoder has
+random weights; texts are random words, and pass through PyLate's own tokenisation and collator. Each cell runs in a
+process of its own. Stock and fast of a batch, not compiled, take turns with their steps, unless --alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import json
+import os
+import random
+import statistics
+import tempfile
+from pathlib import Path
 
-from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import SWITCH, Results, add_options, environment
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.lengths import MEAN_TOKENS
 from benchmarks.harness.tables import table
-from benchmarks.harness.turns import add_alone, speed
-from benchmarks.training.cell_processes import OUT_OF_MEMORY, measure, measure_together
+from benchmarks.harness.timing import peaks_gib
+from benchmarks.training import steps
+from benchmarks.training.encoder import DOCUMENT_LENGTH, ENCODERS, SPECIAL_TOKENS, build_model, make_rows
+from benchmarks.training.step_kernels import step_kernels
+from benchmarks.training.steps import MEASURES, OUT_OF_MEMORY, SWITCH, draw_curves, entry, measured, run  # noqa: F401
 
+TIMEOUT = 480
 PATHS = {
     "stock": "PyLate",
     "lik": "PyLate + late-interaction-kernels",
     "flash": "PyLate + flash-maxsim",
     "fast": "PyLate + pylate-fastmaxsim",
 }
+# PYLATE_SCORES_BACKEND of each path.
+SCORING = {"stock": "torch", "lik": "lik", "flash": "flash", "fast": "auto"}
+TITLE = "One training step of ModernBERT-base"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    steps.add_options(parser, PATHS, [32, 64, 128, 256, 512, 1024])
+    parser.add_argument("--compile", choices=list(SWITCH), default="both")
+    parser.add_argument("--checkpointing", choices=list(SWITCH), default="both")
+    add_step_options(parser)
+
+
+def add_step_options(parser: argparse.ArgumentParser) -> None:
+    """What a step does, and how often."""
+    losses = ["contrastive", "cached_contrastive", "distillation"]
+    parser.add_argument("--loss", choices=losses, default=losses[0])
+    parser.add_argument("--mini-batch", type=int, default=32, help="rows per mini-batch of GradCache")
+    parser.add_argument("--tile", type=int, help="fill a batch with copies of this many rows")
+    parser.add_argument("--kernels", action="store_true", help="profile steps after the timing: their kernels")
+    parser.add_argument("--negatives", type=int, default=1)
+    parser.add_argument("--document-length", type=int, default=DOCUMENT_LENGTH)
+    parser.add_argument("--mean-tokens", type=float, default=MEAN_TOKENS, help="per document, before truncation")
+    parser.add_argument("--encoder", choices=list(ENCODERS), default="modernbert")
+    parser.add_argument("--layers", type=int, help="fewer encoder layers, for a trial")
+    parser.add_argument("--different", type=int, default=12, help="different batches, taken in turn")
+    parser.add_argument("--warmup", type=int, default=12, help="steps before timing")
+    parser.add_argument("--warmup-rows", type=int, help="rows of a batch in steps before timing; by default all")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--seconds", type=float, default=10.0, help="stop timing after this long (5 steps at least)")
+    parser.add_argument(
+        "--chunks", type=int, help="only the memory of a GradCache step, up to so many chunks of scores"
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs, with a batch each; times are of the slowest rank")
+
+
+STEP_KEYS = (
+    *("loss", "mini_batch", "tile", "kernels", "negatives", "document_length", "mean_tokens", "encoder", "layers"),
+    *("different", "warmup", "warmup_rows", "steps", "seconds", "chunks", "ranks"),
+)
+
+
+def step_of(options: argparse.Namespace) -> dict:
+    """The keys of a cell that :func:`add_step_options` have; refuses a step that cannot be made."""
+    if options.warmup < 1 or options.ranks < 1:
+        raise SystemExit("--warmup and --ranks must be at least 1.")
+    if not options.mean_tokens > SPECIAL_TOKENS:
+        raise SystemExit(f"--mean-tokens must be more than {SPECIAL_TOKENS}, the special tokens of a document.")
+    if options.chunks is not None and (options.paths, options.loss) != (["fast"], "cached_contrastive"):
+        raise SystemExit("--chunks goes with --paths fast and --loss cached_contrastive.")
+    return {key: getattr(options, key) for key in STEP_KEYS}
 
 
 def cell_name(path: str, batch: int, compiled: bool, checkpointing: bool) -> str:
     return f"{path}/batch={batch}/compile={int(compiled)}/checkpointing={int(checkpointing)}"
 
 
-def mark_of_runs(cell: dict, other: dict) -> str:
-    """‡ where the cells are of two runs, or, without the time of their run, of two days or machines."""
-    keys = ("run", "date", "device", "host")
-    return "" if all(cell["environment"].get(key) == other["environment"].get(key) for key in keys) else "‡"
+def cells(options: argparse.Namespace) -> dict[str, dict]:
+    choices = itertools.product(SWITCH[options.checkpointing], SWITCH[options.compile], options.batches, options.paths)
+    step, made = step_of(options), {}
+    for checkpointing, compiled, batch, path in choices:
+        cell = {"path": path, "batch": batch, "compile": compiled, "checkpointing": checkpointing}
+        made[cell_name(*cell.values())] = cell | step
+    return made
+
+
+def make_batch(collator, cell: dict, draw: random.Random) -> dict:
+    """A collated batch; with ``tile`` copies of that many different rows."""
+    rows = min(cell["tile"] or cell["batch"], cell["batch"])
+    batch = collator(make_rows(rows, cell["negatives"], cell["loss"], draw, cell["mean_tokens"]))
+    copies = -(-cell["batch"] // rows)
+
+    def tiled(value):
+        # A distillation column has several documents per row.
+        return value.repeat(copies, 1)[: len(value) // rows * cell["batch"]]
+
+    return {key: tiled(value) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+
+
+def collect_features(batch: dict) -> tuple:
+    """A feature dict for each column of a batch, and the labels, as the trainer splits it."""
+    from sentence_transformers import SentenceTransformerTrainer
+
+    return SentenceTransformerTrainer.collect_features(None, batch)
+
+
+def largest_of_ranks(numbers: list[float]) -> list[float]:
+    """The maximum over ranks of each number."""
+    if not dist.is_initialized():
+        return numbers
+    largest = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
+class _Scored(Exception):
+    """The chunks of scores asked for were made."""
+
+
+def stop_after_chunks(count: int) -> None:
+    """End a step of GradCache while it scores, when a large batch is at its peak memory."""
+    from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
+
+    sum_of_losses, made = pylate_losses._sum_of_losses, itertools.count()
+
+    def counted(*arguments):
+        if next(made) == count:
+            raise _Scored
+        return sum_of_losses(*arguments)
+
+    pylate_losses._sum_of_losses = counted
+
+
+def measure(cell: dict) -> dict:
+    """The figures of a cell; of several ranks, those of the slowest."""
+    if cell["ranks"] == 1:
+        return measure_rank(0, cell)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (cell, folder), cell["ranks"])
+        return json.loads(Path(folder, "result.json").read_text())
+
+
+def _rank(rank: int, cell: dict, folder: str) -> None:
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(rank)
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(cell["ranks"])}
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, f"file://{folder}/group", rank=rank, world_size=cell["ranks"])
+    result = measure_rank(rank, cell)
+    if rank == 0:
+        Path(folder, "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def measure_rank(rank: int, cell: dict) -> dict:
+    os.environ["PYLATE_SCORES_BACKEND"] = SCORING[cell["path"]]
+    from accelerate.utils import convert_outputs_to_fp32
+    from pylate import losses, utils
+    from torch.nn.parallel import DistributedDataParallel
+
+    import pylate_fastmaxsim
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cell["path"] == "fast":
+        pylate_fastmaxsim.enable(compile=cell["compile"])
+    with tempfile.TemporaryDirectory() as directory:
+        model = build_model(Path(directory), cell["layers"], cell["document_length"], cell["encoder"]).to(device)
+    collator = utils.ColBERTCollator(tokenize_fn=model.tokenize)
+    draw = random.Random(rank)
+    batches = [make_batch(collator, cell, draw) for _ in range(cell["different"])]
+    masks = [{k: int(v.sum()) for k, v in batch.items() if k.endswith("attention_mask")} for batch in batches]
+    if cuda:
+        pinned = torch.Tensor.pin_memory
+        batches = [{k: pinned(v) if isinstance(v, torch.Tensor) else v for k, v in each.items()} for each in batches]
+    model.train()
+    if cell["checkpointing"]:
+        model[0].auto_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
+    wrapped = model
+    if cell["ranks"] > 1:
+        # As in the trainer.
+        wrapped = DistributedDataParallel(model, device_ids=[device] if cuda else None, broadcast_buffers=False)
+    if cell["compile"] and cell["path"] != "fast":
+        wrapped = torch.compile(wrapped)
+    options = {"temperature": 0.02, **({"gather_across_devices": True} if cell["ranks"] > 1 else {})}
+    autocast = torch.autocast(device.type, dtype=torch.bfloat16)
+    if cell["loss"] == "cached_contrastive":
+        # Stock encodes again inside backward(), where a context around the loss has ended. So autocast is around the
+        # encoder alone and its embeddings become float32, as with bf16=True in the trainer.
+        model.forward = convert_outputs_to_fp32(autocast(model.forward))
+        autocast = contextlib.nullcontext()
+        loss_function = losses.CachedContrastive(wrapped, mini_batch_size=cell["mini_batch"], **options)
+    elif cell["loss"] == "distillation":
+        loss_function = losses.Distillation(wrapped)
+    else:
+        loss_function = losses.Contrastive(model=wrapped, **options)
+
+    def step(index: int) -> torch.Tensor:
+        rows = cell["warmup_rows"] if index < cell["warmup"] else None
+        batch = {
+            key: value[:rows].to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for key, value in batches[index % len(batches)].items()
+        }
+        with autocast:
+            loss = loss_function(*collect_features(batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    if cell["chunks"] is not None:
+        for index in range(cell["warmup"]):
+            step(index)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        stop_after_chunks(cell["chunks"])
+        with contextlib.suppress(_Scored):
+            step(cell["warmup"])
+            raise ValueError(f"A step has no more than {cell['chunks']} chunks.")
+        return {"status": "ok", "chunks": cell["chunks"], "peak_gib": peaks_gib()[0]}
+    # All ranks must make the same number of steps.
+    result = measured(step, {**cell, "seconds": None} if cell["ranks"] > 1 else cell, largest_of_ranks)
+    if cell["kernels"] and cuda:
+        result |= step_kernels(lambda index: step(cell["warmup"] + index))
+    documents = [sum(count for key, count in each.items() if "query" not in key) for each in masks]
+    return {
+        **result,
+        "live_tokens": statistics.mean(sum(each.values()) for each in masks),
+        "live_document_tokens": statistics.mean(documents),
+        "padded_document_tokens": cell["batch"] * (1 + cell["negatives"]) * cell["document_length"],
+    }
 
 
 def row_title(path: str, compiled: bool) -> str:
@@ -46,101 +259,82 @@ def row_title(path: str, compiled: bool) -> str:
     return PATHS[path] + (", `compile=True`" if path == "fast" else " + torch.compile")
 
 
-def time_and_memory(cell: dict) -> str:
-    """Time and memory of a step, or why there are none; † marks times of the host's clock, without memory."""
-    if cell["status"] != "ok":
-        return cell["status"]
-    text = f"{cell['step_ms']:,.0f} ms{'' if cell['timing'] == 'CUDA events' else '†'}"
-    return text + ("" if cell["peak_gib"] is None else f", {cell['peak_gib']:.1f} GiB")
-
-
 def markdown_table(cells: dict, checkpointing: bool) -> str:
     """Step time and peak memory by path and batch, with the ratio to stock of the same batch; ‡ compares two runs.
 
     A cell that was not measured is out of memory where a smaller batch of its row was.
     """
-    keys = [cell["cell"] for cell in cells.values() if cell["cell"]["checkpointing"] == checkpointing]
-    batches = sorted({key["batch"] for key in keys})
+    batches = sorted({cell["batch"] for cell in cells.values() if cell["checkpointing"] == checkpointing})
     lines = []
     for compiled, path in itertools.product([False, True], PATHS):
-        entries = []
-        for batch in batches:
-            cell = cells.get(cell_name(path, batch, compiled, checkpointing))
-            stock = cells.get(cell_name("stock", batch, False, checkpointing))
-            if cell is None:
-                smaller = (cells.get(cell_name(path, b, compiled, checkpointing), {}) for b in batches if b < batch)
-                failed = any(other.get("status") == OUT_OF_MEMORY for other in smaller)
-                entries.append(OUT_OF_MEMORY if failed else "")
-            else:
-                text = time_and_memory(cell)
-                if stock and stock["status"] == cell["status"] == "ok" and cell is not stock:
-                    text += f" ({speed(cell, stock)}{mark_of_runs(cell, stock)})"
-                entries.append(text)
+        found = [cells.get(cell_name(path, batch, compiled, checkpointing)) for batch in batches]
+        stock = [cells.get(cell_name("stock", batch, False, checkpointing)) for batch in batches]
+        entries = [entry(*pair, marked=True) for pair in zip(found, stock, strict=True)]
         if any(entries):
+            full = next((place for place, cell in enumerate(found) if cell and cell["status"] == OUT_OF_MEMORY), None)
+            for place, text in enumerate(entries):
+                entries[place] = text or OUT_OF_MEMORY * (full is not None and place > full)
             lines.append([row_title(path, compiled), *entries])
     return table(["path", *(f"batch {batch}" for batch in batches)], lines)
 
 
-def compared(names: list[str], cells: dict[str, dict]) -> list[list[str]]:
-    """Cells that take turns: stock and fast of a batch, not compiled."""
-    pairs = []
-    for name in names:
-        cell = cells[name]
-        fast = cell_name("fast", cell["batch"], False, cell["checkpointing"])
-        if cell["path"] == "stock" and not cell["compile"] and fast in names:
-            pairs.append([name, fast])
-    return pairs
+def markdown(content: dict) -> str:
+    cells = content["cells"]
+    return "\n\n".join(
+        f"Gradient checkpointing: {'on' if checkpointing else 'off'}\n\n{markdown_table(cells, checkpointing)}"
+        for checkpointing in (False, True)
+        if any(cell["checkpointing"] == checkpointing for cell in cells.values())
+    )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, RESULTS / "train_step.json", timeout=240)
-    add_alone(parser)
-    parser.add_argument("--batches", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024])
-    parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
-    parser.add_argument("--compile", choices=list(SWITCH), default="both")
-    parser.add_argument("--checkpointing", choices=list(SWITCH), default="both")
-    parser.add_argument("--together", type=int, default=1, help="cells that warm up at once; each is measured alone")
-    options, extra = parser.parse_known_args()
-    if options.together < 1:
-        parser.error("--together must be at least 1")
-    results = Results(options)
-    if not options.render_only:
-        recorded = environment()
-        choices = itertools.product(
-            SWITCH[options.checkpointing], SWITCH[options.compile], options.batches, options.paths
-        )
-        cells = {
-            cell_name(path, batch, compiled, checkpointing): {
-                "path": path,
-                "batch": batch,
-                "compile": compiled,
-                "checkpointing": checkpointing,
-            }
-            for checkpointing, compiled, batch, path in choices
-        }
-        names = list(filter(results.wants, cells))
-        pairs = [] if options.alone else compared(names, cells)
-        others = [name for name in names if not any(name in pair for pair in pairs)]
-        parted = [others[first : first + options.together] for first in range(0, len(others), options.together)]
-        for group in [*pairs, *parted]:
-            if results.left <= 0:
-                break
-            chosen = [cells[name] for name in group]
-            run = measure_together if group in pairs else measure
-            for index, result in run(chosen, extra, options.timeout):
-                cell = {"cell": cells[group[index]], "options": extra, **result, "environment": recorded}
-                shown = {key: value for key, value in result.items() if key not in ("losses", "each_ms", "stderr")}
-                results.add(group[index], cell, shown)
-    from benchmarks.training.plots import plot
+def plot(content: dict, target: Path) -> None:
+    """Curves over batch sizes, or bars where there is only one."""
+    from benchmarks.harness.plots import COLOURS, bars, plt
 
-    rows = {path: {compiled: row_title(path, compiled) for compiled in (False, True)} for path in PATHS}
     for checkpointing, ending in ((False, ".png"), (True, "_checkpointing.png")):
-        if any(cell["cell"]["checkpointing"] == checkpointing for cell in results.cells.values()):
-            print(f"\nGradient checkpointing: {'on' if checkpointing else 'off'}\n")
-            print(markdown_table(results.cells, checkpointing))
-            plot(results.cells, rows, results.target.with_name(results.target.stem + ending), checkpointing)
+        cells = {
+            (cell["path"], cell["compile"], cell["batch"]): cell
+            for cell in content["cells"].values()
+            if cell["checkpointing"] == checkpointing
+        }
+        if not cells:
+            continue
+        file = target.with_name(target.stem + ending)
+        batches = sorted({batch for *_, batch in cells})
+        rows = [
+            (path, compiled, row_title(path, compiled).replace("`", ""), colour)
+            for (path, colour), compiled in itertools.product(zip(PATHS, COLOURS, strict=True), (False, True))
+        ]
+        if len(batches) > 1:
+            curves = {
+                title: (
+                    colour,
+                    "o--" if compiled else "o-",
+                    [(b, cells[path, compiled, b]) for b in batches if (path, compiled, b) in cells],
+                )
+                for path, compiled, title, colour in rows
+            }
+            title = TITLE + ", with gradient checkpointing" * checkpointing
+            scales = {"xscale": "log", "yscale": "log", "xticks": batches, "xticklabels": batches}
+            draw_curves(curves, file, title, xlabel="batch size (queries)", **scales)
+            continue
+        shown = [
+            (cells[path, compiled, batches[0]], title, colour)
+            for path, compiled, title, colour in rows
+            if (path, compiled, batches[0]) in cells
+        ]
+        measures = {
+            label: ([cell.get(key) for cell, *_ in shown], [_written(cell, key, style) for cell, *_ in shown])
+            for key, (label, style) in MEASURES.items()
+        }
+        loss = shown[0][0].get("loss", "contrastive").replace("_", " ")
+        figure = bars([each for _, *each in shown], measures, f"{TITLE}, {loss}, batch {batches[0]}")
+        figure.savefig(file, dpi=150)
+        plt.close(figure)
 
 
-if __name__ == "__main__":
-    main()
+def _written(cell: dict, key: str, style: str) -> str:
+    """A number of a cell, or why there is none."""
+    if cell["status"] != "ok":
+        return cell["status"]
+    return "" if cell[key] is None else format(cell[key], style)

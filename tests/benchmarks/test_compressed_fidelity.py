@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("pylate")
 
 from benchmarks.quality import compressed_fidelity as benchmark
-from benchmarks.quality.compressed_fidelity_table import FORMATS, markdown
+from benchmarks.quality.compressed_fidelity import FORMATS, markdown
 from pylate_fastmaxsim import TokenBatch
 
 SIZES = {"queries": 3, "query_length": 6, "documents": 300, "document_length": 8, "dim": 16, "centroids": 32}
@@ -37,6 +37,6 @@ def test_finer_formats_keep_more():
     for cell in cells.values():
         assert cell["rescored"]["top10"] >= cell["top10"]
     assert [round(cell["bytes_per_token"], 1) for cell in cells.values()] == [64, 32, 16.5, 20, 16, 16, 12, 10]
-    lines = markdown(cells).splitlines()
+    lines = markdown({"cells": cells}).splitlines()
     assert len(lines) == 2 + len(FORMATS) and lines[0].count("nDCG@10") == 2
-    assert markdown({}) == ""
+    assert markdown({"cells": {}}) == ""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
+from argparse import Namespace
 
 import pytest
 import torch
-from benchmarked import run_benchmark
 
-from benchmarks.pooling_study import run
-from benchmarks.pooling_study.cell import INJECTED, KINDS, LENGTHS, POOLINGS, Cell
-from benchmarks.pooling_study.checks import QUERIES, checks, not_reproduced
-from benchmarks.pooling_study.concepts import Concepts, generator
-from benchmarks.pooling_study.table import tables
+from benchmarks.quality.pooling_study import INJECTED, KINDS, LENGTHS, POOLINGS, Cell, Concepts, generator
+from benchmarks.quality.pooling_study import cells as cells_of
+from benchmarks.quality.pooling_study_report import QUERIES, checks, tables
 
 RECALL = {"max": (0.7, 0.4, 0.1, 0.02), "top-4": (0.5, 0.5, 0.2, 0.05), "softmax": (0.2, 0.2, 0.1, 0.03)}
 GINI = {"max": 0.78, "top-4": 0.45, "softmax": 0.18}
@@ -40,7 +37,8 @@ def test_positives_share_concepts_and_documents_of_other_lengths_too(dimension):
 def cells() -> dict:
     """Results as published, of two seeds."""
     found = {}
-    for cell in run.cells_of([0, 1]):
+    for each in cells_of(Namespace(quick=False, seeds=[0, 1])).values():
+        cell = Cell(**each["cell"])
         recall = dict(zip(map(str, LENGTHS), RECALL[cell.pooling], strict=True))
         kinds = {kind: {str(k): {"others": 0.1, "all": 0.4, "hijacked": 0.5} for k in INJECTED} for kind in KINDS}
         found[cell.name] = {
@@ -73,36 +71,8 @@ def test_checks_hold_only_where_all_is_as_published(cells):
 
 def test_what_is_not_measured_yet_is_left_out(cells):
     few = {name: cell for name, cell in cells.items() if "/M=64/d=16/" in name}
-    content = {"cells": few, "checks": checks(few), "not_reproduced": not_reproduced(few)}
-    assert len(content["checks"]) == 8 and len(checks(cells)) == 12
-    made = tables(content)
+    assert len(checks(few)) == 8 and len(checks(cells)) == 12
+    made = tables({"cells": few})
     assert "| training queries | trained at each M | max | | 0.400 | | |" in made["pooling-recall-table"]
     assert f"| targeted | all documents | max |{' |' * (len(INJECTED) + 2)}" in made["pooling-injection-table"]
-    assert tables({"cells": {}, "checks": [], "not_reproduced": []}).keys() == made.keys()
-
-
-def test_without_matplotlib_the_command_says_how_to_draw(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(run, "find_spec", lambda name: None)
-    run.show({"cells": {}, "checks": [], "not_reproduced": []}, tmp_path / "study.json")
-    assert "Draw them elsewhere with --figures-from study.json." in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.bench
-def test_the_command_measures_what_is_missing_and_draws(tmp_path):
-    pytest.importorskip("matplotlib")
-    target = tmp_path / "study.json"
-    arguments = ("pooling_study.run", "--quick", "--results", str(target))
-    assert "top-4/M=64/d=128/seed=0" in run_benchmark(*arguments, "--workers", "2")
-    content = json.loads(target.read_text())
-    assert len(content["cells"]) == 15 and len(content["checks"]) == 12 and len(content["not_reproduced"]) == 4
-    for cell in content["cells"].values():
-        assert 0 <= cell["recall"]["held_out"][str(cell["cell"]["tokens"])] <= 1
-    figures = {f"study_{panel}.png" for panel in ("gini", "recall", "injection")}
-    assert {path.name for path in tmp_path.iterdir()} == {"study.json", *figures}
-    for name in figures:
-        (tmp_path / name).unlink()
-    again = run_benchmark(*arguments)
-    assert "seed=0" not in again and json.loads(target.read_text()) == content
-    assert run_benchmark("pooling_study.run", "--figures-from", str(target)) == again
-    assert {path.name for path in tmp_path.iterdir()} == {"study.json", *figures}
+    assert tables({"cells": {}}).keys() == made.keys()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
-
 import pytest
 from beir_folder import write_folder
 from paths import ROOT
 
+from benchmarks.harness.records import load
+from benchmarks.harness.suite import run_suite
 from benchmarks.quality import static_cranfield as benchmark
-from benchmarks.quality.static_cranfield_table import (
+from benchmarks.quality.static_cranfield import (
     BM25_CELL,
     ENCODER_CELL,
     MAXSIM_CELL,
@@ -48,20 +47,18 @@ def test_it_measures_what_is_missing(encoder, tmp_path, monkeypatch, capsys):
         "--results",
         str(results),
     ]
-    monkeypatch.setattr(sys, "argv", ["static_cranfield", *options])
-    benchmark.main()
-    cells = json.loads(results.read_text())["cells"]
+    run_suite("static_cranfield", options)
+    cells = load(results)["cells"]
     require_consistent(cells, (0.8, 0.9))
     assert len(cells) == 3 + 2 + 2 and results.with_suffix(".png").exists()
     said = capsys.readouterr().out
     assert "The encoder's own late interaction" in said and "| BM25 |" in said
     monkeypatch.setattr(benchmark, "Measured", lambda task: pytest.fail("measured again"))
-    monkeypatch.setattr(sys, "argv", ["static_cranfield", *options, "--render-only"])
-    benchmark.main()
+    run_suite("static_cranfield", [*options, "--render"])
     assert capsys.readouterr().out.strip() in said
 
 
 def test_the_committed_results_fit_together():
-    cells = json.loads((ROOT / "benchmarks" / "results" / "static_cranfield.json").read_text())["cells"]
+    cells = load(ROOT / "benchmarks" / "results" / "static_cranfield.json")["cells"]
     require_consistent(cells, THRESHOLDS)
     assert ENCODER_CELL in cells and cells[MAXSIM_CELL]["nonzeros"] == pytest.approx(30_522, rel=0.01)

@@ -1,4 +1,4 @@
-"""The commands in benchmarks/, run as a user runs them."""
+"""Suites of benchmarks, run as a user runs them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from paths import ROOT
 
 
 def run_benchmark(name: str, *arguments: str) -> str:
-    """What a command prints; AssertionError with its errors where it fails."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    """What ``python -m benchmarks NAME`` prints; AssertionError with its errors where it fails."""
+    command = [sys.executable, "-m", "benchmarks", name, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout

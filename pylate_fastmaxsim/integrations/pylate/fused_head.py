@@ -20,7 +20,13 @@ from torch.utils import _pytree
 from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged, changed, masks_of, masks_unread
 from pylate_fastmaxsim.integrations.encoding.plans import unit
 from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.integrations.models.user_code import custom_module, has_hooks, reason_in_calls, user_wrapper
+from pylate_fastmaxsim.integrations.models.user_code import (
+    custom_module,
+    has_global_hooks,
+    has_hooks,
+    reason_in_calls,
+    user_wrapper,
+)
 from pylate_fastmaxsim.integrations.models.wrappers import (
     is_compiled,
     layers_of_wrapping,
@@ -121,7 +127,8 @@ def _reason_to_leave(model: nn.Module, core: nn.Module, last: nn.Module) -> str 
         return "Dense has an activation or a residual"
     if type(linear) is not nn.Linear or type(linear.weight) not in whole or sharded_by_deepspeed(linear):
         return "the linear layer of Dense is not PyTorch's, or has no whole weight, as in DeepSpeed (ZeRO 3)"
-    if "forward" in vars(linear) or has_hooks(linear) or not defined_in(nn.Linear.forward, LIBRARIES):
+    has_other_calls = has_hooks(linear) or has_global_hooks() or "forward" in vars(linear)
+    if has_other_calls or not defined_in(nn.Linear.forward, LIBRARIES):
         return "a hook or another forward is on the linear layer of Dense"
     if (reason := reason_in_calls([*around, core, *map(unsharded, core.children())])) is not None:
         return reason

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from statistics import mean
 
@@ -98,15 +97,16 @@ def test_the_benchmark_trains_mines_distils_and_goes_on(benchmark, small_collect
 
     def run_here(cell, options):
         ran.append(cell.name)
-        return {**benchmark.run(cell, options.data, options.output, options.set), "seconds": 0}
+        return {**benchmark.measure(benchmark.asked_of(cell, options)), "seconds": 0}
 
     monkeypatch.setattr(benchmark, "run_apart", run_here)
     results, output = tmp_path / "results.json", tmp_path / "runs"
-    command = ["cranfield.py", "--data", str(small_collection), "--output", str(output), "--results", str(results)]
+    command = ["--data", str(small_collection), "--work", str(output), "--results", str(results)]
     command += ["--seeds", "0", "--set", "training.max_steps=2", "--set", "training.warmup_steps=0"]
     command += ["--set", "training.per_device_train_batch_size=4", "--set", "model.document_length=16"]
-    monkeypatch.setattr(sys, "argv", command)
-    benchmark.main()
+    from benchmarks.harness.suite import run_suite
+
+    run_suite("cranfield", command)
     cells = json.loads(results.read_text())["cells"]
     paths = [f"{stage}/seed=0/{path}" for stage in ("contrastive", "distilled") for path in ("stock", "fast")]
     assert sorted(ran) == sorted([*paths, "teacher/seed=100/fast", "untrained/seed=0"]) == sorted(cells)
@@ -125,12 +125,13 @@ def test_the_benchmark_trains_mines_distils_and_goes_on(benchmark, small_collect
     written = json.loads(results.read_text())
     del written["cells"]["distilled/seed=0/fast"]
     results.write_text(json.dumps(written))
-    benchmark.main()
+    run_suite("cranfield", command)
     assert ran == ["distilled/seed=0/fast"]
     assert "after mining and KD" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [*command, "--set", "training.max_steps=3"])
-    with pytest.raises(SystemExit, match="other settings"):
-        benchmark.main()
+    del written["cells"]["distilled/seed=0/fast"]
+    results.write_text(json.dumps(written))
+    with pytest.raises(SystemExit, match="different settings"):
+        run_suite("cranfield", [*command, "--set", "training.max_steps=3"])
 
 
 def _projection(folder: Path) -> torch.Tensor:
@@ -140,11 +141,12 @@ def _projection(folder: Path) -> torch.Tensor:
 
 
 def test_the_committed_results_hold_what_the_readme_says_of_them(benchmark):
-    from benchmarks.quality.cranfield_table import METRICS, STAGES, largest_difference, spread, values
+    from benchmarks.harness.records import load
+    from benchmarks.quality.cranfield import METRICS, STAGE_TITLES, largest_difference, spread, values
 
-    cells = json.loads((ROOT / "benchmarks" / "results" / "cranfield.json").read_text())["cells"]
+    cells = load(ROOT / "benchmarks" / "results" / "cranfield.json")["cells"]
     for path in ("stock", "fast"):
-        scores = {stage: values(cells, stage, path, "ndcg@10") for stage in STAGES}
+        scores = {stage: values(cells, stage, path, "ndcg@10") for stage in STAGE_TITLES}
         assert all(by_seed.keys() == {0, 1, 2} for by_seed in scores.values())
         for seed, untrained in scores["untrained"].items():
             assert untrained < scores["contrastive"][seed] < scores["distilled"][seed] + 1e-3

@@ -1,1 +1,0 @@
-"""PyLate's losses without the encoder."""

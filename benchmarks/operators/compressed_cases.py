@@ -1,0 +1,423 @@
+"""Compressed documents in the form of each competitor: inputs, ways to score, measures.
+
+Every competitor is called through its public functions. Documents are stored in its form beforehand; the queries of this
+package are rounded inside of the timed calls, those of the peers before them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, pad
+
+from benchmarks.harness.lengths import log_normal
+from benchmarks.harness.timing import ITERATIONS, peak_bytes, time_calls
+from benchmarks.harness.workers import failure
+from benchmarks.operators.measure import CACHE_BYTES, spread
+from pylate_fastmaxsim import CompressedBatch, ResidualCodec, TokenBatch, compress, maxsim, reference
+
+AUTOTUNED_CONFIGS = 3  # of each kernel of the peers
+_PREFERRED = [(64, 64, 4), (32, 64, 4), (64, 128, 8), (128, 128, 8), (32, 128, 8), (128, 64, 8)]  # Q, D, warps
+_LEAST_BYTES = 36  # of a token of 2 bits a number
+_SLOW_SECONDS = 0.3  # a call that takes longer is timed three times
+_SIMILARITY_BYTES = 2**31  # of einsum at once
+_SPLIT_NUMBERS = 2**31 - 2**26  # a peer's offsets are of 32 bits
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Queries against documents of unit vectors; ``packed``: lengths are drawn, with a mean of ``document_length``."""
+
+    queries: int
+    query_length: int
+    documents: int
+    document_length: int
+    packed: bool = False
+    dim: int = 128
+    centroids: int = 4096
+
+    @property
+    def name(self) -> str:
+        name = f"{self.queries}x{self.query_length}.{self.documents}x{self.document_length}"
+        return f"{name}.packed" if self.packed else name
+
+    @property
+    def longest(self) -> int:
+        return 3 * self.document_length if self.packed else self.document_length
+
+    def lengths(self, draw: random.Random) -> list[int]:
+        if not self.packed:
+            return [self.document_length] * self.documents
+        drawn = (log_normal(self.document_length, draw) for _ in range(self.documents))
+        return [min(max(length, 1), self.longest) for length in drawn]
+
+
+SHAPES = [
+    Shape(256, 32, 512, 300),
+    Shape(1, 32, 10_000, 300),
+    Shape(32, 32, 100_000, 80, packed=True),
+    Shape(64, 128, 64, 1024),
+]
+TINY = [Shape(3, 4, 5, 9, dim=32, centroids=8), Shape(1, 5, 6, 8, packed=True, dim=32, centroids=8)]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One set of bfloat16 vectors, as ragged batches."""
+
+    shape: Shape
+    queries: TokenBatch
+    documents: TokenBatch
+
+    @property
+    def padded_queries(self) -> Tensor:
+        return self.queries.values.view(len(self.queries), -1, self.shape.dim)
+
+    @property
+    def mask(self) -> Tensor | None:
+        """Live tokens of padded documents, ``[Nd, Ld]``; None where all are."""
+        if not self.shape.packed:
+            return None
+        longest = torch.arange(self.documents.max_length, device=self.documents.device)
+        return longest < self.documents.lengths[:, None]
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """What belongs to the tokens of the documents, ``[T, ...]``, as ``[Nd, Ld, ...]``."""
+        size = (len(self.documents), self.documents.max_length, *rows.shape[1:])
+        if not self.shape.packed:
+            return rows.view(size)
+        out = torch.zeros(size, dtype=rows.dtype, device=rows.device)
+        whole = rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
+        out.view(whole.dtype)[self.mask] = whole
+        return out
+
+
+def unit_vectors(count: int, dim: int, generator: torch.Generator) -> Tensor:
+    out = torch.empty(count, dim, dtype=torch.bfloat16, device=generator.device)
+    for part in out.split(2**20):
+        part.copy_(normalize(torch.randn(part.shape, device=out.device, generator=generator), dim=-1))
+    return out
+
+
+def input_sets(shape: Shape, device: torch.device) -> list[Inputs]:
+    """Enough sets of inputs that taking them in turn never finds one in the GPU's cache, in any format."""
+    draw, generator = random.Random(0), torch.Generator(device).manual_seed(0)
+
+    def batch(lengths: list[int]) -> TokenBatch:
+        borders = torch.tensor([0, *lengths], device=device).cumsum(0)
+        return TokenBatch.from_packed(
+            unit_vectors(sum(lengths), shape.dim, generator), borders, max_length=max(lengths)
+        )
+
+    lengths = shape.lengths(draw)
+    count = math.ceil(2 * CACHE_BYTES / (sum(lengths) * _LEAST_BYTES)) if device.type == "cuda" else 2
+    return [
+        Inputs(shape, batch([shape.query_length] * shape.queries), batch(lengths))
+        for _ in range(min(count, ITERATIONS))
+    ]
+
+
+@functools.cache
+def codec(bits: int, dim: int, centroids: int, device: torch.device) -> ResidualCodec:
+    sample = unit_vectors(max(2**16, 16 * centroids), dim, torch.Generator(device).manual_seed(1))
+    return ResidualCodec.train(sample.float(), bits=bits, centroids=centroids, seed=0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to score one set of inputs.
+
+    ``definition`` gives what the scores of a few queries and documents, by index, should be, in float64: those of the
+    numbers as they are stored. ``queries`` are those that have a gradient, if any has.
+    """
+
+    score: Callable[[], Tensor]
+    definition: Callable[[Tensor, Tensor], Tensor]
+    stored_bytes: int
+    queries: Tensor | None = None
+
+
+def few(batch: TokenBatch, index: Tensor) -> TokenBatch:
+    """A few sequences with their own float64 values."""
+    return TokenBatch.from_list([batch.values[a : a + n].double() for a, n in _rows(batch, index)])
+
+
+def _rows(batch: TokenBatch | CompressedBatch, index: Tensor) -> list[tuple[int, int]]:
+    return list(zip(batch.starts[index].tolist(), batch.lengths[index].tolist(), strict=True))
+
+
+def exact(inputs: Inputs, rows: Tensor, columns: Tensor) -> Tensor:
+    """Scores of the bfloat16 vectors in float64."""
+    return reference.maxsim(few(inputs.queries, rows), few(inputs.documents, columns))
+
+
+def stored(queries: Tensor, documents: Tensor, inputs: Inputs, rows: Tensor, columns: Tensor) -> Tensor:
+    """Scores in float64 of padded vectors, of which ``documents`` holds only the ``columns``."""
+    lengths = inputs.documents.lengths[columns].tolist()
+    return reference.maxsim(
+        TokenBatch.from_list(list(queries[rows].double())),
+        TokenBatch.from_list([document[:n].double() for document, n in zip(documents, lengths, strict=True)]),
+    )
+
+
+# This package.
+def compressed(inputs: Inputs, form: str) -> CompressedBatch:
+    """The documents in one of this package's formats."""
+    shape, documents = inputs.shape, inputs.documents
+    if form.startswith("int8"):
+        return compress(documents, "int8", per_token=form == "int8 by token")
+    if form == "fp8":
+        return compress(documents, "fp8")
+    return compress(documents, codec(bits_of(form), shape.dim, shape.centroids, documents.device))
+
+
+def bits_of(form: str) -> int:
+    return int(form.split()[1])
+
+
+def fast(inputs: Inputs, form: str) -> Case:
+    queries = inputs.queries.with_values(inputs.queries.values.detach().requires_grad_())
+    if form == "bf16":
+        documents = inputs.documents
+        return Case(
+            lambda: maxsim(queries, documents),
+            lambda rows, columns: exact(inputs, rows, columns),
+            documents.values.nbytes,
+            queries.values,
+        )
+    documents = compressed(inputs, form)
+    return Case(
+        lambda: maxsim(queries, documents),
+        lambda rows, columns: reference.compressed_maxsim(inputs.queries.select(rows), documents.select(columns)),
+        documents.nbytes,
+        queries.values,
+    )
+
+
+def naive(inputs: Inputs, form: str) -> Case:
+    """Decompress all documents to bfloat16, then einsum over as many of them as fit in 2 GiB of similarities."""
+    documents, queries, mask = compressed(inputs, form), inputs.padded_queries, inputs.mask
+    step = max(1, _SIMILARITY_BYTES // (2 * inputs.queries.values.shape[0] * documents.max_length))
+
+    def score() -> Tensor:
+        decompressed = inputs.padded(documents.decompress(torch.bfloat16).values)
+        out = []
+        for begin in range(0, len(documents), step):
+            similarities = torch.einsum("qsd,ntd->qnst", queries, decompressed[begin : begin + step])
+            if mask is not None:
+                similarities.masked_fill_(~mask[begin : begin + step][:, None], -math.inf)
+            out.append(similarities.amax(-1).sum(-1, dtype=torch.float32))
+        return torch.cat(out, 1)
+
+    def definition(rows: Tensor, columns: Tensor) -> Tensor:
+        chosen = documents.select(columns).decompress(torch.float32)
+        return reference.maxsim(few(inputs.queries, rows), few(chosen, torch.arange(len(chosen))))
+
+    return Case(score, definition, documents.nbytes)
+
+
+# The peers.
+@functools.cache
+def limit_autotuning(*modules: str) -> dict[str, list[str]]:
+    """Cut the lists of tiles that the kernels of some modules choose from, so that the run ends; returns what is left."""
+    kept = {}
+    for module in map(importlib.import_module, modules):
+        for name, kernel in vars(module).items():
+            if type(kernel).__name__ == "Autotuner":
+                kernel.configs = sorted(kernel.configs, key=_rank)[:AUTOTUNED_CONFIGS]
+                kept[f"{module.__name__}.{name}"] = [str(config) for config in kernel.configs]
+    return kept
+
+
+def _rank(config) -> int:
+    tile = (config.kwargs.get("BLOCK_Q"), config.kwargs.get("BLOCK_D"), config.num_warps)
+    return _PREFERRED.index(tile) if tile in _PREFERRED else len(_PREFERRED)
+
+
+def lik(inputs: Inputs, form: str) -> Case:
+    return lik_fp8(inputs, form) if form.startswith("fp8") else lik_residual(inputs, form)
+
+
+def lik_fp8(inputs: Inputs, form: str) -> Case:
+    from late_interaction_kernels import fp8
+
+    by_token = form == "fp8 by token"
+    quantize = fp8.quantize_fp8_per_token if by_token else fp8.quantize_fp8_per_tensor
+    queries, q_scale = quantize(inputs.padded_queries)
+    rows, d_scale = quantize(inputs.documents.values)
+    documents, mask = inputs.padded(rows), inputs.mask
+    if by_token:
+        d_scale = inputs.padded(d_scale)
+    at_once = max(1, _SPLIT_NUMBERS // documents[0].numel())
+    cuts = [slice(first, first + at_once) for first in range(0, len(documents), at_once)]
+
+    def score() -> Tensor:
+        scores = [
+            fp8.maxsim_inference_fp8(
+                queries,
+                documents[cut],
+                scale_Q=q_scale,
+                scale_D=d_scale[cut] if by_token else d_scale,
+                d_mask=None if mask is None else mask[cut],
+            )
+            for cut in cuts
+        ]
+        return torch.cat(scores, 1)
+
+    def definition(rows: Tensor, columns: Tensor) -> Tensor:
+        scales = (q_scale[..., None], d_scale[columns][..., None]) if by_token else (q_scale, d_scale)
+        chosen = documents.view(torch.uint8)[columns].view(documents.dtype)  # float8 cannot be indexed everywhere
+        return stored(queries.double() * scales[0], chosen.double() * scales[1], inputs, rows, columns)
+
+    return Case(score, definition, documents.nbytes + d_scale.nbytes)
+
+
+def mirrored_bytes(packed: Tensor) -> Tensor:
+    """Residual bytes with their bits reversed.
+
+    There the first number of a byte is in the low bits and each begins with its highest, unlike in PLAID's files.
+    """
+    mirrored = [int(f"{byte:08b}"[::-1], 2) for byte in range(256)]
+    return torch.tensor(mirrored, dtype=torch.uint8, device=packed.device)[packed.int()]
+
+
+def lik_residual(inputs: Inputs, form: str) -> Case:
+    from late_interaction_kernels import plaid
+
+    bits, packed_layout = bits_of(form), form.endswith("packed")
+    batch = compressed(inputs, f"residual {bits} bits")
+    tokens, lengths = batch.tokens, batch.lengths
+    codes, residuals = tokens.codes, mirrored_bytes(tokens.packed)
+    centroids, weights = tokens.codec.centroids, tokens.codec.weights.float()
+    queries = inputs.padded_queries
+    if packed_layout:
+        borders = pad(lengths.cumsum(0), (1, 0)).int()
+        arguments = (codes, residuals, borders, centroids, weights, bits)
+        score = functools.partial(plaid.maxsim_residual_varlen, queries, *arguments, max_seqlen_d=batch.max_length)
+    else:
+        arguments = (inputs.padded(codes), inputs.padded(residuals), lengths, centroids, weights, bits)
+        score = functools.partial(plaid.maxsim_residual, queries, *arguments)
+
+    def definition(rows: Tensor, columns: Tensor) -> Tensor:
+        chosen = few(batch.select(columns).decompress(torch.float32), torch.arange(len(columns)))
+        own = few(inputs.queries, rows)
+        # It gives all vectors the norm 1, those of the queries too.
+        own, chosen = (each.with_values(normalize(each.values, dim=-1)) for each in (own, chosen))
+        return reference.maxsim(own, chosen)
+
+    return Case(score, definition, codes.nbytes + residuals.nbytes)
+
+
+def flash(inputs: Inputs, form: str) -> Case:
+    """Its functions take one query at a time."""
+    import flash_maxsim as peer
+
+    queries = list(inputs.padded_queries.half())
+    lengths = inputs.documents.lengths.int() if inputs.shape.packed else None
+    padded = inputs.padded(inputs.documents.values).half()
+    if form == "int8, affine":
+        documents, scales, minima = peer.quantize_int8(padded)
+        one = functools.partial(peer.flash_maxsim_int8, D_uint8=documents, scales=scales, mins=minima, doc_lengths=lengths)  # fmt: skip
+        calls = [functools.partial(one, query) for query in queries]
+        of_documents = lambda columns: documents[columns].double() * scales[columns] + minima[columns]  # noqa: E731
+        size = documents.nbytes + scales.nbytes + minima.nbytes
+    else:
+        documents, scales = peer.quantize_int8_symmetric(padded)
+        of_documents = lambda columns: documents[columns].double() * scales[columns]  # noqa: E731
+        size = documents.nbytes + scales.nbytes
+        if form == "int8, 16-bit queries":
+            one = functools.partial(peer.flash_maxsim_int8_symmetric, D_int8=documents, scales=scales, doc_lengths=lengths)  # fmt: skip
+            calls = [functools.partial(one, query) for query in queries]
+        else:
+            rounded = [peer.quantize_query_int8(query) for query in queries]
+            one = functools.partial(peer.flash_maxsim_int8x8, None, documents, scales[..., 0].contiguous(), doc_lengths=lengths)  # fmt: skip
+            calls = [functools.partial(one, Q_int8=values, q_scales=scale) for values, scale in rounded]
+            queries = [values.double() * scale.double()[:, None] for values, scale in rounded]
+    return Case(
+        lambda: torch.stack([call() for call in calls]),
+        lambda rows, columns: stored(torch.stack(queries), of_documents(columns), inputs, rows, columns),
+        size,
+    )
+
+
+CASES = {"fast": fast, "naive": naive, "lik": lik, "flash": flash}
+AUTOTUNED = {
+    "lik": ("late_interaction_kernels.fp8", "late_interaction_kernels.plaid"),
+    "flash": ("flash_maxsim.flash_maxsim_quant",),
+}
+
+
+def forms(competitor: str, shape: Shape) -> list[str]:
+    """What a competitor scores, in this order."""
+    if competitor == "fast":
+        return ["bf16", *forms("naive", shape)]
+    if competitor == "naive":
+        return ["int8 by document", "int8 by token", "fp8", "residual 4 bits", "residual 2 bits"]
+    if competitor == "flash":
+        return ["int8", "int8, 16-bit queries", "int8, affine"]
+    layouts = ["packed"] if shape.packed else ["padded", "packed"]
+    return ["fp8", "fp8 by token", *(f"residual {bits} bits, {layout}" for bits in (4, 2) for layout in layouts)]
+
+
+def errors(case: Case, inputs: Inputs) -> dict[str, float]:
+    """Largest errors of a few scores, relative to the largest of these: by the definition, and of compression too."""
+    device = inputs.queries.device
+    rows, columns = spread(len(inputs.queries), 4, device), spread(len(inputs.documents), 8, device)
+    found = case.score().detach()[rows[:, None], columns].double()
+    result = {}
+    for name, expected in (
+        ("definition", case.definition(rows, columns)),
+        ("uncompressed", exact(inputs, rows, columns)),
+    ):
+        result[name] = float((found - expected).abs().max() / expected.abs().max())
+    return result
+
+
+def measure(cases: list[Case], inputs: Inputs) -> dict:
+    """Times, memory and errors; a measure that fails is recorded as a sentence."""
+    device = inputs.queries.device
+    cell: dict = {"stored_bytes": cases[0].stored_bytes}
+    try:
+        cell["errors"] = errors(cases[0], inputs)
+    except Exception as error:  # noqa: BLE001 - whatever a competitor raises is its result
+        cell["errors"] = {"failure": failure(error)}
+    measures = {"forward": [torch.no_grad()(case.score) for case in cases]}
+    if cases[0].queries is not None:
+        generator = torch.Generator(device).manual_seed(2)
+        grad_scores = torch.randn(len(inputs.queries), len(inputs.documents), device=device, generator=generator)
+        measures["query_gradient"] = [
+            lambda case=case: torch.autograd.grad(case.score(), case.queries, grad_scores) for case in cases
+        ]
+    for name, calls in measures.items():
+        try:
+            calls[0]()
+            began = time.perf_counter()
+            cell[name] = {"peak_bytes": peak_bytes(calls[0], device)}
+            slow = time.perf_counter() - began > _SLOW_SECONDS
+            options = {"warm_up": 0, "least": 3} if slow else {}
+            cell[name] |= time_calls(calls, device, **options)
+        except Exception as error:  # noqa: BLE001
+            cell[name] = {"failure": failure(error)}
+    return cell
+
+
+_inputs: list[list[Inputs]] = []
+
+
+def answer(cell: dict) -> dict:
+    """The figures of a cell; the inputs of a shape are kept until another is asked for."""
+    shape, device = Shape(**cell["shape"]), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    autotuning = limit_autotuning(*AUTOTUNED.get(cell["competitor"], ()))
+    if not _inputs or _inputs[0][0].shape != shape:
+        _inputs.clear()
+        _inputs.append(input_sets(shape, device))
+    cases = [CASES[cell["competitor"]](inputs, cell["form"]) for inputs in _inputs[0]]
+    return {**measure(cases, _inputs[0][0]), "autotuning": autotuning}

@@ -1,0 +1,289 @@
+"""SPLADE's head on one GPU: this package against nn.Linear + SpladePooling of Sentence Transformers, compiled and not.
+
+    python -m benchmarks splade_head                    # measure what is missing, then print the tables
+    python -m benchmarks splade_head --render           # tables of that file
+    python -m benchmarks splade_head --only 'tiny/*' --results /tmp/splade.json   # a trial, also on a CPU
+
+A cell is one implementation at one shape: forward without gradient, forward + backward with the gradients of hidden states,
+weight and bias, their memory, and their error against float64. Everything is bfloat16. Random vectors leave about
+a third of the values positive with a bias of -2 (``dense``); a trained model leaves about 1% (``sparse``), and the bias is
+set to that. Of the vocabulary of XLM-R the batch grows until stock is out of memory. An
+implementation keeps its process from cell to cell, until that ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.lengths import log_normal
+from benchmarks.harness.suite import command
+from benchmarks.harness.tables import table
+from benchmarks.harness.timing import peak_bytes, time_calls
+from benchmarks.harness.workers import Worker, failure
+from benchmarks.operators.measure import relative_error
+from pylate_fastmaxsim import TokenBatch, reference, splade_pool
+
+TIMEOUT = 180
+ENTRIES = {
+    "stock": "Linear + `SpladePooling`",
+    "compiled": "the same, `torch.compile`",
+    "fast": "this package",
+    "padded": "this package, padded",
+}
+# By texts and the length that they are padded to.
+SHAPE_NAMES = ("64x256", "256x256", "32x512")
+# Texts of a vocabulary of 250,002.
+GROWING = {f"{texts}x256, 250k": texts for texts in (16, 32, 64, 128, 256, 512)}
+
+
+POSITIVE = 0.01
+# Texts whose values are compared with float64.
+COMPARED = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``texts`` padded to ``length``, of ``tokens`` on average."""
+
+    texts: int
+    length: int
+    tokens: int
+    vocabulary: int = 30_522
+    dim: int = 768
+
+
+SHAPES = {
+    "tiny": Shape(3, 16, 8, 500, 32),
+    **dict(zip(SHAPE_NAMES, (Shape(64, 256, 80), Shape(256, 256, 80), Shape(32, 512, 200)), strict=True)),
+    **{name: Shape(texts, 256, 80, 250_002) for name, texts in GROWING.items()},
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    hidden: Tensor  # [N, L, d]
+    mask: Tensor  # [N, L]
+    packed: Tensor  # [T, d], the live rows of `hidden`
+    borders: Tensor  # [N + 1]
+    weight: Tensor
+    bias: Tensor
+
+    def leaves(self, entry: str) -> list[Tensor]:
+        return [self.packed if entry == "fast" else self.hidden, self.weight, self.bias]
+
+    def texts(self) -> TokenBatch:
+        return TokenBatch.from_packed(self.packed, self.borders, max_length=self.hidden.shape[1])
+
+
+def make_inputs(shape: Shape, sparse: bool, device: torch.device) -> Inputs:
+    draw, generator = random.Random(0), torch.Generator(device).manual_seed(0)
+    lengths = torch.tensor([min(max(log_normal(shape.tokens, draw), 8), shape.length) for _ in range(shape.texts)])
+    mask = (torch.arange(shape.length) < lengths[:, None]).to(device)
+    borders = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(device)
+
+    def normal(*size: int, deviation: float) -> Tensor:
+        return torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0, deviation, generator=generator)
+
+    # Products have a standard deviation of 0.7.
+    hidden = normal(shape.texts, shape.length, shape.dim, deviation=0.5)
+    weight = normal(shape.vocabulary, shape.dim, deviation=1.4 * shape.dim**-0.5)
+    bias = torch.full((shape.vocabulary,), -2.0, dtype=torch.bfloat16, device=device)
+    if sparse:
+        maxima = torch.stack([(text[live] @ weight.T).amax(0) for text, live in zip(hidden[:8], mask[:8], strict=True)])
+        bias.fill_(-maxima.float().flatten().kthvalue(int((1 - POSITIVE) * maxima.numel())).values)
+    packed = hidden[mask]
+    return Inputs(
+        *(each.requires_grad_(each.is_floating_point()) for each in (hidden, mask, packed, borders, weight, bias))
+    )
+
+
+@cache
+def stock() -> Callable[[Inputs], Tensor]:
+    from sentence_transformers.sparse_encoder.models import SpladePooling
+
+    pooling = SpladePooling("max").train()
+
+    def values(inputs: Inputs) -> Tensor:
+        # As the first call leaves it, which a compiled graph is made for.
+        pooling.word_embedding_dimension = len(inputs.weight)
+        logits = torch.nn.functional.linear(inputs.hidden, inputs.weight, inputs.bias)
+        return pooling({"token_embeddings": logits, "attention_mask": inputs.mask})["sentence_embedding"]
+
+    return values
+
+
+def value_function(entry: str) -> Callable[[Inputs], Tensor]:
+    """Values ``[N, V]`` of some inputs."""
+    if entry == "fast":
+        return lambda inputs: splade_pool(inputs.texts(), inputs.weight, inputs.bias)
+    if entry == "padded":
+        return lambda inputs: splade_pool(inputs.hidden, inputs.weight, inputs.bias, mask=inputs.mask)
+    if entry == "compiled":
+        torch.compiler.reset()  # a function that is compiled too often goes on uncompiled
+        return torch.compile(stock(), dynamic=False)
+    return stock()
+
+
+def cells(options: argparse.Namespace) -> dict[str, dict]:
+    """Every implementation at every shape; the tiny one only where there is no GPU."""
+    made = {}
+    for entry in ENTRIES:
+        for name, shape in SHAPES.items():
+            if (name == "tiny") != torch.cuda.is_available() and not (name in GROWING and entry == "padded"):
+                made[f"{name}/{entry}"] = {"shape": asdict(shape), "entry": entry}
+    return made
+
+
+def run(name: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
+    """Measure one implementation at all shapes; where a batch does not fit, no larger one is tried."""
+    for entry in ENTRIES:
+        with Worker(command(name), options.timeout) as worker:
+            yield from measured_by(worker, {each: cell for each, cell in cells.items() if cell["entry"] == entry})
+
+
+def measured_by(worker: Worker, cells: dict[str, dict]) -> Iterator[tuple[str, dict]]:
+    full = False
+    for each, cell in cells.items():
+        growing = each.rpartition("/")[0] in GROWING
+        if not (growing and full):
+            result = worker.ask(cell)
+            full = growing and out_of_memory(result)
+            yield each, result
+
+
+def measure(cell: dict) -> dict:
+    """Times, memory and errors of one implementation at one shape; a measure that fails is a sentence."""
+    values = value_function(cell["entry"])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    result: dict = {}
+    for name, sparse in (("dense", False), ("sparse", True)):
+        inputs = make_inputs(Shape(**cell["shape"]), sparse, device)
+        result["live_tokens"] = len(inputs.packed)
+        result[name] = measured(values, inputs, cell["entry"], device)
+    return result
+
+
+def measured(values: Callable[[Inputs], Tensor], inputs: Inputs, entry: str, device: torch.device) -> dict:
+    leaves = inputs.leaves(entry)
+    forward = torch.no_grad()(lambda: values(inputs))
+    dtype = torch.float32 if entry in ("fast", "padded") else torch.bfloat16
+    grad = torch.randn(len(inputs.hidden), len(inputs.weight), device=device).to(dtype)
+    measures: dict[str, Callable[[], object]] = {
+        "forward": forward,
+        "forward_backward": lambda: torch.autograd.grad(values(inputs), leaves, grad),
+    }
+    found: dict = {}
+    for name, call in measures.items():
+        try:
+            call()  # compiles
+            found[name] = {**time_calls([call], device), "peak_bytes": peak_bytes(call, device)}
+        except Exception as error:  # noqa: BLE001 - whatever an implementation raises is its result
+            found[name] = {"failure": failure(error)}
+    # The comparison needs memory too, which a large batch does not leave.
+    with contextlib.suppress(torch.OutOfMemoryError):
+        found["positive"] = float((forward() > 0).float().mean())
+        found["errors"] = errors(values, inputs, entry, grad)
+    return found
+
+
+def errors(values: Callable[[Inputs], Tensor], inputs: Inputs, entry: str, grad: Tensor) -> dict[str, float | None]:
+    """Relative errors of the values of a few texts, and of the gradients where only these have one, against float64."""
+    exact = [each.detach().double().requires_grad_() for each in (inputs.hidden[:COMPARED], inputs.weight, inputs.bias)]
+    wanted = reference.splade_pool(TokenBatch.from_padded(exact[0], inputs.mask[:COMPARED]), *exact[1:])
+    grad = grad.clone()
+    grad[COMPARED:] = 0
+    wanted_gradients = list(torch.autograd.grad(wanted, exact, grad[:COMPARED].double()))
+    found = values(inputs)
+    gradients = list(torch.autograd.grad(found, inputs.leaves(entry), grad))
+    if entry == "fast":
+        gradients[0] = gradients[0][: inputs.borders[COMPARED]]
+        wanted_gradients[0] = wanted_gradients[0][inputs.mask[:COMPARED]]
+    else:
+        gradients[0] = gradients[0][:COMPARED]
+    names = ("hidden gradient", "weight gradient", "bias gradient")
+    result = {"values": relative_error(found[:COMPARED].detach(), wanted.detach())}
+    return result | {
+        name: relative_error(*pair) for name, *pair in zip(names, gradients, wanted_gradients, strict=True)
+    }
+
+
+def out_of_memory(cell: dict) -> bool:
+    return "out of memory" in str(cell)
+
+
+def _measure(cells: dict, shape: str, entry: str, density: str, measure: str) -> dict:
+    return cells.get(f"{shape}/{entry}", {}).get(density, {}).get(measure, {})
+
+
+def ratio(cells: dict, shape: str, entry: str, density: str, measure: str, key: str = "ms") -> float | None:
+    """How many times as much as this package another implementation takes."""
+    ours, other = (_measure(cells, shape, each, density, measure).get(key) for each in ("fast", entry))
+    return other / ours if ours and other else None
+
+
+def _entry(result: dict) -> str:
+    if "ms" not in result:
+        failure = result.get("failure", "")
+        return "out of memory" if out_of_memory(result) else failure
+    memory = result.get("peak_bytes")
+    return f"{result['ms']:.3g} ms" + ("" if memory is None else f", {memory / 2**20:,.0f} MiB")
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}x"
+
+
+def speed_table(cells: dict, measure: str) -> str:
+    """Time and memory beyond inputs of every implementation, and how many times faster this package is."""
+    shapes = dict.fromkeys(name.rpartition("/")[0] for name in cells)
+    measured = {key: title for key, title in ENTRIES.items() if any(name.endswith(f"/{key}") for name in cells)}
+    lines = []
+    for shape in shapes:
+        # Of the large vocabulary what counts is who is out of memory, whatever is positive.
+        for density in ("dense",) if shape in GROWING else ("dense", "sparse"):
+            positive = cells.get(f"{shape}/fast", {}).get(density, {}).get("positive")
+            entries = [_entry(_measure(cells, shape, each, density, measure)) for each in measured]
+            gains = [_times(ratio(cells, shape, each, density, measure)) for each in ("stock", "compiled")]
+            lines.append([shape, "" if positive is None else f"{positive:.0%}", *entries, *gains])
+    return table(["texts", "positive", *measured.values(), "times stock", "times compiled"], lines)
+
+
+def error_table(cells: dict) -> str:
+    """The largest relative error of each implementation over the shapes."""
+    lines = []
+    for entry, title in ENTRIES.items():
+        found = [
+            of_density["errors"]
+            for name, cell in cells.items()
+            for of_density in (cell.get("dense", {}), cell.get("sparse", {}))
+            if name.endswith(f"/{entry}") and "errors" in of_density
+        ]
+        if found:
+            largest = {name: [errors[name] for errors in found] for name in found[0]}
+            lines.append([title, *("no number" if None in each else f"{max(each):.1e}" for each in largest.values())])
+    return table(["", "values", "hidden gradient", "weight gradient", "bias gradient"], lines)
+
+
+def markdown(content: dict) -> str:
+    """The tables of docs/splade.md."""
+    cells = content["cells"]
+    made = next(iter(cells.values()))["environment"]
+    return "\n\n".join(
+        [
+            f"{made['device']}, torch {made['torch']}, triton {made['triton']}, Sentence Transformers "
+            f"{made['sentence-transformers']}, {made['date']}. Forward + backward, and memory beyond inputs:",
+            speed_table(cells, "forward_backward"),
+            "Forward without gradient:",
+            speed_table(cells, "forward"),
+            "Largest relative errors against float64:",
+            error_table(cells),
+        ]
+    )

@@ -1,1 +1,0 @@
-"""A synthetic study of pooling: concentration of gradients, long documents, injected tokens."""

@@ -1,0 +1,290 @@
+"""A synthetic study of pooling: what the maximum, top-4 and softmax do to gradients, long documents and injected tokens.
+
+    python -m benchmarks pooling_study --workers 16         # measure what is missing, tables, figures
+    python -m benchmarks pooling_study --render
+    python -m benchmarks pooling_study --quick --results /tmp/pooling_study.json      # seconds; figures mean nothing
+
+It follows "Spike hijacking in late-interaction retrieval" (arXiv 2604.05253): 100 concepts, tokens of queries and
+documents near them, a three-layer encoder, in-batch negatives. What the text leaves open is measured in each reading:
+docs/pooling_study.md. Runs on CPUs; a cell is one pooling, document length, dimension and seed, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+from pylate_fastmaxsim import Max, Softmax, TopK, pooled_scores
+from pylate_fastmaxsim.diagnostics.gradient_concentration import gradient_concentration
+from pylate_fastmaxsim.ops.pooled import Pooling
+
+CONCEPTS = 100
+QUERY_TOKENS = 16
+QUERY_CONCEPTS = 8  # tokens of a positive that share the concepts of its query's first 8 tokens
+NOISE = 0.1  # standard deviation of each component at d = 16; the noise has the same length at any d
+TARGETED_NOISE = 0.3  # of tokens that are aimed at a query
+BATCH = 64
+WIDTH = 64
+LEARNING_RATE = 1e-3
+LENGTHS = (32, 64, 128, 256)
+PANEL_TOKENS = 64  # document tokens M of the cells whose gradients and injection are measured
+SWEEP_DIMENSION = 16
+KINDS = ("targeted", "random tokens", "random embeddings")  # of injected tokens
+INJECTED = (25, 50, 100, 200, 400)
+
+POOLINGS: dict[str, Pooling] = {"max": Max(), "top-4": TopK(4), "softmax": Softmax(1.0)}
+INJECTION_DIMENSION = 128
+
+
+def generator(seed: int, use: int) -> Generator:
+    """Random numbers of a seed; each use has its own."""
+    return Generator().manual_seed(100 * seed + use)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Queries ``[N, 16, d]``, the concept of each of their tokens ``[N, 16]``, and their positives ``[N, M, d]``."""
+
+    queries: Tensor
+    wanted: Tensor
+    documents: Tensor
+
+    def first(self, count: int) -> Pairs:
+        return Pairs(self.queries[:count], self.wanted[:count], self.documents[:count])
+
+
+class Concepts:
+    """``[100, d]`` unit vectors, and tokens drawn near them: float32, of length 1."""
+
+    def __init__(self, dimension: int, seed: int) -> None:
+        self.vectors = normalize(torch.randn(CONCEPTS, dimension, generator=generator(seed, 0)), dim=-1)
+
+    def near(self, concepts: Tensor, noise: float, random: Generator) -> Tensor:
+        """A token near each of ``concepts``, ``[..., d]``."""
+        centres = self.vectors[concepts]
+        scale = noise * (16 / centres.shape[-1]) ** 0.5
+        return normalize(centres + scale * torch.randn(centres.shape, generator=random), dim=-1)
+
+    def pairs(self, count: int, tokens: int, random: Generator) -> Pairs:
+        """Queries with a positive each: tokens of 8 concepts of its query, then of any."""
+        wanted = torch.randint(CONCEPTS, (count, QUERY_TOKENS), generator=random)
+        found = torch.randint(CONCEPTS, (count, tokens), generator=random)
+        found[:, :QUERY_CONCEPTS] = wanted[:, :QUERY_CONCEPTS]
+        return Pairs(self.near(wanted, NOISE, random), wanted, self.near(found, NOISE, random))
+
+    def of_length(self, pairs: Pairs, tokens: int, random: Generator) -> Pairs:
+        """The same pairs with documents cut to ``tokens``, or with tokens of random concepts behind them."""
+        count, length = pairs.documents.shape[:2]
+        more = torch.randint(CONCEPTS, (count, max(0, tokens - length)), generator=random)
+        documents = torch.cat([pairs.documents[:, :tokens], self.near(more, NOISE, random)], 1)
+        return replace(pairs, documents=documents)
+
+    def aimed_at(self, wanted: Tensor, count: int, random: Generator) -> Tensor:
+        """Hard negatives ``[count, d]``: near concepts of a query, with more noise than its own tokens."""
+        picked = wanted[torch.randint(len(wanted), (count,), generator=random)]
+        return self.near(picked, TARGETED_NOISE, random)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is trained: a pooling, documents of M tokens, d dimensions."""
+
+    pooling: str
+    tokens: int
+    dimension: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.pooling}/M={self.tokens}/d={self.dimension}/seed={self.seed}"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is trained and measured: pairs (as many are held out), epochs, queries that get injected tokens."""
+
+    pairs: int = 512
+    epochs: int = 100
+    injected: int = 128
+
+
+class Encoder(nn.Sequential):
+    """Three layers, applied to each token ``[..., d]``; embeddings have length 1."""
+
+    def __init__(self, dimension: int) -> None:
+        wide = (nn.Linear(dimension, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+        super().__init__(*wide, nn.Linear(WIDTH, dimension))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return normalize(super().forward(tokens), dim=-1)
+
+
+def batch_loss(scores: Tensor) -> Tensor:
+    """Cross-entropy of scores ``[N, N]`` of queries against the positives of all of them."""
+    return cross_entropy(scores, torch.arange(len(scores)))
+
+
+def concentration(encoder: Encoder, pairs: Pairs, pooling: Pooling) -> dict[str, float]:
+    """Gini coefficients by the published formula for the first batch: of the pairs' own scores, and of its loss."""
+    queries, documents = (encoder(part[:BATCH]).detach() for part in (pairs.queries, pairs.documents))
+    scores = pooled_scores(queries, documents, pooling=pooling).requires_grad_()
+    (of_loss,) = torch.autograd.grad(batch_loss(scores), scores)
+    own = torch.arange(len(queries))[:, None]
+    measured = {
+        "score": gradient_concentration(queries, documents, own, pooling=pooling),
+        "loss": gradient_concentration(queries, documents, pooling=pooling, loss_gradient=of_loss),
+    }
+    return {gradient: round(found.gini_uncorrected, 4) for gradient, found in measured.items()}
+
+
+@torch.no_grad()
+def recall(encoder: Encoder, pairs: Pairs, pooling: Pooling) -> float:
+    """Share of queries whose positive scores highest."""
+    best = pooled_scores(encoder(pairs.queries), encoder(pairs.documents), pooling=pooling).argmax(1)
+    return share((best == torch.arange(len(best))).tolist())
+
+
+@torch.no_grad()
+def injection(concepts: Concepts, encoder: Encoder, pairs: Pairs, pooling: Pooling, random: Generator) -> dict:
+    """Recall@1 with K tokens injected into documents, by their kind and K.
+
+    ``targeted``: near concepts of the query. ``random tokens``: random unit vectors, encoded. ``random embeddings``:
+    random unit vectors in place of embeddings. ``others`` is Recall@1 with the same tokens in every document but the
+    query's positive, ``all`` with them in every document. ``hijacked`` is the share of query tokens whose most similar
+    token of a document, other than the positive, is injected.
+    """
+    queries, documents = encoder(pairs.queries), encoder(pairs.documents)
+    count, _, dimension = documents.shape
+    clean = pooled_scores(queries, documents, pooling=pooling)
+    largest = torch.stack([torch.einsum("td,jmd->jtm", query, documents).amax(-1) for query in queries])
+
+    def tokens(kind: str, query: int, number: int) -> Tensor:
+        if kind == "targeted":
+            return encoder(concepts.aimed_at(pairs.wanted[query], number, random))
+        drawn = normalize(torch.randn(number, dimension, generator=random), dim=-1)
+        return encoder(drawn) if kind == "random tokens" else drawn
+
+    def measured(kind: str, number: int) -> dict[str, float]:
+        others, everywhere, hijacked = [], [], []
+        for query in range(count):
+            injected = tokens(kind, query, number)
+            longer = torch.cat([documents, injected.expand(count, -1, -1)], 1)
+            scores = pooled_scores(queries[query : query + 1], longer, pooling=pooling)[0]
+            everywhere.append(int(scores.argmax()) == query)
+            scores[query] = clean[query, query]
+            others.append(int(scores.argmax()) == query)
+            won = (queries[query] @ injected.T).amax(-1) > largest[query]
+            hijacked += [float(won[other].double().mean()) for other in range(count) if other != query]
+        return {"others": share(others), "all": share(everywhere), "hijacked": share(hijacked)}
+
+    result: dict = {kind: {str(number): measured(kind, number) for number in INJECTED} for kind in KINDS}
+    return {"none": share((clean.argmax(1) == torch.arange(count)).tolist()), **result}
+
+
+def share(values: list) -> float:
+    return round(mean(map(float, values)), 4)
+
+
+QUICK = Size(pairs=64, epochs=2, injected=8)
+
+
+def measured(cell: Cell, size: Size) -> dict:
+    """Train and measure a cell, on one thread, so that results depend on the seed alone."""
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    pooling, panels = POOLINGS[cell.pooling], cell.tokens == PANEL_TOKENS
+    concepts = Concepts(cell.dimension, cell.seed)
+    training = concepts.pairs(size.pairs, cell.tokens, generator(cell.seed, 1))
+    held_out = concepts.pairs(size.pairs, cell.tokens, generator(cell.seed, 2))
+    torch.manual_seed(cell.seed)
+    encoder = Encoder(cell.dimension)
+    optimizer = torch.optim.Adam(encoder.parameters(), lr=LEARNING_RATE)
+    gradients = []
+    for _ in range(size.epochs):
+        for rows in torch.randperm(size.pairs).split(BATCH):
+            queries, documents = encoder(training.queries[rows]), encoder(training.documents[rows])
+            loss = batch_loss(pooled_scores(queries, documents, pooling=pooling))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if panels:
+            gradients.append(concentration(encoder, training, pooling))
+    result: dict = {"loss": round(loss.item(), 4), "recall": {}}
+    if panels:
+        result["gini"] = {gradient: [epoch[gradient] for epoch in gradients] for gradient in ("score", "loss")}
+        result["injection"] = {}
+    sweep = LENGTHS if panels and cell.dimension == SWEEP_DIMENSION else (cell.tokens,)
+    for name, pairs in {"training": training, "held_out": held_out}.items():
+        result["recall"][name] = {
+            str(tokens): recall(encoder, concepts.of_length(pairs, tokens, generator(cell.seed, 3)), pooling)
+            for tokens in sweep
+        }
+        if panels:
+            few = pairs.first(size.injected)
+            result["injection"][name] = injection(concepts, encoder, few, pooling, generator(cell.seed, 4))
+    return {**result, "seconds": round(time.monotonic() - began, 1)}
+
+
+def settings(size: Size) -> dict:
+    """What results depend on beside the cell."""
+    return {
+        **asdict(size),
+        "concepts": CONCEPTS,
+        "query_tokens": QUERY_TOKENS,
+        "query_concepts_in_positive": QUERY_CONCEPTS,
+        "noise": NOISE,
+        "targeted_noise": TARGETED_NOISE,
+        "batch": BATCH,
+        "width": WIDTH,
+        "learning_rate": LEARNING_RATE,
+    }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--workers", type=int, default=1, help="processes at a time, one thread each")
+    parser.add_argument("--quick", action="store_true", help="two epochs of one seed; needs another --results")
+
+
+def recorded(_: str, options: argparse.Namespace) -> dict:
+    return {"settings": settings(QUICK if options.quick else Size())}
+
+
+def cells(options: argparse.Namespace) -> dict[str, dict]:
+    """Long ones first, so that no worker is left with one at the end."""
+    shapes = [*((tokens, SWEEP_DIMENSION) for tokens in reversed(LENGTHS)), (PANEL_TOKENS, INJECTION_DIMENSION)]
+    seeds = [0] if options.quick else options.seeds
+    made = [Cell(pooling, *shape, seed) for shape, pooling, seed in itertools.product(shapes, POOLINGS, seeds)]
+    return {cell.name: {"cell": asdict(cell)} for cell in made}
+
+
+def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
+    """Measure cells, ``workers`` at a time."""
+    size = QUICK if options.quick else Size()
+    with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(measured, Cell(**cell["cell"]), size): name for name, cell in cells.items()}
+        for done in as_completed(running):
+            yield running[done], done.result()
+
+
+def markdown(content: dict) -> str:
+    from benchmarks.quality.pooling_study_report import tables
+
+    return "\n\n".join(tables(content).values())
+
+
+def plot(content: dict, target: Path) -> None:
+    from benchmarks.quality.pooling_study_plots import plot_all
+
+    plot_all(content, target)

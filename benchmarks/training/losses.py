@@ -1,0 +1,137 @@
+"""PyLate's losses without the encoder: stock, with each fused-kernel peer, and with this package.
+
+    python -m benchmarks losses                           # measure what is missing, then print the table
+    python -m benchmarks losses --render                  # the table of the committed results
+    python -m benchmarks losses --queries 4 --lengths 12 --paths stock fast --results /tmp/losses.json    # on a CPU
+
+A cell is forward + backward of one loss on stored token embeddings in bf16 autocast. The cells of a path are measured by
+one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from operator import itemgetter
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness.tables import table
+from benchmarks.harness.timing import peak_bytes, time_calls
+from benchmarks.training.steps import mark_of_runs
+from benchmarks.training.train_step import PATHS, SCORING
+
+TITLES = {
+    "contrastive": "Contrastive",
+    "cached_contrastive": "CachedContrastive",
+    "distillation": "Distillation",
+}
+# Documents per query. Distillation has fewer queries, so that the number of documents is the same.
+COLUMNS = {"contrastive": 2, "cached_contrastive": 2, "distillation": 16}
+# Taken in turn, so that no batch finds its embeddings in the cache.
+BATCHES = 6
+# Calls to queue at once: about a hundred launches each, more with GradCache.
+AT_ONCE = {"contrastive": 4, "distillation": 4, "cached_contrastive": 1}
+MEASURES = {"ms": ("time (ms)", 1), "peak_bytes": ("peak memory (MiB)", 2**20)}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
+    parser.add_argument("--losses", nargs="+", choices=list(TITLES), default=list(TITLES))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[180, 300], help="of documents")
+    parser.add_argument("--queries", type=int, default=256, help="queries of a batch (of distillation an eighth)")
+
+
+def cells(options: argparse.Namespace) -> dict[str, dict]:
+    made = {}
+    for path, loss, length in itertools.product(options.paths, options.losses, options.lengths):
+        columns = COLUMNS[loss]
+        queries = options.queries * 2 // columns or 1
+        cell = {"path": path, "loss": loss, "queries": queries, "columns": columns, "document_length": length}
+        made["/".join(f"{key}={value}" for key, value in cell.items())] = cell
+    return made
+
+
+process_of = itemgetter("path")
+
+
+def measure(cell: dict) -> dict:
+    os.environ["PYLATE_SCORES_BACKEND"] = SCORING[cell["path"]]
+    import pylate_fastmaxsim
+    from benchmarks.training.embedded import Step
+
+    if cell["path"] == "fast":
+        pylate_fastmaxsim.enable(padding_free="always")  # Embedded is not a known encoder
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    steps = [
+        Step(cell["loss"], cell["queries"], cell["columns"], cell["document_length"], device, seed)
+        for seed in range(BATCHES if device.type == "cuda" else 1)
+    ]
+    # The first call of each model decides how it is encoded, and waits for the device.
+    values = [float(step()) for step in steps]
+    timing = time_calls(steps, device, at_once=AT_ONCE[cell["loss"]])
+    return {**timing, "peak_bytes": peak_bytes(steps[0], device), "loss_value": values[0]}
+
+
+def _amount(result: dict) -> str:
+    if "failure" in result:
+        return result["failure"].split(":")[0]
+    peak = result["peak_bytes"]
+    return f"{result['ms']:.2f} ms" + ("" if peak is None else f", {peak / 2**20:,.0f} MiB")
+
+
+def markdown(content: dict) -> str:
+    """Forward + backward of each loss, with ratios to stock and to the better peer; ‡ compares two runs."""
+    shapes: dict[str, dict[str, dict]] = {}
+    for cell in content["cells"].values():
+        shapes.setdefault(_shape(cell), {})[cell["path"]] = cell
+    lines = []
+    for shape, row in shapes.items():
+        timed = {path: cell for path, cell in row.items() if "ms" in cell}
+        entries = [_amount(row[path]) if path in row else "" for path in PATHS]
+        peers = [timed[path] for path in ("lik", "flash") if path in timed]
+        fast = timed.get("fast")
+        for other in (timed.get("stock"), min(peers, key=itemgetter("ms"), default=None)):
+            entries.append(f"{other['ms'] / fast['ms']:.1f}x{mark_of_runs(fast, other)}" if other and fast else "")
+        lines.append([shape, *entries])
+    title = "One loss, from token embeddings to their gradients, and its peak memory beyond them:\n\n"
+    return title + table(["loss", *PATHS.values(), "against PyLate", "against the better peer"], lines)
+
+
+def _shape(cell: dict) -> str:
+    return (
+        f"{TITLES[cell['loss']]}, {cell['queries']} queries, {cell['columns']} documents each, "
+        f"up to {cell['document_length']} tokens"
+    )
+
+
+def plot(content: dict, target: Path) -> None:
+    """Bars, a group for each loss and document length."""
+    from benchmarks.harness.plots import COLOURS, plt
+
+    cells = content["cells"].values()
+    figure, axes = plt.subplots(1, len(MEASURES), figsize=(11, 4.5))
+    shapes = list(dict.fromkeys((cell["loss"], cell["document_length"]) for cell in cells))
+    width = 0.8 / len(PATHS)
+    for axis, (measured, (label, unit)) in zip(axes, MEASURES.items(), strict=True):
+        for place, (path, title) in enumerate(PATHS.items()):
+            points = [
+                (shapes.index((cell["loss"], cell["document_length"])), cell[measured] / unit)
+                for cell in cells
+                if cell["path"] == path and cell.get(measured)
+            ]
+            if points:
+                x, y = zip(*points, strict=True)
+                axis.bar([n + place * width for n in x], y, width, color=COLOURS[place], label=title)
+        names = [f"{TITLES[loss]}\n{length} tokens" for loss, length in shapes]
+        axis.set_xticks([n + 1.5 * width for n in range(len(shapes))], names, fontsize=7, rotation=20)
+        axis.set(ylabel=label, yscale="log")
+        axis.grid(alpha=0.3, axis="y")
+    figure.suptitle("One loss from token embeddings to their gradients")
+    handles = axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="lower center", ncols=2, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure.savefig(target.with_suffix(".png"), dpi=150)
+    plt.close(figure)

@@ -1,0 +1,171 @@
+"""What suites of training steps share: how a step is timed, which paths take turns, the table and the curves."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.suite import command
+from benchmarks.harness.tables import table
+from benchmarks.harness.timing import peaks_gib
+from benchmarks.harness.turns import measure_by_turns, speed, step_times
+from benchmarks.harness.workers import ask_apart
+
+OUT_OF_MEMORY = "out of memory"
+# Choices of --compile and --checkpointing.
+SWITCH = {"no": [False], "yes": [True], "both": [False, True]}
+# Keys of a cell, with label and number format.
+MEASURES = {"step_ms": ("step time (ms)", ",.0f"), "peak_gib": ("peak memory (GiB)", ".1f")}
+
+
+def add_options(parser: argparse.ArgumentParser, paths: Sequence[str], batches: Sequence[int], **times: int) -> None:
+    """The options of a suite of steps; ``times`` are the defaults of --warmup and --steps."""
+    parser.add_argument("--paths", nargs="+", choices=list(paths), default=list(paths))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(batches))
+    for name, default in times.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument(
+        "--alone", action="store_true", help="measure stock and fast of a batch one after the other, not by turns"
+    )
+
+
+def measured(
+    step: Callable[[int], Tensor], cell: Mapping, of_ranks: Callable[[list[float]], list[float]] = lambda each: each
+) -> dict:
+    """Warm up and time ``step(index)``, which returns its loss, as often as the cell says.
+
+    ``of_ranks`` is what all ranks report of times and memory of each.
+    """
+    cuda = torch.cuda.is_available()
+    began = time.perf_counter()
+    losses = [step(index) for index in range(cell["warmup"])]
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    warmup_seconds = time.perf_counter() - began
+    limit = cell.get("seconds") or math.inf
+    times = step_times(lambda index: losses.append(step(index)), cell["warmup"], cell["steps"], cuda, limit)
+    peak, reserved = of_ranks(peaks_gib()) if cuda else (None, None)
+    return {
+        "status": "ok",
+        "timing": "CUDA events" if cuda else "host clock",
+        **summary(of_ranks(times)),
+        "peak_gib": peak,
+        "peak_reserved_gib": reserved,
+        "warmup_seconds": warmup_seconds,
+        # JSON has no NaN.
+        "losses": [value if math.isfinite(value) else None for value in map(float, losses)],
+    }
+
+
+def summary(seconds: Sequence[float]) -> dict:
+    """Times of steps in milliseconds."""
+    times = [each * 1e3 for each in seconds]
+    return {
+        "step_ms": statistics.median(times),
+        "step_ms_min": min(times),
+        "step_ms_max": max(times),
+        "steps": len(times),
+        "each_ms": times,
+    }
+
+
+def run(name: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
+    """Figures of steps: stock and fast, not compiled and alike otherwise, by turns; all others alone."""
+    groups: dict[str, dict[str, dict]] = {}
+    for each, cell in cells.items():
+        by_turns = cell["path"] in ("stock", "fast") and not cell.get("compile") and not options.alone
+        # A launcher does not pass a gate on to its ranks.
+        by_turns &= cell.get("ranks", 1) == 1
+        alike = sorted((key, value) for key, value in cell.items() if key != "path")
+        groups.setdefault(str(alike) if by_turns else each, {})[each] = cell
+    for group in groups.values():
+        together = None
+        if len(group) == 2:
+            together = measure_by_turns(dict.fromkeys(group, command(name)), group, options.timeout)
+        for each, cell in group.items():
+            yield each, together[each] if together else step_apart(name, cell, options.timeout)
+
+
+def step_apart(name: str, cell: dict, timeout: float) -> dict:
+    """Figures of one step of a suite, from a new process."""
+    result = ask_apart(command(name), cell, timeout)
+    if "failure" not in result:
+        return result
+    status = OUT_OF_MEMORY if result["failure"].startswith(OUT_OF_MEMORY) else "failed"
+    return {"status": status, "detail": result["failure"]}
+
+
+def mark_of_runs(cell: dict, other: dict) -> str:
+    """‡ where the cells are of two runs, or, without the time of their run, of two days or machines."""
+    keys = ("run", "date", "device", "host")
+    return "" if all(cell["environment"].get(key) == other["environment"].get(key) for key in keys) else "‡"
+
+
+def time_and_memory(cell: dict) -> str:
+    """Time and memory of a step, or why there are none; † marks times of the host's clock."""
+    if cell["status"] != "ok":
+        return cell["status"]
+    text = f"{cell['step_ms']:,.0f} ms{'' if cell.get('timing', 'CUDA events') == 'CUDA events' else '†'}"
+    return text + ("" if cell["peak_gib"] is None else f", {cell['peak_gib']:.1f} GiB")
+
+
+def entry(cell: dict | None, first: dict | None, marked: bool = False) -> str:
+    """Time and memory of a step, and how many times as fast it is as the first; ``marked``: ‡ if of two runs."""
+    if cell is None:
+        return ""
+    text = time_and_memory(cell)
+    if first and cell is not first and first["status"] == cell["status"] == "ok":
+        text += f" ({speed(cell, first)}{mark_of_runs(cell, first) if marked else ''})"
+    return text
+
+
+def steps_table(
+    cells: Mapping[str, dict],
+    rows: Mapping[object, str],
+    columns: Mapping[object, str],
+    name: Callable[[object, object], str],
+    first: Callable[[object], object] | None = None,
+    marked: bool = False,
+    corner: str = "",
+) -> str:
+    """A table of steps: titles by row and by column, ``name(row, column)`` of each cell.
+
+    Entries are compared with the row ``first(row)`` of the same column, by default the first one.
+    """
+    top = next(iter(rows))
+    lines = []
+    for row, title in rows.items():
+        compared = first(row) if first else top
+        lines.append(
+            [title, *(entry(cells.get(name(row, each)), cells.get(name(compared, each)), marked) for each in columns)]
+        )
+    return table([corner, *columns.values()], lines)
+
+
+def draw_curves(
+    curves: Mapping[str, tuple[str, str, list[tuple[float, dict]]]], target: Path, title: str | None, **axis: object
+) -> None:
+    """Time and memory side by side: by title a colour, a line style, and cells by their place on the axis."""
+    from benchmarks.harness.plots import plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 5))
+    for each, (key, (label, _)) in zip(axes, MEASURES.items(), strict=True):
+        for name, (colour, style, points) in curves.items():
+            found = [(x, cell[key]) for x, cell in points if cell.get(key) is not None]
+            if found:
+                each.plot(*zip(*found, strict=True), style, color=colour, label=name.replace("`", ""))
+        each.set(ylabel=label, **axis)
+        each.grid(alpha=0.3)
+    figure.suptitle(title or "")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=2, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.17, 1, 1))
+    figure.savefig(target, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,133 @@
+"""Every suite of benchmarks, run as a user runs it, on a few numbers on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from benchmarked import run_benchmark
+
+from benchmarks.harness.records import load
+from benchmarks.harness.suite import SUITES, suite_named
+from benchmarks.harness.turns import speed
+
+# Its options, how many cells it then has, and what it prints.
+TINY_STEPS = "--compile no --layers 1 --different 1 --warmup 1 --batches 2 --steps"
+RUNS = {
+    "operators": ("--shapes tiny --competitors einsum", 3, "| tiny: 3 x 4 against 5 x 8"),
+    "head": ("--only tiny/fast tiny/einsum", 2, "| Linear, normalize, einsum |"),
+    "xtr": ("", 1, "| tiny |"),
+    "pooling_operators": ("--only */fast */ragged", 8, "| 3x8 against 5x24 | `LogSumExp(0.1)` |"),
+    "splade_head": ("--only tiny/stock tiny/fast", 2, "times compiled"),
+    "compressed_operators": ("--only */fast/* */naive/fp8", 14, "| 3x4 against 5x9 | fp8 |"),
+    "train_step": (
+        f"{TINY_STEPS} 2 --checkpointing no --paths stock fast --alone",
+        2,
+        "| PyLate + pylate-fastmaxsim |",
+    ),
+    "lengths": (f"{TINY_STEPS} 1 --tokens 15 --document-length 30", 2, "x) |"),
+    "losses": (
+        "--queries 8 --lengths 12 --paths stock fast --losses contrastive",
+        2,
+        "| Contrastive, 8 queries, 2 documents each",
+    ),
+    "splade_step": (f"{TINY_STEPS} 8 --hidden 64", 2, "x) |"),
+    "sparse_search": (
+        "--sizes 100 300 --sweep-size 300 --queries 4 --tiny",
+        5,
+        "| 300 | k = 10 |",
+    ),
+    "sparse_two_gpus": ("--documents 300 --queries 3", 1, "| 3 | 1000 |"),
+    "static_documents": ("--documents 600 --vocabulary 800", 2, "| 0.4 |"),
+    "compressed_fidelity": ("--queries 3 --documents 300 --dim 16 --centroids 32", 8, "| int8, scales of tokens |"),
+    "pooling_study": ("--quick --workers 2", 15, "| targeted | all documents | max |"),
+    "corpus_search": (
+        "--folder {folder}/corpora --passages 400 --queries 3 --dim 16 --mean 20 --k 10 --centroids 64 "
+        "--stock-passages 200 --check-passages 300",
+        23,
+        "| PyLate |",
+    ),
+}
+NEEDS = {"train_step": "pylate", "lengths": "pylate", "losses": "pylate", "corpus_search": "pylate", "xtr": "pylate"}
+NOT_HERE = {
+    "attention": "a GPU",
+    "attention_tiles": "a GPU",
+    "ceilings": "a GPU, whose memory it fills",
+    "page_step": "colpali-engine",
+    "multi_vector_step": "Sentence Transformers 6",
+    "cranfield": "the collection: tests/recipes/evaluation/test_cranfield.py",
+    "static_cranfield": "the collection: test_static_cranfield.py",
+    "first_stage_cranfield": "the collection",
+}
+
+
+def test_every_suite_is_run_here_or_says_what_it_needs():
+    assert RUNS.keys() | NOT_HERE.keys() == SUITES.keys()
+    for name in SUITES.keys() - {"multi_vector_step"}:
+        suite = suite_named(name)
+        assert callable(suite.cells) and callable(suite.markdown), name
+        assert hasattr(suite, "measure") or hasattr(suite, "run"), name
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("name", RUNS)
+def test_a_suite_measures_prints_and_goes_on(name, tmp_path):
+    pytest.importorskip(NEEDS.get(name, "sentence_transformers"))
+    given, count, shown = RUNS[name]
+    target = tmp_path / f"{name}.json"
+    arguments = [*given.format(folder=tmp_path).split(), "--results", str(target)]
+    assert shown in run_benchmark(name, *arguments)
+    cells = load(target)["cells"]
+    assert len(cells) == count and all(cell["environment"]["torch"] for cell in cells.values())
+    assert not [cell for cell in cells.values() if "failure" in cell or cell.get("status", "ok") != "ok"]
+    CHECKS.get(name, lambda *_: None)(cells, tmp_path)
+    before = target.read_bytes()
+    assert shown in run_benchmark(name, *arguments)  # nothing is measured again
+    assert target.read_bytes() == before
+
+
+def check_turns(cells: dict[str, dict], folder: Path) -> None:
+    stock, fast = cells.values()
+    assert stock["losses"][0] == pytest.approx(fast["losses"][0], rel=2e-2) and 0 < stock["padding"] < 1
+    # By turns: 2 steps of warm-up, and two blocks of 3.
+    assert stock["turns"] == fast["turns"] and fast["against_first"]["pairs"] == 2 and len(fast["each_ms"]) == 8
+    assert speed(fast, stock)
+
+
+def check_sparse(cells: dict[str, dict], folder: Path) -> None:
+    found = {f"{name}/{key}": each for name, cell in cells.items() for key, each in cell["measured"].items()}
+    for name in ("100/index/one", "300/index/batch=4", "terms=25/index/k=1000", "cpu/index/k=1000"):
+        assert found[name]["exact"] and found[name]["repeatable"], name
+    assert found["300/cusparse/k=10"]["recall"] > 0.99 and found["300/pipeline/batch=8"]["both"]["ms"] > 0
+
+
+def check_corpus(cells: dict[str, dict], folder: Path) -> None:
+    formats = ("bf16", "int8", "fp8", "residual-4", "residual-2")
+    assert all(cells[f"{name}/resident"]["same_as_streamed"] for name in formats)
+    for name in formats[1:]:
+        shares = [cells[f"{name}/{way}"]["difference"]["share_of_same_passages"] for way in ("streamed", "rescored")]
+        assert 0.3 < shares[0] <= 1 and shares[1] >= shares[0], name
+    sizes = [cells[f"{name}/write"]["bytes"] for name in formats]
+    assert sizes == sorted(sizes, reverse=True)
+    exact, rounded = (cells[name]["difference"] for name in ("stock_float32", "stock"))
+    assert exact["share_of_same_ranks"] == 1 and exact["largest_score_difference"] < 1e-5
+    # Stock adds up scores of some 20 in bfloat16.
+    assert rounded["largest_score_difference"] < 0.25
+
+
+def check_static(cells: dict[str, dict], folder: Path) -> None:
+    for cell in cells.values():
+        assert cell["maxsim"]["difference"] < 1e-6 and cell["documents"]["entries_per_document"] > 60
+
+
+def check_ranks(cells: dict[str, dict], folder: Path) -> None:
+    assert all(case["same"] for cell in cells.values() for case in cell["cases"].values())
+
+
+CHECKS = {
+    "splade_step": check_turns,
+    "sparse_search": check_sparse,
+    "corpus_search": check_corpus,
+    "static_documents": check_static,
+    "sparse_two_gpus": check_ranks,
+}
