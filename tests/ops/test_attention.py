@@ -155,5 +155,5 @@ def test_shapes_that_do_not_fit():
     for place, name in ((3, "cos"), (4, "sin")):
         wrong = list(arguments)
         wrong[place] = arguments[place][:, :8]
-        with pytest.raises(ValueError, match=f"{name} must be .T, d. with d = 16"):
+        with pytest.raises(ValueError, match=f"{name} must be .T, d. = .14, 16."):
             rotary_self_attention(*wrong)
