@@ -159,6 +159,7 @@ OF_MULTI_VECTOR = {
 # Strings that look like private names.
 NO_NAMES = {
     "_FORWARD_WITH_WINNERS",
+    "_arguments",
     "_attention_mask",
     "_exit",  # of os
     "_id",
