@@ -423,7 +423,7 @@ class PyLate(LateInteraction):
     def loss(self, draw: Draw, model: nn.Module, stock: bool, name: str) -> nn.Module:
         from pylate import losses
 
-        from pylate_fastmaxsim.losses import pylate as own
+        from pylate_fastmaxsim import losses as own
 
         temperature = draw("temperature", 1.0, 0.1, 0.02)
         size_average = draw("size_average", True, False, often=0.8)
@@ -502,7 +502,7 @@ class MultiVector(LateInteraction):
     def loss(self, draw: Draw, model: nn.Module, name: str) -> nn.Module:
         from sentence_transformers.multi_vector_encoder import losses, scoring
 
-        from pylate_fastmaxsim.losses import multi_vector as own
+        from pylate_fastmaxsim import losses as own
 
         similarity, k = draw("similarity", "MaxSim", "mean", "XTR", often=0.6), draw("k", 9, 1, 40, 100, 400)
 
