@@ -5,7 +5,6 @@ Turns are those of ``fastmaxsim compare`` (docs/recipes.md); a cell that is not 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
@@ -41,11 +40,6 @@ def serve_by_turns(answer: Callable[[dict], dict]) -> None:
         result = answer(json.loads(os.environ[CELL]))
     except torch.OutOfMemoryError as error:
         result = {"status": OUT_OF_MEMORY, "detail": str(error).split(". ")[0]}
-    send_by_turns(result)
-
-
-def send_by_turns(result: dict) -> None:
-    """Answer from a process that takes turns."""
     status = FINISHED if result["status"] == "ok" else result["status"]
     gate().finished(**{**result, "status": status})
 
@@ -132,10 +126,3 @@ def ratio(cell: dict, first: dict) -> float:
 
 def _against(cell: dict, first: dict) -> dict | None:
     return cell.get("against_first") if cell.get("turns") == first.get("turns") else None
-
-
-def add_alone(parser: argparse.ArgumentParser) -> None:
-    """The option of commands whose cells take turns."""
-    parser.add_argument(
-        "--alone", action="store_true", help="measure stock and fast of a batch one after the other, not by turns"
-    )

@@ -99,7 +99,8 @@ def step_apart(name: str, cell: dict, timeout: float) -> dict:
     result = ask_apart(command(name), cell, timeout)
     if "failure" not in result:
         return result
-    status = OUT_OF_MEMORY if result["failure"].startswith(OUT_OF_MEMORY) else "failed"
+    # PyTorch's allocator raises an error; another allocation may end the process.
+    status = OUT_OF_MEMORY if OUT_OF_MEMORY in result["failure"] else "failed"
     return {"status": status, "detail": result["failure"]}
 
 

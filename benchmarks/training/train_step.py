@@ -156,7 +156,12 @@ def measure(cell: dict) -> dict:
     if cell["ranks"] == 1:
         return measure_rank(0, cell)
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (cell, folder), cell["ranks"])
+        try:
+            torch.multiprocessing.spawn(_rank, (cell, folder), cell["ranks"])
+        except torch.multiprocessing.ProcessRaisedException as error:
+            if "OutOfMemoryError" in str(error):
+                raise torch.OutOfMemoryError("CUDA out of memory") from error
+            raise
         return json.loads(Path(folder, "result.json").read_text())
 
 

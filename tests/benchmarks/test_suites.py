@@ -48,12 +48,13 @@ RUNS = {
         "| PyLate |",
     ),
 }
-NEEDS = {"train_step": "pylate", "lengths": "pylate", "losses": "pylate", "corpus_search": "pylate", "xtr": "pylate"}
+NEEDS = {"lengths": "pylate", "losses": "pylate", "corpus_search": "pylate", "xtr": "pylate"}
 NOT_HERE = {
     "attention": "a GPU",
     "attention_tiles": "a GPU",
     "ceilings": "a GPU, whose memory it fills",
     "page_step": "colpali-engine",
+    "train_step": "two processes: test_train_step.py",
     "multi_vector_step": "Sentence Transformers 6",
     "cranfield": "the collection: tests/recipes/evaluation/test_cranfield.py",
     "static_cranfield": "the collection: test_static_cranfield.py",
