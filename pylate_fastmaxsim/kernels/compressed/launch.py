@@ -92,7 +92,7 @@ def forward(operands: CompressedOperands, want_winners: bool, precision: str) ->
         q_scales = None
         if operands.format != "residual":
             q_values, q_scales = round_rows(q_values, operands.stored.dtype, operands.scale)
-        queries, documents, numbers, scores = forward_arguments(operands, plan)
+        queries, documents, numbers, scores = forward_arguments(operands, sizes, plan)
         forward_kernel[(plan.programs,)](
             q_values, q_scales, *queries, operands.stored, *_decoding(operands), *documents, None,
             scores, winners, None, None, *numbers, None, **plan.constants,

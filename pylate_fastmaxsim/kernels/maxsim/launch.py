@@ -37,7 +37,7 @@ def forward(operands: ScoringOperands, want_winners: bool, precision: str) -> tu
     index_dtype = winner_dtype(operands.max_d_length) if want_winners else None
     plan = _plan(architecture(q_values.device), q_values.dtype, precision, sizes, index_dtype)
     with on_device_of(q_values):
-        queries, documents, numbers, scores = forward_arguments(operands, plan)
+        queries, documents, numbers, scores = forward_arguments(operands, sizes, plan)
         forward_kernel[(plan.programs,)](
             q_values, None, *queries, d_values, None, None, None, None, *documents, as_bytes(operands.zero_floor),
             scores, winners, None, None, *numbers, None, **plan.constants,

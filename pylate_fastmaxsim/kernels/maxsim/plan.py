@@ -92,17 +92,18 @@ def forward_plan(
     return ForwardPlan(num_tiles * cdiv(sizes.num_slots, per_program), num_tiles, row_blocks, per_program, constants)
 
 
-def forward_arguments(operands: ScoringOperands | CompressedOperands, plan: ForwardPlan) -> tuple[tuple, ...]:
-    """Arguments of the forward: of queries, of documents behind their vectors, and sizes; and memory for scores."""
+def forward_arguments(
+    operands: ScoringOperands | CompressedOperands, sizes: ForwardSizes, plan: ForwardPlan
+) -> tuple[tuple, ...]:
+    """Arguments of the forward: of queries, of documents behind their vectors, and numbers; and memory for scores."""
     queries = operands.q_starts, operands.q_lengths, as_bytes(operands.q_keep)
     live_tokens, d_lengths = live_tokens_of(operands.d_starts, operands.d_lengths, operands.d_keep)
     documents = operands.d_starts, d_lengths, live_tokens, operands.candidates
-    num_queries, num_slots = operands.q_starts.shape[0], operands.num_slots
-    num_rows = operands.q_values.shape[0]
-    sizes = num_queries, num_slots, plan.num_tiles, num_rows, plan.row_blocks, plan.documents_per_program
+    num_queries, num_slots, num_rows = sizes.num_queries, sizes.num_slots, operands.q_values.shape[0]
+    numbers = num_queries, num_slots, plan.num_tiles, num_rows, plan.row_blocks, plan.documents_per_program
     # Of a query that is cut into blocks, what each of them adds to its scores.
     shape = (num_queries, num_slots) if plan.row_blocks == 1 else (plan.row_blocks, num_queries, num_slots)
-    return queries, documents, sizes, operands.q_values.new_empty(shape, dtype=torch.float32)
+    return queries, documents, numbers, operands.q_values.new_empty(shape, dtype=torch.float32)
 
 
 def sum_of_blocks(scores: Tensor, plan: ForwardPlan) -> Tensor:

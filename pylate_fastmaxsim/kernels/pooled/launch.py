@@ -173,7 +173,7 @@ def forward(
         architecture(q_values.device), q_values.dtype, precision, sizes, pooling.k, pooling.log_sum_exp, index_dtype
     )  # fmt: skip
     with on_device_of(q_values):
-        queries, documents, numbers, scores = forward_arguments(operands, plan)
+        queries, documents, numbers, scores = forward_arguments(operands, sizes, plan)
         if pooling.k > MOST_OF_FEW:
             top_many_kernel[(plan.programs,)](
                 q_values, *queries, d_values, *documents, scores, winners, *numbers, **plan.constants
