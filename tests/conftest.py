@@ -6,16 +6,25 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 # datasets tells the Hub of each local file that it loads, and waits for seconds where that is out of reach.
 os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
+# Processes that tests start import tests.support as well.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
     # Before torch is imported, and for the processes that tests start: each worker has its share of the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 import torch
+
+# No MultiVectorEncoder before Sentence Transformers 6, which PyLate cannot be installed beside.
+host = find_spec("sentence_transformers")
+if host is None or not Path(host.origin).with_name("multi_vector_encoder").exists():
+    collect_ignore_glob = ["*/test_multi_vector*.py"]
 
 # Files of a minute and more. They start first, so that no worker is left with one when the others have ended.
 LONG = (
@@ -60,7 +69,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """``encoder(family, **changes)``: the folder of a tiny encoder, built once per session."""
-    from models import build_model
+    from tests.support.models import build_model
 
     built: dict[tuple, str] = {}
 
@@ -76,7 +85,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
     """What each of ``RANKS`` processes said of each of the ``CASES`` of the module."""
-    from ranks import run_cases
+    from tests.support.ranks import run_cases
 
     return run_cases(request.module.__name__, request.module.RANKS, tmp_path_factory.mktemp("ranks"))
 
@@ -84,7 +93,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture
 def model(encoder: Callable[..., str]):
     """A tiny ColBERT in float64."""
-    from models import load_model
+    from tests.support.models import load_model
 
     return load_model(encoder("modernbert")).double()
 
@@ -129,9 +138,8 @@ def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from models import attend_to_own_document
-
     from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
+    from tests.support.models import attend_to_own_document
 
     monkeypatch.setattr(encoding_attention, "variable_length_attention", attend_to_own_document)
 

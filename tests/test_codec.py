@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from power_cut import states, written
-from residual_codecs import random_codec, unit_vectors
 
 from pylate_fastmaxsim import ResidualCodec
+from tests.support.power_cut import states, written
+from tests.support.residual_codecs import random_codec, unit_vectors
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])

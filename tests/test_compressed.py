@@ -4,12 +4,12 @@ import pickle
 
 import pytest
 import torch
-from on_gpu import no_waiting
-from ragged_batches import ragged
-from residual_codecs import random_codec
 
 from pylate_fastmaxsim import CompressedBatch, TokenBatch, compress, reference
 from pylate_fastmaxsim.compressed import Int8, Residual, rounded_queries
+from tests.support.on_gpu import no_waiting
+from tests.support.ragged_batches import ragged
+from tests.support.residual_codecs import random_codec
 
 FORMATS = ("int8", "int8 by token", "fp8", "residual")
 

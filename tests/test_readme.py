@@ -9,13 +9,13 @@ import shlex
 
 import pytest
 import torch
-from paths import ROOT
 
 import pylate_fastmaxsim
 from benchmarks.harness.suite import SUITES
 from pylate_fastmaxsim.cli import COMMANDS
 from pylate_fastmaxsim.integrations.hosts import find_replacements
 from pylate_fastmaxsim.integrations.options import OPTIONS
+from tests.support.paths import ROOT
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")

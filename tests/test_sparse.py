@@ -12,10 +12,10 @@ import pytest
 import scipy.sparse
 import torch
 from hypothesis import HealthCheck, given, settings
-from sparse_strategies import SparseProblem, random_batch, sparse_problems
-from sparse_vectors import scipy_products, sorted_scores
 
 from pylate_fastmaxsim import SparseBatch, reference
+from tests.support.sparse_strategies import SparseProblem, random_batch, sparse_problems
+from tests.support.sparse_vectors import scipy_products, sorted_scores
 
 PARTS = ("offsets", "terms", "weights")
 
@@ -147,7 +147,7 @@ def test_a_gpu_makes_the_same_batches():
 
 def test_what_a_sparse_encoder_returns(encoder):
     """Against the host itself: its sparse, dense and single results, and its similarity."""
-    from sparse_encoders import load_sparse
+    from tests.support.sparse_encoders import load_sparse
 
     model = load_sparse(encoder("bert"), max_active_dims=None)
     texts = ["Why is the sky blue?", "Bees dance.", "Bread rises when yeast turns sugar into gas."]

@@ -1,7 +1,7 @@
 """Draw models, losses and batches at random, and compare the flag with stock: loss and gradients of two steps.
 
-    python tools/fuzz.py pylate --seconds 60 --seed 0  # or multi_vector, sparse, colpali
-    python tools/fuzz.py pylate --only 17              # one configuration, with details
+    python -m tools.fuzz pylate --seconds 60 --seed 0  # or multi_vector, sparse, colpali
+    python -m tools.fuzz pylate --only 17              # one configuration, with details
 
 Everything is in float64 on a CPU, without dropout. A difference is one line: its seed, the numbers, the configuration (only
 what is not the default) and what the package logged. Differences that are documented, or that stock shows when its weights
@@ -26,12 +26,12 @@ from unittest import mock
 
 import numpy as np
 import torch
-from fuzz_hosts import BATCHES, HOSTS, Draw, Host, Training
-from models import attend_to_own_document
 from torch import Tensor
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention, modes
+from tests.support.models import attend_to_own_document
+from tools.fuzz_hosts import BATCHES, HOSTS, Draw, Host, Training
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-9, 1e-7
 # Gradients below are what rounding leaves of terms that cancel: of terms of 1 some 1e-15, more than 1e-7 of what is left.

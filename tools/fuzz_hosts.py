@@ -7,22 +7,20 @@ import copy
 import os
 import random
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from models import TEXT, build_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TopK
+from tests.support.models import TEXT, build_model
 
 BATCHES = 2
 
@@ -401,8 +399,9 @@ class PyLate(LateInteraction):
             yield "stock lets masked tokens win", {"stock_masking": True}
 
     def score_metric(self, draw: Draw, stock: bool, own_documents: bool) -> Callable | None:
-        from pooled_definitions import PlainScores
         from pylate import scores
+
+        from tests.support.pooled_definitions import PlainScores
 
         match self.metric(draw):
             case "XTR":
@@ -449,7 +448,7 @@ class PyLate(LateInteraction):
 
     @cache  # noqa: B019, there is one host of a class
     def template(self, family: str) -> nn.Module:
-        from models import load_model
+        from tests.support.models import load_model
 
         return load_model(encoder_folder(family))
 
@@ -469,7 +468,7 @@ class PyLate(LateInteraction):
         return model
 
     def build(self, draw: Draw, stock: bool) -> Training:
-        from models import collated, features
+        from tests.support.models import collated, features
 
         model, names = self.model(draw), self.loss_names(draw)
         self.train(draw, model)
@@ -610,8 +609,8 @@ class Sparse(Host):
 
     @cache  # noqa: B019, there is one host of a class
     def template(self, family: str, kind: str) -> nn.Module:
-        import sparse_encoders
-        from sparse_encoders import Router, SpladePooling, _sparse_encoder, masked_lm
+        from tests.support import sparse_encoders
+        from tests.support.sparse_encoders import Router, SpladePooling, _sparse_encoder, masked_lm
 
         path = encoder_folder(family, masked_lm=True)
         if kind == "two routes":
@@ -628,7 +627,7 @@ class Sparse(Host):
             )
 
     def encoder(self, model: nn.Module) -> nn.Module:
-        from sparse_encoders import transformer_of
+        from tests.support.sparse_encoders import transformer_of
 
         return transformer_of(model).auto_model
 
@@ -650,7 +649,8 @@ class Sparse(Host):
 
     def build(self, draw: Draw, stock: bool) -> Training:
         from sentence_transformers.sparse_encoder import losses
-        from splade_steps import batch_of
+
+        from tests.support.splade_steps import batch_of
 
         model = self.model(draw)
         self.train(draw, model)

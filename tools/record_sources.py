@@ -1,6 +1,6 @@
 """Record the sources of host releases that the flag's replacements are known to compute the same as.
 
-    python tools/record_sources.py pylate==1.6.0 colpali-engine==0.3.18
+    python -m tools.record_sources pylate==1.6.0 colpali-engine==0.3.18
 
 Each release is installed apart, without what it needs, and imported in front of what this environment has. Digests of
 the functions that are replaced, and of those that they call, are added to ``known_sources.json``; nothing is taken out.
@@ -26,12 +26,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 
+from pylate_fastmaxsim.integrations.hosts import HOST_PACKAGES, find_replacements
+from pylate_fastmaxsim.integrations.patching import known_sources
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from pylate_fastmaxsim.integrations.hosts import HOST_PACKAGES, find_replacements  # noqa: E402
-from pylate_fastmaxsim.integrations.patching import known_sources  # noqa: E402
-
 # Of transformers nothing else is replaced.
 MODERNBERT = "transformers.models.modernbert.modeling_modernbert"
 
@@ -48,7 +46,9 @@ def main() -> None:
                 [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "-t", folder, release], check=True
             )
             path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
-            subprocess.run([sys.executable, __file__], check=True, env={**os.environ, "PYTHONPATH": path})
+            subprocess.run(
+                [sys.executable, "-m", "tools.record_sources"], check=True, env={**os.environ, "PYTHONPATH": path}
+            )
 
 
 def record() -> None:

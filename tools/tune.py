@@ -1,6 +1,6 @@
 """Find the fastest tile sizes of MaxSim's kernels on this GPU, and print rows for the tables of tiles.
 
-    python tools/tune.py --d 128 --dtype bf16 --budget 300
+    python -m tools.tune --d 128 --dtype bf16 --budget 300
 
 The rows go to stdout, every measurement to stderr. A configuration must give the result of the table's own row.
 The forward's table is in kernels/maxsim/tiles.py, those of gradients are in kernels/winner_backward/tiles.py.
@@ -20,7 +20,6 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from tile_search import CANDIDATES, Measured, Search, TuningError, choices, search
 from torch import Tensor
 
 from pylate_fastmaxsim import TokenBatch
@@ -28,6 +27,7 @@ from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.kernels.maxsim import tiles as forward_tables
 from pylate_fastmaxsim.kernels.runtime import arch
 from pylate_fastmaxsim.kernels.winner_backward import tiles as gradient_tables
+from tools.tile_search import CANDIDATES, Measured, Search, TuningError, choices, search
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The exact products of the default float32_matmul_precision; for 16-bit vectors it has no meaning.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreter import interpreted  # noqa: F401
 
 from benchmarks.retrieval import sparse_data
 from benchmarks.retrieval.sparse_baselines import CuSparse, DocumentParallel, ScatterAdd
 from benchmarks.retrieval.sparse_search import agreement, exact, markdown
 from pylate_fastmaxsim import SparseBatch, reference
+from tests.support.interpreter import interpreted  # noqa: F401
 
 CPU = torch.device("cpu")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from beir_folder import write_folder
-from paths import ROOT
 
 from benchmarks.harness.records import load
 from benchmarks.harness.suite import run_suite
@@ -17,6 +15,8 @@ from benchmarks.quality.static_cranfield import (
     THRESHOLDS,
     cell_name,
 )
+from tests.support.beir_folder import write_folder
+from tests.support.paths import ROOT
 
 
 def require_consistent(cells: dict[str, dict], thresholds: tuple[float, ...]) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarked import run_benchmark
 
 from benchmarks.harness.records import load
 from benchmarks.harness.suite import SUITES, run_suite, suite_named
 from benchmarks.harness.turns import speed
+from tests.support.benchmarked import run_benchmark
 
 # Its options, how many cells it then has, and what it prints.
 TINY_STEPS = "--compile no --layers 1 --different 1 --warmup 1 --batches 2 --steps"

@@ -6,7 +6,8 @@ import random
 from argparse import ArgumentParser
 
 import pytest
-from benchmarked import run_benchmark
+
+from tests.support.benchmarked import run_benchmark
 
 pytest.importorskip("pylate")
 

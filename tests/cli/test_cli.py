@@ -7,17 +7,17 @@ import sys
 import time
 
 import pytest
-from paths import RECIPES
+
+from tests.support.paths import RECIPES
 
 pytest.importorskip("rich")
 pytest.importorskip("pylate")
 
-from command_line import fastmaxsim
-from tiny_recipe import tiny, write
-
 import pylate_fastmaxsim
 from pylate_fastmaxsim.cli import terminal
 from pylate_fastmaxsim.recipes.training import train as training
+from tests.support.command_line import fastmaxsim
+from tests.support.tiny_recipe import tiny, write
 
 SCRIPT = """
 import sys

@@ -5,15 +5,15 @@ import subprocess
 import sys
 
 import pytest
-from paths import RECIPES, ROOT
+
+from tests.support.paths import RECIPES, ROOT
 
 pytest.importorskip("rich")
 
 
-from command_line import fastmaxsim
-
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import describe, is_recipe, load_recipe, shipped_recipes
+from tests.support.command_line import fastmaxsim
 
 
 def test_every_recipe_is_listed_with_one_line_of_its_own():

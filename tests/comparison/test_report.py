@@ -8,10 +8,7 @@ import math
 from functools import partial
 
 import pytest
-from command_line import fastmaxsim
-from comparisons import Page, steps, summarized
 from rich.console import Console
-from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.comparison import report
 from pylate_fastmaxsim.comparison.figures import draw_sweep
@@ -28,6 +25,9 @@ from pylate_fastmaxsim.comparison.verdict import contrast, summarize_turns
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.reporting.figures import svg
 from pylate_fastmaxsim.reporting.numbers import without_nan
+from tests.support.command_line import fastmaxsim
+from tests.support.comparisons import Page, steps, summarized
+from tests.support.tiny_recipe import tiny, write
 
 MEBIBYTE = 2**20
 MODES = ("stock", "fast")

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from compared_script import accelerated, compare, compared, example
 
 from pylate_fastmaxsim.comparison import script
 from pylate_fastmaxsim.comparison.report import publish
@@ -23,6 +22,7 @@ from pylate_fastmaxsim.comparison.script_child import FAILURE
 from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY, ChildFailed, OutOfMemoryElsewhere, Run, Turns
 from pylate_fastmaxsim.comparison.verdict import summarize_turns
 from pylate_fastmaxsim.reporting.numbers import without_nan
+from tests.support.compared_script import accelerated, compare, compared, example
 
 STEPS = ("--steps", "12")
 
@@ -106,7 +106,7 @@ training.save()
 @pytest.mark.e2e
 def test_a_model_of_pages_is_measured_and_not_saved(monkeypatch, tmp_path):
     pytest.importorskip("colpali_engine")
-    from visual_models import build_visual_model
+    from tests.support.visual_models import build_visual_model
 
     folder = build_visual_model(tmp_path / "model", "colqwen2")
     (tmp_path / "here").mkdir()

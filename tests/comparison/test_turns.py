@@ -9,7 +9,6 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-import stepping
 
 from pylate_fastmaxsim.comparison import turns
 from pylate_fastmaxsim.comparison.turns import Child, ChildFailed, OutOfMemoryElsewhere, python, take_turns
@@ -18,9 +17,7 @@ from pylate_fastmaxsim.comparison.verdict import timed_steps
 
 def child(folder: Path, name: str, **options) -> Child:
     """A process that does what :mod:`stepping` does."""
-    place = str(Path(stepping.__file__).parent)
-    code = f"sys.path.insert(0, {place!r}); import stepping; stepping.main(**{options!r})"
-    return Child(python(code), folder / f"{name}.log")
+    return Child(python(f"from tests.support import stepping; stepping.main(**{options!r})"), folder / f"{name}.log")
 
 
 def children_alive() -> list[str]:

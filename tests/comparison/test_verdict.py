@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import stepping
 
 from pylate_fastmaxsim.comparison.report import headline
 from pylate_fastmaxsim.comparison.turns import Child, Run, Turns, python, take_turns
@@ -70,13 +67,12 @@ def test_what_the_report_takes():
 @pytest.mark.e2e
 def test_a_load_that_starts_in_the_middle_does_not_turn_the_verdict(tmp_path):
     """One after the other, the load would meet the second alone."""
-    place = str(Path(stepping.__file__).parent)
     trace = str(tmp_path / "trace")
 
     def child(name: str, work: int) -> Child:
         # The load starts in the middle of the 130 steps of both.
         code = f"stepping.main(steps=65, work={work}, trace={trace!r}, loaded_from=65)"
-        return Child(python(f"sys.path.insert(0, {place!r}); import stepping; {code}"), tmp_path / f"{name}.log")
+        return Child(python(f"from tests.support import stepping; {code}"), tmp_path / f"{name}.log")
 
     done = take_turns({"stock": child("stock", 120), "fast": child("fast", 60)})
     judged = verdict(*done.runs.values())

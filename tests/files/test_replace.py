@@ -7,11 +7,11 @@ import stat
 from pathlib import Path
 
 import pytest
-from full_disk import no_file_above
-from power_cut import states, written
 
 from pylate_fastmaxsim.files import replace
 from pylate_fastmaxsim.files.replace import SCRATCH, remove_scratch, replace_file, replace_folder
+from tests.support.full_disk import no_file_above
+from tests.support.power_cut import states, written
 
 
 def seen(folder: Path) -> dict[str, str]:

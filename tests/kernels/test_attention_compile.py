@@ -4,11 +4,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from compiled import SHARED_MEMORY, check, compiled, options_of  # noqa: E402
-
 from pylate_fastmaxsim.kernels.attention import launch  # noqa: E402
 from pylate_fastmaxsim.kernels.attention.forward import attention_kernel, rotary_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.attention.gradient import attention_gradient_kernel  # noqa: E402
+from tests.support.compiled import SHARED_MEMORY, check, compiled, options_of  # noqa: E402
 
 pytestmark = pytest.mark.compile
 

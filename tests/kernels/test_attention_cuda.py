@@ -6,10 +6,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from attention_cases import case, definition, distances, gradient_of, rotary_case, rotary_definition, weights_kept
-from losses_cuda import assert_as_exact, batch_of, losses_of, stock_losses
-from models import load_model
-from on_gpu import no_waiting
 from pylate import losses
 
 import pylate_fastmaxsim
@@ -17,6 +13,18 @@ from pylate_fastmaxsim.integrations.encoding import attention as encoding_attent
 from pylate_fastmaxsim.integrations.encoding.attention import variable_length_attention
 from pylate_fastmaxsim.ops import attention as operator
 from pylate_fastmaxsim.ops.attention import is_faster, rotary_self_attention, text_attention
+from tests.support.attention_cases import (
+    case,
+    definition,
+    distances,
+    gradient_of,
+    rotary_case,
+    rotary_definition,
+    weights_kept,
+)
+from tests.support.losses_cuda import assert_as_exact, batch_of, losses_of, stock_losses
+from tests.support.models import load_model
+from tests.support.on_gpu import no_waiting
 
 pytestmark = pytest.mark.cuda
 

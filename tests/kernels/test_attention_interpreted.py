@@ -5,10 +5,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from attention_cases import case, definition, distances, gradient_of, rotary_case, rotary_definition, weights_kept
-from interpreter import interpreted  # noqa: F401
-
 from pylate_fastmaxsim.kernels.attention import launch as attention_launch
+from tests.support.attention_cases import (
+    case,
+    definition,
+    distances,
+    gradient_of,
+    rotary_case,
+    rotary_definition,
+    weights_kept,
+)
+from tests.support.interpreter import interpreted  # noqa: F401
 
 pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 

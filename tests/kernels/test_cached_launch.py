@@ -16,10 +16,10 @@ import torch
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from compiled import SIZES  # noqa: E402
 
 from pylate_fastmaxsim import kernels  # noqa: E402
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher  # noqa: E402
+from tests.support.compiled import SIZES  # noqa: E402
 
 SIZE = 32
 

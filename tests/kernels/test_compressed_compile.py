@@ -4,12 +4,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from compiled import MATRIX_UNIT, OF_SMOOTH, blocks_of, check, compiled, options_of, points  # noqa: E402
-
 from pylate_fastmaxsim.kernels.compressed.conversions import decompress_kernel, round_rows_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.compressed.launch import forward_tiles, gradient_rows  # noqa: E402
 from pylate_fastmaxsim.kernels.compressed.query_gradient import compressed_query_gradient_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel  # noqa: E402
+from tests.support.compiled import MATRIX_UNIT, OF_SMOOTH, blocks_of, check, compiled, options_of, points  # noqa: E402
 
 pytestmark = pytest.mark.compile
 

@@ -4,16 +4,15 @@ import random
 
 import pytest
 import torch
-from on_gpu import DEVICE, DTYPES, captured, no_waiting, ragged, random_problem
 
 from pylate_fastmaxsim import TokenBatch, maxsim
+from tests.support.on_gpu import DEVICE, DTYPES, captured, no_waiting, ragged, random_problem
 
 pytest.importorskip("triton")
 
-from compressed_exactness import FORMATS, check, compressed_as  # noqa: E402
-
 from pylate_fastmaxsim.compressed import rounded_queries  # noqa: E402
 from pylate_fastmaxsim.kernels.compressed import launch  # noqa: E402
+from tests.support.compressed_exactness import FORMATS, check, compressed_as  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 

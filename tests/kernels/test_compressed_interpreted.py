@@ -5,17 +5,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from chosen_tiles import choose_tiles
-from compressed_exactness import FORMATS, check, compressed_as
-from interpreter import interpreted, spread_out  # noqa: F401
-from ragged_batches import CANDIDATES, batches
-
 from pylate_fastmaxsim._operands import CompressedOperands
 from pylate_fastmaxsim.compressed import rounded_queries
 from pylate_fastmaxsim.kernels.compressed import launch
 from pylate_fastmaxsim.kernels.maxsim import tiles as forward_tiles
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
 from pylate_fastmaxsim.ops.compressed import _prepared
+from tests.support.chosen_tiles import choose_tiles
+from tests.support.compressed_exactness import FORMATS, check, compressed_as
+from tests.support.interpreter import interpreted, spread_out  # noqa: F401
+from tests.support.ragged_batches import CANDIDATES, batches
 
 pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 

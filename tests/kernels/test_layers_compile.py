@@ -4,11 +4,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from compiled import check, compiled  # noqa: E402
-
 from pylate_fastmaxsim.kernels.layers import launch  # noqa: E402
 from pylate_fastmaxsim.kernels.layers.glu import glu_gradient_kernel, glu_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.layers.norm import norm_gradient_kernel, sum_parts_kernel  # noqa: E402
+from tests.support.compiled import check, compiled  # noqa: E402
 
 pytestmark = pytest.mark.compile
 

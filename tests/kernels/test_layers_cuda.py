@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from layer_cases import glu_case, gradients, norm_case
 
 from pylate_fastmaxsim.ops.encoder_layers import geglu_linear, norm_with_residual
+from tests.support.layer_cases import glu_case, gradients, norm_case
 
 pytestmark = pytest.mark.cuda
 

@@ -6,9 +6,8 @@ from torch.nn.functional import gelu, layer_norm
 
 pytest.importorskip("triton")
 
-from interpreter import interpreted  # noqa: F401
-
 from pylate_fastmaxsim.kernels.layers import launch
+from tests.support.interpreter import interpreted  # noqa: F401
 
 pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 

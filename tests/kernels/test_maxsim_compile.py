@@ -7,12 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled import OF_COMPRESSED, OF_SMOOTH, blocks_of, check, compiled, kind, options_of, points  # noqa: E402
-
 from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.maxsim.plan import VECTORS  # noqa: E402
 from pylate_fastmaxsim.kernels.maxsim.tiles import forward_tiles  # noqa: E402
 from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_kernel  # noqa: E402
+from tests.support.compiled import OF_COMPRESSED, OF_SMOOTH, blocks_of, check, compiled, kind, options_of, points  # noqa: E402
 
 pytestmark = pytest.mark.compile
 

@@ -2,20 +2,18 @@
 
 from functools import partial
 
-import exactness
 import pytest
-import random_shapes
 import torch
-from exactness import exact_scores, from_winners, relative_error, winner_index
-from on_gpu import DEVICE, DTYPES, captured, no_waiting, ragged
 
 from pylate_fastmaxsim import TokenBatch, maxsim
+from tests.support import exactness, random_shapes
+from tests.support.exactness import exact_scores, from_winners, relative_error, winner_index
+from tests.support.on_gpu import DEVICE, DTYPES, captured, no_waiting, ragged
 
 pytest.importorskip("triton")
 
-import maxsim_kernels  # noqa: E402
-
 from pylate_fastmaxsim.kernels.winner_backward import launch as winner_backward  # noqa: E402
+from tests.support import maxsim_kernels  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 

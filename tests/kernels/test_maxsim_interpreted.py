@@ -2,15 +2,10 @@
 
 import pytest
 import torch
-from defined_winners import maxsim_winners
+
+from tests.support.defined_winners import maxsim_winners
 
 pytest.importorskip("triton")
-
-import exactness
-import maxsim_kernels
-from chosen_tiles import choose_tiles
-from exactness import winner_index
-from interpreter import interpreted, spread_out  # noqa: F401
 
 from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim._operands import ScoringOperands
@@ -18,6 +13,10 @@ from pylate_fastmaxsim.kernels.maxsim import launch as scores
 from pylate_fastmaxsim.kernels.maxsim import tiles as forward_tiles
 from pylate_fastmaxsim.kernels.winner_backward import launch as gradients
 from pylate_fastmaxsim.kernels.winner_backward import tiles as backward_tiles
+from tests.support import exactness, maxsim_kernels
+from tests.support.chosen_tiles import choose_tiles
+from tests.support.exactness import winner_index
+from tests.support.interpreter import interpreted, spread_out  # noqa: F401
 
 pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 

@@ -5,8 +5,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled import OF_COMPRESSED, OF_SMOOTH, blocks_of, check, compiled, kind, options_of, points  # noqa: E402
-
 from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.maxsim.plan import VECTORS  # noqa: E402
 from pylate_fastmaxsim.kernels.pooled.launch import (  # noqa: E402
@@ -20,6 +18,7 @@ from pylate_fastmaxsim.kernels.pooled.smooth_gradients import (  # noqa: E402
     smooth_query_gradient_kernel,
 )
 from pylate_fastmaxsim.kernels.pooled.top_many_forward import top_many_kernel  # noqa: E402
+from tests.support.compiled import OF_COMPRESSED, OF_SMOOTH, blocks_of, check, compiled, kind, options_of, points  # noqa: E402
 
 pytestmark = pytest.mark.compile
 

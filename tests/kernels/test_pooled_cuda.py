@@ -4,13 +4,13 @@ import random
 
 import pytest
 import torch
-from on_gpu import DEVICE, DTYPES, captured, no_waiting, ragged, random_problem
 
 from pylate_fastmaxsim import LogSumExp, Softmax, TokenBatch, TopK, maxsim, pooled_scores, reference
+from tests.support.on_gpu import DEVICE, DTYPES, captured, no_waiting, ragged, random_problem
 
 pytest.importorskip("triton")
 
-from pooled_exactness import check, run  # noqa: E402
+from tests.support.pooled_exactness import check, run  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 

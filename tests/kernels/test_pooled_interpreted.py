@@ -5,16 +5,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from chosen_tiles import choose_tiles
-from interpreter import interpreted  # noqa: F401
-from pooled_exactness import check, run
-from ragged_batches import CANDIDATES, batches, ragged
-
 from pylate_fastmaxsim import LogSumExp, Softmax, TokenBatch, TopK
 from pylate_fastmaxsim.kernels.maxsim import tiles as forward_tiles
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
 from pylate_fastmaxsim.kernels.pooled import launch
 from pylate_fastmaxsim.kernels.pooled.launch import DocumentGradientTiles, QueryGradientTiles
+from tests.support.chosen_tiles import choose_tiles
+from tests.support.interpreter import interpreted  # noqa: F401
+from tests.support.pooled_exactness import check, run
+from tests.support.ragged_batches import CANDIDATES, batches, ragged
 
 pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 

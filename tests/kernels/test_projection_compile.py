@@ -4,14 +4,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from compiled import blocks_of, check, compiled, kind, options_of, points  # noqa: E402
-
 from pylate_fastmaxsim.kernels.projection import tiles as projection_tiles  # noqa: E402
 from pylate_fastmaxsim.kernels.projection.backward import (  # noqa: E402
     hidden_gradient_kernel,
     weight_gradient_kernel,
 )
 from pylate_fastmaxsim.kernels.projection.forward import normalize_kernel, project_kernel  # noqa: E402
+from tests.support.compiled import blocks_of, check, compiled, kind, options_of, points  # noqa: E402
 
 pytestmark = pytest.mark.compile
 

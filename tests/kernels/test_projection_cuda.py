@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from on_gpu import DEVICE, captured, no_waiting
-from projection_exactness import TOLERANCE, check, problem
 from torch.nn import functional as F
 
 from pylate_fastmaxsim import TokenBatch, maxsim_from_hidden, reference
 from pylate_fastmaxsim.ops.projection import project_normalize
+from tests.support.on_gpu import DEVICE, captured, no_waiting
+from tests.support.projection_exactness import TOLERANCE, check, problem
 
 head = pytest.importorskip("pylate_fastmaxsim.kernels.projection.launch")
 pytestmark = pytest.mark.cuda

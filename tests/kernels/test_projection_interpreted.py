@@ -5,13 +5,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from chosen_tiles import choose_tiles
-from interpreter import interpreted, spread_out  # noqa: F401
-from projection_exactness import TOLERANCE, check, problem
-
 from pylate_fastmaxsim.cpu import projection as blocked
 from pylate_fastmaxsim.kernels.projection import launch as projection_launch
 from pylate_fastmaxsim.kernels.projection import tiles as projection_tiles
+from tests.support.chosen_tiles import choose_tiles
+from tests.support.interpreter import interpreted, spread_out  # noqa: F401
+from tests.support.projection_exactness import TOLERANCE, check, problem
 
 pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 

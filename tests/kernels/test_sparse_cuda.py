@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sparse_cases import CASES, Case, blocks_of, check, check_at_least, check_order, check_removed, drawn
+
+from tests.support.sparse_cases import CASES, Case, blocks_of, check, check_at_least, check_order, check_removed, drawn
 
 pytest.importorskip("triton")
 

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cuda_emulator import emulated_engine
-from sparse_cases import CASES, Case, blocks_of, check, check_at_least, check_order, check_removed, drawn
+
+from tests.support.cuda_emulator import emulated_engine
+from tests.support.sparse_cases import CASES, Case, blocks_of, check, check_at_least, check_order, check_removed, drawn
 
 pytest.importorskip("triton")
 

@@ -5,11 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled import blocks_of, check, compiled, kind, options_of, points  # noqa: E402
-
 from pylate_fastmaxsim.kernels.splade.launch import maxima_tiles  # noqa: E402
 from pylate_fastmaxsim.kernels.splade.maxima import maxima_kernel, slots_kernel, values_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.splade.slopes import slopes_kernel, vocabulary_gradient_kernel  # noqa: E402
+from tests.support.compiled import blocks_of, check, compiled, kind, options_of, points  # noqa: E402
 
 pytestmark = pytest.mark.compile
 

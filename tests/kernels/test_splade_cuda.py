@@ -4,14 +4,14 @@ import random
 
 import pytest
 import torch
-from on_gpu import DEVICE, DTYPES, captured, no_waiting
+
+from tests.support.on_gpu import DEVICE, DTYPES, captured, no_waiting
 
 pytest.importorskip("triton")
 
-from splade_exactness import ACTIVATIONS, check  # noqa: E402
-from splade_problems import random_splade_problem  # noqa: E402
-
 from pylate_fastmaxsim import TokenBatch, splade_pool  # noqa: E402
+from tests.support.splade_exactness import ACTIVATIONS, check  # noqa: E402
+from tests.support.splade_problems import random_splade_problem  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 

@@ -5,15 +5,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from chosen_tiles import choose_tiles
-from interpreter import interpreted, spread_out  # noqa: F401
-from splade_exactness import ACTIVATIONS, check
-from splade_problems import random_splade_problem
-
 from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim._winners import no_winner
 from pylate_fastmaxsim.kernels.splade import launch
 from pylate_fastmaxsim.kernels.splade.launch import MaximaTiles
+from tests.support.chosen_tiles import choose_tiles
+from tests.support.interpreter import interpreted, spread_out  # noqa: F401
+from tests.support.splade_exactness import ACTIVATIONS, check
+from tests.support.splade_problems import random_splade_problem
 
 pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 

@@ -1,20 +1,21 @@
 """Every tile configuration of the tables on the GPU at hand, also those of other architectures, against float64."""
 
-import exactness
 import pytest
 import torch
-from chosen_tiles import choose_tiles
-from on_gpu import DEVICE, ragged
+
+from tests.support import exactness
+from tests.support.chosen_tiles import choose_tiles
+from tests.support.on_gpu import DEVICE, ragged
 
 pytest.importorskip("triton")
 
-import maxsim_kernels  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 
 from pylate_fastmaxsim.kernels.maxsim import launch as scores  # noqa: E402
 from pylate_fastmaxsim.kernels.maxsim import tiles as forward_tiles  # noqa: E402
 from pylate_fastmaxsim.kernels.winner_backward import launch as gradients  # noqa: E402
 from pylate_fastmaxsim.kernels.winner_backward import tiles as backward_tiles  # noqa: E402
+from tests.support import maxsim_kernels  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 

@@ -5,8 +5,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled import blocks_of, check, compiled, kind, options_of, points  # noqa: E402
-
 from pylate_fastmaxsim.kernels.primitives.live_rows import live_rows_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.runtime.arch import ALL_REGISTERS  # noqa: E402
 from pylate_fastmaxsim.kernels.xtr.kth_largest import (  # noqa: E402
@@ -18,6 +16,7 @@ from pylate_fastmaxsim.kernels.xtr.kth_largest import (  # noqa: E402
 from pylate_fastmaxsim.kernels.xtr.launch import collect_tiles, maxima_tiles  # noqa: E402
 from pylate_fastmaxsim.kernels.xtr.scores import xtr_scores_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.xtr.token_maxima import negative_maxima_kernel, token_maxima_kernel  # noqa: E402
+from tests.support.compiled import blocks_of, check, compiled, kind, options_of, points  # noqa: E402
 
 pytestmark = pytest.mark.compile
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exactness import from_winners, relative_error, row_queries, winner_index
-from on_gpu import DEVICE, DTYPES, captured, no_waiting, ragged
 from pylate.scores import XTRKDScores, XTRScores
 
 from pylate_fastmaxsim import TokenBatch, xtr_scores
 from pylate_fastmaxsim._operands import ScoringOperands
+from tests.support.exactness import from_winners, relative_error, row_queries, winner_index
+from tests.support.on_gpu import DEVICE, DTYPES, captured, no_waiting, ragged
 
 pytest.importorskip("triton")
 

@@ -4,14 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from defined_winners import xtr_winners
+
+from tests.support.defined_winners import xtr_winners
 
 pytest.importorskip("triton")
-
-from chosen_tiles import choose_tiles
-from exactness import winner_index
-from interpreter import interpreted, spread_out  # noqa: F401
-from ragged_batches import ragged
 
 from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim._operands import ScoringOperands
@@ -19,6 +15,10 @@ from pylate_fastmaxsim.cpu import xtr as blocked
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
 from pylate_fastmaxsim.kernels.xtr import launch as xtr_launch
 from pylate_fastmaxsim.kernels.xtr.launch import CollectTiles
+from tests.support.chosen_tiles import choose_tiles
+from tests.support.exactness import winner_index
+from tests.support.interpreter import interpreted, spread_out  # noqa: F401
+from tests.support.ragged_batches import ragged
 
 pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 

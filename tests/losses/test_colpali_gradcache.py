@@ -12,13 +12,13 @@ from colpali_engine.collators import VisualRetrieverCollator
 from colpali_engine.data import ColPaliEngineDataset
 from colpali_engine.models import ColPali, ColPaliProcessor, ColQwen2, ColQwen2Processor
 from colpali_engine.trainer.contrastive_trainer import ContrastiveTrainer
-from compared import assert_equal
-from models import sentences
 from transformers import TrainingArguments
-from visual_models import build_visual_model, page
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.losses.colpali import GradCache, GradCacheTrainer
+from tests.support.compared import assert_equal
+from tests.support.models import sentences
+from tests.support.visual_models import build_visual_model, page
 
 ROWS = 6
 # Norms of these models are computed in float32.

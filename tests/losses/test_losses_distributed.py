@@ -8,17 +8,17 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from compared import assert_equal
-from models import attend_to_own_document, load_model, sentences
 from pylate import losses
-from rank_steps import batch_of
-from ranks import loss_and_gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
+from tests.support.compared import assert_equal
+from tests.support.models import attend_to_own_document, load_model, sentences
+from tests.support.rank_steps import batch_of
+from tests.support.ranks import loss_and_gradients
 
 pytestmark = pytest.mark.process
 
@@ -74,9 +74,9 @@ def _pages(folder: str) -> None:
     """GradCache of colpali-engine exchanges the gradients of all mini-batches, once."""
     from colpali_engine.loss import ColbertLoss
     from colpali_engine.models import ColQwen2, ColQwen2Processor
-    from visual_models import build_visual_model, page
 
     from pylate_fastmaxsim.losses.colpali import GradCache
+    from tests.support.visual_models import build_visual_model, page
 
     rank = dist.get_rank()
     if rank == 0:

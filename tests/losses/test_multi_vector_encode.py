@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compared import assert_equal
-from multi_vector import assert_equal as assert_nearly_equal
-from multi_vector import batch_of, load, run
 from sentence_transformers.multi_vector_encoder import losses
 from torch import nn
 from torch.nn import functional as F
@@ -14,6 +11,9 @@ from torch.nn import functional as F
 import pylate_fastmaxsim
 from pylate_fastmaxsim import encode, maxsim
 from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import LossColumns
+from tests.support.compared import assert_equal
+from tests.support.multi_vector import assert_equal as assert_nearly_equal
+from tests.support.multi_vector import batch_of, load, run
 
 
 class ByHand(nn.Module):

@@ -6,10 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from compared import assert_equal
-from multi_vector import LOSSES as OF_HOST
-from multi_vector import NEGATIVES, POSITIVES, QUERIES, TEACHER, batch_of, load, modes, run
-from multi_vector import assert_equal as assert_nearly_equal
 from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
 from sentence_transformers.multi_vector_encoder import losses
 from torch import nn
@@ -17,6 +13,10 @@ from torch import nn
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import LossColumns
 from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
+from tests.support.compared import assert_equal
+from tests.support.multi_vector import LOSSES as OF_HOST
+from tests.support.multi_vector import NEGATIVES, POSITIVES, QUERIES, TEACHER, batch_of, load, modes, run
+from tests.support.multi_vector import assert_equal as assert_nearly_equal
 
 OPTIONS = {"contrastive_weight": 0.7, "distillation_weight": 3.0, "temperature": 0.5, "teacher_temperature": 0.25}
 SIZES = [{}, {"mini_batch_size": 3}, {"mini_batch_tokens": 60}]

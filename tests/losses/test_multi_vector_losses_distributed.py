@@ -5,11 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from compared import assert_equal
-from models import attend_to_own_document
-from multi_vector import assert_equal as assert_nearly_equal
-from multi_vector import batch_of_rank
-from ranks import loss_and_gradients
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.multi_vector_encoder import losses
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.losses import ContrastiveDistillation
+from tests.support.compared import assert_equal
+from tests.support.models import attend_to_own_document
+from tests.support.multi_vector import assert_equal as assert_nearly_equal
+from tests.support.multi_vector import batch_of_rank
+from tests.support.ranks import loss_and_gradients
 
 pytestmark = pytest.mark.process
 

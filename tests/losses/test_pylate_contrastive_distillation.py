@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from compared import assert_equal, batch_of, run
-from encoded import calls_of
-from models import features, load_model, sentences
 from pylate import losses
 from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.losses import ContrastiveDistillation
+from tests.support.compared import assert_equal, batch_of, run
+from tests.support.encoded import calls_of
+from tests.support.models import features, load_model, sentences
 
 LABELS = torch.rand(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 OPTIONS = {"contrastive_weight": 0.7, "distillation_weight": 3.0, "temperature": 0.5, "teacher_temperature": 0.25}

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compared import assert_equal, batch_of, run
-from encoded import calls_of, tokens_of
-from models import collated, features, load_model, sentences
-from paths import ROOT
 from pylate import losses
 from pylate.losses.contrastive import extract_skiplist_mask
 from torch import nn
@@ -15,6 +11,10 @@ from torch.nn import functional as F
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import encode, maxsim
+from tests.support.compared import assert_equal, batch_of, run
+from tests.support.encoded import calls_of, tokens_of
+from tests.support.models import collated, features, load_model, sentences
+from tests.support.paths import ROOT
 
 
 class ByHand(nn.Module):

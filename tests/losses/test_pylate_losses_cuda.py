@@ -6,9 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from losses_cuda import assert_as_exact, batch_of, losses_of, stock_losses
-from models import features, load_model, sentences
-from on_gpu import no_waiting
 from pylate import losses
 from pylate.losses.contrastive import extract_skiplist_mask
 from torch import nn
@@ -18,6 +15,9 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim import encode, maxsim
 from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
+from tests.support.losses_cuda import assert_as_exact, batch_of, losses_of, stock_losses
+from tests.support.models import features, load_model, sentences
+from tests.support.on_gpu import no_waiting
 
 pytestmark = pytest.mark.cuda
 

@@ -6,9 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from compared import assert_equal, batch_for, batch_of, run
-from encoded import calls_of
-from models import load_model, looking
 from pylate import losses
 from pylate.losses.contrastive import extract_skiplist_mask
 from torch import nn
@@ -16,6 +13,9 @@ from torch import nn
 import pylate_fastmaxsim
 from pylate_fastmaxsim import PooledScores
 from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
+from tests.support.compared import assert_equal, batch_for, batch_of, run
+from tests.support.encoded import calls_of
+from tests.support.models import load_model, looking
 
 VIEWS = {"dims": (16, 6), "weights": (1.0, 0.5), "document_tokens": (None, 3), "token_weights": (2.0, 1.0)}
 LOSSES = [

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import load_model
-from training_runs import candidates, train
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
+from tests.support.models import load_model
+from tests.support.training_runs import candidates, train
 
 pytestmark = pytest.mark.e2e
 

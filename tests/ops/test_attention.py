@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.utils.checkpoint
-from attention_cases import borders, case, definition, distances, gradient_of, weights_kept
 from transformers.models.modernbert.modeling_modernbert import apply_rotary_pos_emb
 
 from pylate_fastmaxsim import reference
 from pylate_fastmaxsim.ops.attention import rotary_self_attention, text_attention
+from tests.support.attention_cases import borders, case, definition, distances, gradient_of, weights_kept
 
 HEADS, DIM = 3, 16
 

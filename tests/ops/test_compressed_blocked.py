@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from largest_tensor import LargestTensor
-from ragged_batches import CANDIDATES, batches
-from residual_codecs import random_codec
 
 from pylate_fastmaxsim import CompressedBatch, TokenBatch, compress, maxsim, reference
 from pylate_fastmaxsim.cpu import compressed as blocked
 from pylate_fastmaxsim.cpu import maxsim as blocked_maxsim
 from pylate_fastmaxsim.ops.compressed import _prepared
+from tests.support.largest_tensor import LargestTensor
+from tests.support.ragged_batches import CANDIDATES, batches
+from tests.support.residual_codecs import random_codec
 
 FORMATS = ("int8", "int8 by token", "fp8", "residual")
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ragged_batches import batches
-from residual_codecs import random_codec
 
 from pylate_fastmaxsim import Max, TopK, compress, maxsim, maxsim_from_hidden, pooled_scores, xtr_scores
 from pylate_fastmaxsim.ops.compressed import SavedAsInt8, _prepared
+from tests.support.ragged_batches import batches
+from tests.support.residual_codecs import random_codec
 
 
 @pytest.fixture

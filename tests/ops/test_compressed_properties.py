@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ragged_batches import ragged
-from residual_codecs import random_codec
 from torch import Tensor
 
 from pylate_fastmaxsim import CompressedBatch, TokenBatch, compress, maxsim, reference
 from pylate_fastmaxsim.compressed import Residual, rounded_queries
+from tests.support.ragged_batches import ragged
+from tests.support.residual_codecs import random_codec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LENGTHS = (0, 1, 2, 3, 5, 8, 17, 40)

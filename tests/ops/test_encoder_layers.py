@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from layer_cases import glu_case, gradients, norm_case
 from torch.nn.functional import gelu, layer_norm, linear
 
 from pylate_fastmaxsim.ops.encoder_layers import geglu_linear, norm_with_residual
+from tests.support.layer_cases import glu_case, gradients, norm_case
 
 
 def plain_glu(x, weight, bias):

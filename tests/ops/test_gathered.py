@@ -8,10 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from models import attend_to_own_document, features, load_model, sentences
-from pooled_definitions import PlainScores
 from pylate import losses
-from ranks import loss_and_gradients, run_cases
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +17,9 @@ from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TokenBatch,
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.ops.gathered import gather_documents
 from pylate_fastmaxsim.pooling import Pooling
+from tests.support.models import attend_to_own_document, features, load_model, sentences
+from tests.support.pooled_definitions import PlainScores
+from tests.support.ranks import loss_and_gradients, run_cases
 
 DIM = 8
 

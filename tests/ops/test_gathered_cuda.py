@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_cases
 
 from pylate_fastmaxsim import TokenBatch, maxsim
 from pylate_fastmaxsim.ops.gathered import gather_documents
+from tests.support.ranks import run_cases
 
 DIM = 128
 

@@ -5,15 +5,15 @@ import sys
 
 import pytest
 import torch
-from largest_tensor import LargestTensor
-from on_gpu import no_waiting
-from ragged_batches import CANDIDATES, batches
 
 from pylate_fastmaxsim import TokenBatch, maxsim, reference
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops import operands
+from tests.support.largest_tensor import LargestTensor
+from tests.support.on_gpu import no_waiting
+from tests.support.ragged_batches import CANDIDATES, batches
 
 
 def with_gradients(queries, documents, *args, **kwargs):

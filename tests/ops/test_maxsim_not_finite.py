@@ -1,14 +1,14 @@
 """NaN and infinity in MaxSim: where they show, and where they may not."""
 
-import exactness
 import pytest
 import torch
-from defined_winners import maxsim_winners
-from ragged_batches import CANDIDATES, batches
 
 from pylate_fastmaxsim import maxsim, reference
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.cpu import maxsim as blocked
+from tests.support import exactness
+from tests.support.defined_winners import maxsim_winners
+from tests.support.ragged_batches import CANDIDATES, batches
 
 
 def test_nan_in_a_live_token_shows_and_elsewhere_does_not():

@@ -3,15 +3,15 @@
 from unittest import mock
 
 import torch
-from defined_winners import maxsim_winners
-from exactness import winner_index
 from hypothesis import HealthCheck, given, settings
-from strategies import Problem, problems
 
 from pylate_fastmaxsim import maxsim, reference
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.cpu import maxsim as blocked
+from tests.support.defined_winners import maxsim_winners
+from tests.support.exactness import winner_index
+from tests.support.strategies import Problem, problems
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -4,11 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from ragged_batches import CANDIDATES, batches
 
 from pylate_fastmaxsim import TokenBatch, maxsim, xtr_scores
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.cpu import maxsim as blocked
+from tests.support.ragged_batches import CANDIDATES, batches
 
 
 @pytest.mark.parametrize("candidates", [None, CANDIDATES], ids=["all", "candidates"])

@@ -5,10 +5,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ragged_batches import CANDIDATES, batches
-from strategies import Problem, problems
 
 from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK, maxsim, pooled_scores, reference
+from tests.support.ragged_batches import CANDIDATES, batches
+from tests.support.strategies import Problem, problems
 
 POOLINGS = (TopK(2), TopK(4), TopK(9), Softmax(1.0), Softmax(0.1), LogSumExp(0.5))
 sweep = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), max_examples=60)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exactness import relative_error
-from projection_exactness import TOLERANCE, check, problem
 from torch.nn import functional as F
 
 from pylate_fastmaxsim import TokenBatch, maxsim_from_hidden, reference
 from pylate_fastmaxsim.cpu import projection as cpu_projection
 from pylate_fastmaxsim.ops.projection import project_normalize
+from tests.support.exactness import relative_error
+from tests.support.projection_exactness import TOLERANCE, check, problem
 
 
 def ragged(generator, lengths, dim, keep=None):

@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
-import random_shapes
 import torch
 
 from pylate_fastmaxsim.cpu import maxsim as blocked
+from tests.support import random_shapes
 
 
 def test_nothing_fails(capsys):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from ragged_batches import batches
 
 from pylate_fastmaxsim import maxsim, xtr_scores
+from tests.support.ragged_batches import batches
 
 Q, D = torch.zeros(2, 3, 4), torch.zeros(5, 6, 4)
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from defined_winners import splade_winners
 from sentence_transformers.sparse_encoder.models import SpladePooling
-from splade_problems import exact_splade, random_splade_problem
 
 from pylate_fastmaxsim import TokenBatch, compress, reference, splade_pool
 from pylate_fastmaxsim.cpu import splade as blocked
+from tests.support.defined_winners import splade_winners
+from tests.support.splade_problems import exact_splade, random_splade_problem
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 ACTIVATIONS = [("relu", True), ("log1p_relu", True), ("relu", False), (None, False)]

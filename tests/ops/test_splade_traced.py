@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from splade_problems import random_splade_problem
 
 from pylate_fastmaxsim import TokenBatch, splade_pool
+from tests.support.splade_problems import random_splade_problem
 
 
 class Head(torch.nn.Module):

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from defined_winners import xtr_winners
-from exactness import winner_index
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pylate.scores import XTRKDScores, XTRScores
-from strategies import problems
 from torch.nn import functional as F
 
 from pylate_fastmaxsim import TokenBatch, reference, xtr_scores
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.cpu import xtr as blocked
+from tests.support.defined_winners import xtr_winners
+from tests.support.exactness import winner_index
+from tests.support.strategies import problems
 
 sweep = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import os
 import random
 import subprocess
 import sys
 
 import pytest
 import torch
-from paths import ROOT
-from recorded_launches import recorded_launches
-from scored_batches import ON_GPU, SHAPES, score
 
 from pylate_fastmaxsim import warmup
 from pylate_fastmaxsim.precompile import calls, shapes
+from tests.support.recorded_launches import recorded_launches
+from tests.support.scored_batches import ON_GPU, SHAPES, score
 
 pytest.importorskip("triton")
 CPU = torch.device("cpu")
@@ -44,10 +42,8 @@ def test_on_a_gpu_batches_compile_nothing_after_it(tmp_path, monkeypatch):
     done = warmup(ON_GPU)
     assert done.kernels == len(list(tmp_path.rglob("*.cubin"))) > 100
     # In a process of its own, which has compiled nothing yet.
-    script = [sys.executable, str(ROOT / "tests" / "support" / "scored_batches.py")]
-    run = subprocess.run(
-        script, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
-    )
+    script = [sys.executable, "-m", "tests.support.scored_batches"]
+    run = subprocess.run(script, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert run.stdout == "compiled: []\n"
     assert warmup(ON_GPU[0], processes=2).kernels == 0

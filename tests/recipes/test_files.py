@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-from full_disk import no_file_above
-from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.recipes.comparison.compare import compare
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -17,6 +15,8 @@ from pylate_fastmaxsim.recipes.files import prepare_file
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.mine import mine
 from pylate_fastmaxsim.recipes.training.train import train
+from tests.support.full_disk import no_file_above
+from tests.support.tiny_recipe import tiny, write
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from corpora import documents, grouped, lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from pylate_fastmaxsim.retrieval.formats import description, reading
 from pylate_fastmaxsim.retrieval.formats.description import Held
 from pylate_fastmaxsim.retrieval.formats.format import Format
 from pylate_fastmaxsim.retrieval.search import search
+from tests.support.corpora import documents, grouped, lists
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

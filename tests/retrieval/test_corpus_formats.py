@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from corpora import codec, documents, grouped, lists, unit_documents
 
 from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim.compressed import CompressedBatch, compress
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
+from tests.support.corpora import codec, documents, grouped, lists, unit_documents
 
 FORMATS = ["int8", "fp8", codec(bits=2), codec(bits=4)]
 NAMES = ["int8", "fp8", "2 bits", "4 bits"]

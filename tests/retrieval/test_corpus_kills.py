@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from corpora import codec, grouped, lists, unit_documents
-from power_cut import states, written
 
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.formats import checksums, writer
+from tests.support.corpora import codec, grouped, lists, unit_documents
+from tests.support.power_cut import states, written
 
 FORMATS = {"bfloat16": None, "int8": "int8", "fp8": "fp8", "residual": codec()}
 SEQUENCES = unit_documents(20, seed=3)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from corpora import codec, grouped, lists, unit_documents
 
 from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim.files.record import read_record
@@ -18,6 +17,7 @@ from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.formats import checksums, description
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.retrieval.soundness import repair_corpus
+from tests.support.corpora import codec, grouped, lists, unit_documents
 
 FORMATS = {"bfloat16": None, "int8": "int8", "fp8": "fp8", "residual": codec()}
 SEQUENCES = unit_documents(24, seed=5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,12 +10,12 @@ from itertools import islice
 
 import pytest
 import torch
-from corpora import codec, grouped, lists, unit_documents
 
 from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim.files.lock import writing
 from pylate_fastmaxsim.files.record import read_record
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
+from tests.support.corpora import codec, grouped, lists, unit_documents
 
 SIZE = 5
 FORMATS = [None, "int8", "fp8", codec()]
@@ -168,15 +167,14 @@ def endless(held: int):
 def test_a_process_that_is_killed_goes_on(tmp_path):
     code = (
         "import sys\n"
-        "from corpora import codec\n"
-        "from test_interrupted_corpus import endless\n"
+        "from tests.support.corpora import codec\n"
+        "from tests.retrieval.test_interrupted_corpus import endless\n"
         "from pylate_fastmaxsim.retrieval.corpus import write_corpus\n"
         "from pylate_fastmaxsim.retrieval.formats import writer\n"
         "writer.SECONDS_BETWEEN_NOTES = 0.01\n"
         "write_corpus(sys.argv[1], endless, format=codec())\n"
     )
-    paths = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    running = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env={**os.environ, "PYTHONPATH": paths})
+    running = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
     while (found := read_record(tmp_path / "unfinished.json")) is None or found["documents"] < 100:
         assert running.poll() is None
         time.sleep(0.02)

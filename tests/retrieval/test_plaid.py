@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 import torch
 from fast_plaid.search import FastPlaid
-from plaid_indexes import (
+
+from pylate_fastmaxsim import TokenBatch, read_plaid
+from pylate_fastmaxsim.retrieval.search import search
+from tests.support.plaid_indexes import (
     DIM,
     PLAID,
     merge_chunks,
@@ -20,9 +23,6 @@ from plaid_indexes import (
     write_fast_plaid,
     write_stanford,
 )
-
-from pylate_fastmaxsim import TokenBatch, read_plaid
-from pylate_fastmaxsim.retrieval.search import search
 
 # 1,000 tokens for 256 centroids, so that residuals matter; chunks of 25 documents.
 LENGTHS = [3, *(1 + 7 * number % 31 for number in range(63))]

@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 import torch
-from corpora import codec, documents, grouped, unit_documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from pylate_fastmaxsim.reference import compressed_maxsim
 from pylate_fastmaxsim.retrieval import search as module
 from pylate_fastmaxsim.retrieval.corpus import write_corpus
 from pylate_fastmaxsim.retrieval.search import search
+from tests.support.corpora import codec, documents, grouped, unit_documents
 
 COUNT = 60
 

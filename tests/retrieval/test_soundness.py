@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sparse_vectors import sparse_vectors
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -12,6 +11,7 @@ from pylate_fastmaxsim import SparseIndex, StaticLateInteraction, TokenBatch
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.soundness import check_folder
+from tests.support.sparse_vectors import sparse_vectors
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from cuda_emulator import emulated_engine
-from sparse_vectors import sorted_scores, sparse_vectors
 
 from pylate_fastmaxsim import SparseBatch, SparseIndex, sparse_search
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.retrieval import sparse_index
 from pylate_fastmaxsim.retrieval import sparse_search as module
+from tests.support.cuda_emulator import emulated_engine
+from tests.support.sparse_vectors import sorted_scores, sparse_vectors
 
 pytest.importorskip("triton")
 

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from full_disk import no_file_above
-from power_cut import states, written
-from sparse_vectors import sorted_scores, sparse_vectors
 
 from pylate_fastmaxsim import SparseBatch, SparseIndex
 from pylate_fastmaxsim.files.record import read_record, write_record
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.retrieval import sparse_files
+from tests.support.full_disk import no_file_above
+from tests.support.power_cut import states, written
+from tests.support.sparse_vectors import sorted_scores, sparse_vectors
 
 VOCABULARY = 30
 CUTS = 3  # at each event
@@ -440,12 +440,11 @@ def test_what_is_sound_is_kept_of_a_damaged_index(documents, tmp_path):
 @pytest.mark.process
 def test_a_killed_build_loses_no_finished_block(documents, tmp_path):
     program = (
-        "import os, signal, sys\n"
-        "sys.path[:0] = ['tests/support', 'tests/retrieval']\n"
+        "import os, signal\n"
         "from pylate_fastmaxsim import SparseIndex\n"
         "from pylate_fastmaxsim.kernels.sparse import postings\n"
-        "from sparse_vectors import sparse_vectors\n"
-        "from test_sparse_files import rest\n"
+        "from tests.support.sparse_vectors import sparse_vectors\n"
+        "from tests.retrieval.test_sparse_files import rest\n"
         "postings.DOCUMENTS_PER_BLOCK = 8\n"
         "def batches(held):\n"
         "    for number, batch in enumerate(rest(sparse_vectors(37, 30, seed=0))(held)):\n"

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_vectors import sorted_scores, sparse_vectors
 
 from pylate_fastmaxsim import SparseBatch, SparseIndex, reference, sparse_search
 from pylate_fastmaxsim.cpu import sparse as cpu_sparse
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.retrieval import sparse_search as module
+from tests.support.sparse_vectors import sorted_scores, sparse_vectors
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_cases
-from sparse_vectors import sorted_scores, sparse_vectors
 
 from pylate_fastmaxsim import SparseBatch, SparseIndex
 from pylate_fastmaxsim.kernels.sparse import postings
+from tests.support.ranks import run_cases
+from tests.support.sparse_vectors import sorted_scores, sparse_vectors
 
 VOCABULARY = 30
 

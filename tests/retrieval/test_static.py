@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import static_cases as cases
 import torch
-from static_cases import CUTS, check, maxsim, tables, texts
 
 from pylate_fastmaxsim import BM25, SparseBatch, SparseIndex, StaticLateInteraction
 from pylate_fastmaxsim.retrieval.static import certificate, documents, model
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
+from tests.support import static_cases as cases
+from tests.support.static_cases import CUTS, check, maxsim, tables, texts
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,12 @@ import random
 
 import pytest
 import torch
-from full_disk import no_file_above
-from power_cut import states, written
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from pylate_fastmaxsim import StaticLateInteraction
+from tests.support.full_disk import no_file_above
+from tests.support.power_cut import states, written
 
 FILES = ("tables-*", "tokenizer-*", "static_late_interaction.json")
 

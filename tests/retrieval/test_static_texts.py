@@ -8,14 +8,14 @@ import re
 import numpy as np
 import pytest
 import torch
-from paths import CRANFIELD
-from static_cases import VOCABULARY, tables, texts
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pylate_fastmaxsim import BM25, StaticLateInteraction
 from pylate_fastmaxsim.files.record import write_record
 from pylate_fastmaxsim.retrieval.static import files
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
+from tests.support.paths import CRANFIELD
+from tests.support.static_cases import VOCABULARY, tables, texts
 
 WORDS = ["bees", "wasps", "bread", "yeast", "[UNK]", "[PAD]"]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tiny_recipe import text
-
 from pylate_fastmaxsim.recipes.data.collection import JUDGEMENT_COLUMNS
+from tests.support.tiny_recipe import text
 
 QUERIES, DOCUMENTS = 6, 150
 

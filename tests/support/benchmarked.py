@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from paths import ROOT
+from tests.support.paths import ROOT
 
 
 def run_benchmark(name: str, *arguments: str) -> str:

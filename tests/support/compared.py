@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from models import features, sentences
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
+from tests.support.models import features, sentences
 
 
 def batch_of(model, columns: int = 2, queries: int = 6, seed: int = 0, collate=features):

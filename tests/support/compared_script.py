@@ -10,11 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paths import ROOT
-
 from pylate_fastmaxsim.comparison.script import Ranks, child_of
 from pylate_fastmaxsim.comparison.turns import take_turns
 from pylate_fastmaxsim.comparison.verdict import FAST, summarize_run
+from tests.support.paths import ROOT
 
 COMMAND = ("-m", "pylate_fastmaxsim.cli", "compare")
 

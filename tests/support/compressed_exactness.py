@@ -6,14 +6,14 @@ As :mod:`exactness` does: gradients with those of the kernels' own winners, and 
 from __future__ import annotations
 
 import torch
-from exactness import exact_scores, from_winners, relative_error, uninitialized_memory_as_nan
-from residual_codecs import random_codec
 from torch import Tensor
 
 from pylate_fastmaxsim import CompressedBatch, TokenBatch, compress
 from pylate_fastmaxsim.compressed import Residual, rounded_queries
 from pylate_fastmaxsim.kernels.compressed import launch
 from pylate_fastmaxsim.ops.compressed import _prepared
+from tests.support.exactness import exact_scores, from_winners, relative_error, uninitialized_memory_as_nan
+from tests.support.residual_codecs import random_codec
 
 FORMATS = ("int8", "int8 by token", "fp8", "residual 4", "residual 2", "residual 1", "plaid")
 # Relative errors, as in exactness. GPUs sum products of e4m3 with fewer bits than float32 has.

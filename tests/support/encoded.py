@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from models import collated, looking, sentences
 from pylate.losses import contrastive
 
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
@@ -11,6 +10,7 @@ from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.encoding.plans import token_embeddings
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
+from tests.support.models import collated, looking, sentences
 
 
 def batch_of(model, seed: int = 0, documents: int = 6, collate=collated):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from paths import SUPPORT
+from tests.support.paths import SUPPORT
 
 LAUNCH = ["accelerate.commands.launch", "--num_processes=2", "--num_machines=1"]
 LAUNCH += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import collated, sentences
 from pylate import losses
+
+from tests.support.models import collated, sentences
 
 LOSS_SCALE = 256.0  # fp16 needs one, as the trainer's; a power of two changes nothing in bf16 and float32
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from paths import RECIPES
-from tiny_recipe import few_steps, hub_dataset, text
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 from pylate_fastmaxsim.recipes.mining import resumable
+from tests.support.paths import RECIPES
+from tests.support.tiny_recipe import few_steps, hub_dataset, text
 
 RECIPE = RECIPES / "colbert_kd_mine.yaml"
 TABLES = ("train", "queries", "documents")

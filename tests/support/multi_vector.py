@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import compared
 import pytest
 import torch
 import torch.distributed as dist
-from models import attend_to_own_document, sentences
-from ranks import loss_and_gradients
 from torch import nn
+
+from tests.support import compared
+from tests.support.models import attend_to_own_document, sentences
+from tests.support.ranks import loss_and_gradients
 
 pytest.importorskip(
     "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"

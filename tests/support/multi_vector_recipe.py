@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_recipe import tiny
+
+from tests.support.tiny_recipe import tiny
 
 pytest.importorskip(
     "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"

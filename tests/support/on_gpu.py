@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import ragged_batches
 import torch
 
 from pylate_fastmaxsim import TokenBatch
+from tests.support import ragged_batches
 
 DEVICE = "cuda"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import torch
-from defined_winners import top_k_winners
-from exactness import from_winners, relative_error, uninitialized_memory_as_nan, winner_index
 from torch import Tensor
 
 from pylate_fastmaxsim import TokenBatch, reference
@@ -12,6 +10,8 @@ from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.kernels.pooled import launch
 from pylate_fastmaxsim.ops.pooled import gradient_of_each_winner, numbers_of
 from pylate_fastmaxsim.pooling import Pooling
+from tests.support.defined_winners import top_k_winners
+from tests.support.exactness import from_winners, relative_error, uninitialized_memory_as_nan, winner_index
 
 # Relative error (Frobenius norm). Weights of 16-bit rows are rounded to bf16, as the gradients are.
 TOLERANCE = {

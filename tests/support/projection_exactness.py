@@ -8,10 +8,10 @@ from __future__ import annotations
 from types import ModuleType
 
 import torch
-from exactness import relative_error
 from torch import Tensor
 
 from pylate_fastmaxsim import reference
+from tests.support.exactness import relative_error
 
 # Relative error, in the Frobenius norm.
 TOLERANCE = {

@@ -1,8 +1,8 @@
 """Hold MaxSim's kernels, or the blocked PyTorch path, to the float64 definition over thousands of random shapes.
 
-    python tests/support/random_shapes.py                        10,000 shapes
-    python tests/support/random_shapes.py --start 17 --count 1   repeats shape 17
-    python tests/support/random_shapes.py --budget 300           stops after five minutes and says where to go on
+    python -m tests.support.random_shapes                        10,000 shapes
+    python -m tests.support.random_shapes --start 17 --count 1   repeats shape 17
+    python -m tests.support.random_shapes --budget 300           stops after five minutes and says where to go on
 
 The kernels run on a CUDA GPU. They are compiled anew for every d, dtype, presence of masks and class of query length, so
 a shape takes these from one of --families families, drawn with the seed. Lengths, numbers of documents and candidates,
@@ -21,13 +21,13 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
-from exactness import TOLERANCE, check, exact_scores
-from ragged_batches import ragged
 from torch import Tensor
 
 from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.cpu import maxsim as blocked
+from tests.support.exactness import TOLERANCE, check, exact_scores
+from tests.support.ragged_batches import ragged
 
 DIMS = (1, 7, 16, 32, 48, 64, 96, 128, 200, 300, 768, 1024)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -152,6 +152,6 @@ def main(arguments: list[str] | None = None, path: ModuleType = blocked, device:
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         sys.exit(main())
-    import maxsim_kernels
+    from tests.support import maxsim_kernels
 
     sys.exit(main(path=maxsim_kernels, device="cuda"))

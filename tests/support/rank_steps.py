@@ -7,15 +7,15 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from compared import assert_equal
-from models import attend_to_own_document, features, load_model, looking, sentences
 from pylate import losses
-from ranks import loss_and_gradients
 from torch.nn.parallel import DistributedDataParallel
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import modes
+from tests.support.compared import assert_equal
+from tests.support.models import attend_to_own_document, features, load_model, looking, sentences
+from tests.support.ranks import loss_and_gradients
 
 
 def batch_of(model, rank: int, queries: int = 6):

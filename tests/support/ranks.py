@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from models import build_model
 from torch import Tensor, nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from tests.support.models import build_model
 
 SECONDS = 240
 

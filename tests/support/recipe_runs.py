@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import fastmaxsim
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
+from tests.support.command_line import fastmaxsim
 
 
 def command(name: str, recipe: Path, *overrides: str):

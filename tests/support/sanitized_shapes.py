@@ -1,7 +1,7 @@
 """Small shapes of the operators' kernels, forward and backward, and of sparse search, for compute-sanitizer on a CUDA GPU.
 
-    compute-sanitizer --tool racecheck python tests/support/sanitized_shapes.py
-    compute-sanitizer --tool memcheck --report-api-errors no python tests/support/sanitized_shapes.py
+    compute-sanitizer --tool racecheck python -m tests.support.sanitized_shapes
+    compute-sanitizer --tool memcheck --report-api-errors no python -m tests.support.sanitized_shapes
 
 Run it once without the sanitizer first, which compiles the kernels into Triton's cache.
 """
@@ -9,12 +9,12 @@ Run it once without the sanitizer first, which compiles the kernels into Triton'
 from __future__ import annotations
 
 import torch
-from compressed_exactness import FORMATS, compressed_as
-from sparse_cases import CASES, check, check_removed
 from torch.nn.functional import normalize
 
 from pylate_fastmaxsim import Softmax, TokenBatch, TopK, maxsim, maxsim_from_hidden, pooled_scores, xtr_scores
 from pylate_fastmaxsim.ops.attention import rotary_self_attention, text_attention
+from tests.support.compressed_exactness import FORMATS, compressed_as
+from tests.support.sparse_cases import CASES, check, check_removed
 
 
 def ragged(count: int, longest: int, d: int, dtype: torch.dtype) -> TokenBatch:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from splade_problems import SpladeProblem, exact_splade
 from torch import Tensor
 
 from pylate_fastmaxsim._winners import no_winner
 from pylate_fastmaxsim.kernels.splade import launch
+from tests.support.splade_problems import SpladeProblem, exact_splade
 
 # (rectified, logs) of a call by its arguments.
 ACTIVATIONS = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from ragged_batches import ragged
-from random_shapes import on_device
 from torch import Tensor
 
 from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim._operands import SpladeOperands
+from tests.support.ragged_batches import ragged
+from tests.support.random_shapes import on_device
 
 
 class SpladeProblem(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiny_recipe import ONE_LAYER, tiny
+from tests.support.tiny_recipe import ONE_LAYER, tiny
 
 
 def tiny_splade(directory: Path, output: str = "out", **sections) -> dict:

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import compared
 import pytest
 import torch
-from models import sentences
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder import losses
-from sparse_encoders import transformer_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import modes as encoding_modes
 from pylate_fastmaxsim.integrations.models.encoders import hidden_states_of
+from tests.support import compared
+from tests.support.models import sentences
+from tests.support.sparse_encoders import transformer_of
 
 pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE by the flag before it")
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
-from ragged_batches import ragged
 from torch import Tensor
 
 from pylate_fastmaxsim import TokenBatch
+from tests.support.ragged_batches import ragged
 
 DIMS = (1, 7, 48, 96, 128, 200, 768, 1024)
 LENGTHS = (0, 1, 2, 3, 5, 8, 17, 33)

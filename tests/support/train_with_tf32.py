@@ -12,11 +12,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from models import build_model, load_model
 from pylate import losses
-from training_runs import pairs, train
 
 import pylate_fastmaxsim
+from tests.support.models import build_model, load_model
+from tests.support.training_runs import pairs, train
 
 if __name__ == "__main__":
     on_gpu, curves = "--cpu" not in sys.argv, {}

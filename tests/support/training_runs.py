@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from datasets import Dataset
-from models import sentences
 from pylate.models import ColBERT
 from pylate.utils import ColBERTCollator
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+
+from tests.support.models import sentences
 
 ROWS, BATCH = 24, 6
 

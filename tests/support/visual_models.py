@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from colpali_engine.models import ColPali, ColPaliProcessor, ColQwen2, ColQwen2Processor
-from models import TEXT
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -18,6 +17,8 @@ from transformers import (
     Qwen2VLVideoProcessor,
     SiglipImageProcessor,
 )
+
+from tests.support.models import TEXT
 
 IMAGE_SIZE = 56  # of ColPali, in pixels: 4 x 4 patches
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from exactness import from_winners, relative_error, row_queries, uninitialized_memory_as_nan
 from torch import Tensor
 
 from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.kernels.winner_backward import launch
+from tests.support.exactness import from_winners, relative_error, row_queries, uninitialized_memory_as_nan
 
 
 def random_winners(

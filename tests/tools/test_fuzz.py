@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-import fuzz
 import pytest
-from fuzz_hosts import HOSTS
+
+from tools import fuzz
+from tools.fuzz_hosts import HOSTS
 
 # The first seed of each host, and how many: each takes a third of a second.
 SEEDS = {"pylate": (0, 20), "multi_vector": (0, 25), "sparse": (0, 20), "colpali": (0, 40)}

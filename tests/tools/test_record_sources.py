@@ -10,10 +10,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import record_sources
 from packaging.version import Version
 
 from pylate_fastmaxsim.integrations.hosts import HOSTS
+from tools import record_sources
 
 # What the README leaves out: SPLADE is trained from 5.1 on. Transformer.forward is replaced for PyLate only, which needs 5.3.
 LEFT_OUT = {

@@ -7,12 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-import tune
-from tile_search import CANDIDATES, Measured, Search, TuningError, choices, search
-
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
 from pylate_fastmaxsim.kernels.runtime import arch
 from pylate_fastmaxsim.kernels.winner_backward.tiles import QueryGradientTiles
+from tools import tune
+from tools.tile_search import CANDIDATES, Measured, Search, TuningError, choices, search
 
 ROW = QueryGradientTiles(4, 128, 8, 2)
 VALUES = {"block_rows": (1, 2, 4, 8), "unroll": (4, 8, 16), "num_warps": (1, 2, 4)}

@@ -3,7 +3,7 @@
 ``known_sources.json`` holds, for each function that is replaced and for each function of the host that it calls, a
 digest of its source in the known releases. A function of another release with the same source is known too. One that
 was edited, replaced or written for a later release is not; then the host's own code runs. So it does where the source
-cannot be read. ``tools/record_sources.py`` adds releases to the table.
+cannot be read. ``python -m tools.record_sources`` adds releases to the table.
 """
 
 from __future__ import annotations

@@ -12,10 +12,11 @@ from importlib import metadata
 
 import pytest
 import torch
-from colpali_batch import IN_BATCH, WITH_NEGATIVES, Batch, assert_close, unit
-from edited import edited
 from torch import Tensor
 from torch.nn import functional as F
+
+from tests.support.colpali_batch import IN_BATCH, WITH_NEGATIVES, Batch, assert_close, unit
+from tests.support.edited import edited
 
 pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
 
@@ -315,7 +316,7 @@ def test_run_accelerates_a_script_where_there_is_no_pylate(tmp_path):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_colpali_computes_no_words(training, tmp_path):
-    from visual_models import build_visual_model, page
+    from tests.support.visual_models import build_visual_model, page
 
     folder = build_visual_model(tmp_path, "colpali")
     model, processor = ColPali.from_pretrained(folder).train(training), ColPaliProcessor.from_pretrained(folder)

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from colpali_batch import IN_BATCH, WITH_NEGATIVES, Batch, assert_close, unit
+
+from tests.support.colpali_batch import IN_BATCH, WITH_NEGATIVES, Batch, assert_close, unit
 
 pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
 
 from colpali_engine import loss as colpali_losses
 from colpali_engine.loss import late_interaction_losses
 from colpali_engine.models import ColQwen2, ColQwen2Processor
-from visual_models import build_visual_model, page
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import LogSumExp, Max, Softmax, TopK
+from tests.support.visual_models import build_visual_model, page
 
 POOLINGS = (TopK(3), Softmax(0.3), LogSumExp(0.1), TopK(1))
 

@@ -8,7 +8,6 @@ from weakref import ref
 
 import pytest
 import torch
-from models import collated, load_model, sentences
 from peft import LoraConfig
 from pylate import losses
 from torch._dynamo.backends.registry import lookup_backend
@@ -18,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
+from tests.support.models import collated, load_model, sentences
 
 pytestmark = pytest.mark.compile
 

@@ -9,12 +9,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from models import features, load_model, sentences
 from pylate import losses
-from ranks import loss_and_gradients
-from sharding import data_parallel, fully_sharded
 
 import pylate_fastmaxsim
+from tests.support.models import features, load_model, sentences
+from tests.support.ranks import loss_and_gradients
+from tests.support.sharding import data_parallel, fully_sharded
 
 pytestmark = pytest.mark.process
 

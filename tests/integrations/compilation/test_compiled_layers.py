@@ -6,13 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from compared import assert_equal, batch_of, run
-from models import features, load_model
 from pylate import losses
 from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
+from tests.support.compared import assert_equal, batch_of, run
+from tests.support.models import features, load_model
 
 pytestmark = pytest.mark.compile
 

@@ -6,8 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from compared import assert_equal, batch_of, run
-from models import collated, load_model, sentences
 from peft import LoraConfig
 from pylate import losses
 from torch import nn
@@ -18,6 +16,8 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.compilation import modernbert
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
+from tests.support.compared import assert_equal, batch_of, run
+from tests.support.models import collated, load_model, sentences
 
 pytestmark = pytest.mark.compile
 

@@ -10,8 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
-from encoded import assert_encodes_as_stock, batch_of, calls_of, encode, mode_of, padded_tokens, tokens_of
-from models import attend_to_own_document, collated, features, load_model
 from pylate import losses
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -21,6 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import modes
+from tests.support.encoded import assert_encodes_as_stock, batch_of, calls_of, encode, mode_of, padded_tokens, tokens_of
+from tests.support.models import attend_to_own_document, collated, features, load_model
 
 
 @pytest.mark.parametrize(

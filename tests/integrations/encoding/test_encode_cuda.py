@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from losses_cuda import assert_as_exact, batch_of, losses_of, stock_losses
-from models import load_model
-from on_gpu import no_waiting
 from pylate import losses
 from torch.nn import functional as F
 
@@ -14,6 +11,9 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.encoding.attention import variable_length_attention
 from pylate_fastmaxsim.integrations.encoding.token_counts import known_total
+from tests.support.losses_cuda import assert_as_exact, batch_of, losses_of, stock_losses
+from tests.support.models import load_model
+from tests.support.on_gpu import no_waiting
 
 pytestmark = pytest.mark.cuda
 

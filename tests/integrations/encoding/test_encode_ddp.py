@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from pylate import losses
-from rank_steps import compare
+
+from tests.support.rank_steps import compare
 
 pytestmark = [pytest.mark.process, pytest.mark.smoke]
 

@@ -9,11 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from models import attend_to_own_document, load_model
 from pylate import losses
 from pylate.scores import ColBERTScores, XTRScores
-from rank_steps import batch_of, compare
-from sharding import data_parallel, encoder_sharded, flat_sharded, fully_sharded
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -22,6 +19,9 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import equivalence, masks, modes
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
+from tests.support.models import attend_to_own_document, load_model
+from tests.support.rank_steps import batch_of, compare
+from tests.support.sharding import data_parallel, encoder_sharded, flat_sharded, fully_sharded
 
 pytestmark = pytest.mark.process
 

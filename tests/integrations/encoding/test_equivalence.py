@@ -6,14 +6,14 @@ import logging
 
 import pytest
 import torch
-from compared import assert_equal, run
-from encoded import assert_encodes_as_stock, batch_of, calls_of, encode, mode_of
-from models import TEXT, attend_to_own_document, collated, features, load_model, sentences
 from pylate import losses
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import modes
+from tests.support.compared import assert_equal, run
+from tests.support.encoded import assert_encodes_as_stock, batch_of, calls_of, encode, mode_of
+from tests.support.models import TEXT, attend_to_own_document, collated, features, load_model, sentences
 
 
 def _ignore_positions(model):

@@ -6,15 +6,15 @@ from functools import partial
 
 import pytest
 import torch
-from compared import assert_equal, run
-from encoded import assert_encodes_as_stock, batch_of, mode_of
-from models import Behind, features, load_model
 from pylate import losses
 from torch import nn
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import modes
+from tests.support.compared import assert_equal, run
+from tests.support.encoded import assert_encodes_as_stock, batch_of, mode_of
+from tests.support.models import Behind, features, load_model
 
 
 class _Normalised(Behind):

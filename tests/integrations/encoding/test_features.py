@@ -6,14 +6,14 @@ from functools import partial
 
 import pytest
 import torch
-from encoded import batch_of, mode_of
-from models import collated, features, load_model, sentences
 from pylate import losses
 from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.models import wrappers
+from tests.support.encoded import batch_of, mode_of
+from tests.support.models import collated, features, load_model, sentences
 
 
 class _PromptLeftOut(nn.Module):

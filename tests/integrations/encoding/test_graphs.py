@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compared import assert_equal, batch_of, run
-from models import load_model
 from pylate import losses
 from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import graphs
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of
+from tests.support.compared import assert_equal, batch_of, run
+from tests.support.models import load_model
 
 pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("packed", "traced")]
 

@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from losses_cuda import LOSS_SCALE, assert_as_exact, batch_of, losses_of, stock_losses
-from models import load_model
-from on_gpu import no_waiting
 from pylate import losses
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of
+from tests.support.losses_cuda import LOSS_SCALE, assert_as_exact, batch_of, losses_of, stock_losses
+from tests.support.models import load_model
+from tests.support.on_gpu import no_waiting
 
 pytestmark = pytest.mark.cuda
 

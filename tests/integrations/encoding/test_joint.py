@@ -7,9 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from compared import assert_equal, run
-from encoded import batch_of, calls_of
-from models import TEXT, attend_to_own_document, collated, features, load_model, sentences
 from pylate import losses
 from torch.nn import functional as F
 
@@ -17,6 +14,9 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding import modes
+from tests.support.compared import assert_equal, run
+from tests.support.encoded import batch_of, calls_of
+from tests.support.models import TEXT, attend_to_own_document, collated, features, load_model, sentences
 
 WIDE = {"local_attention": 24}  # of ModernBERT: local layers see 12 tokens to each side, all of a query of 12
 

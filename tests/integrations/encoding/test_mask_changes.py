@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from compared import assert_equal, batch_of, mode_of, run
-from models import Behind, collated, features, sentences
 from pylate import losses
 
 import pylate_fastmaxsim
+from tests.support.compared import assert_equal, batch_of, mode_of, run
+from tests.support.models import Behind, collated, features, sentences
 
 
 class Pruning(Behind):

@@ -8,14 +8,14 @@ from copy import deepcopy
 import pytest
 import torch
 from accelerate.utils import operations
-from compared import assert_equal, batch_of, run
-from models import collated, load_model, sentences
 from pylate import losses
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import token_counts
 from pylate_fastmaxsim.integrations.encoding.batch import attended_index
 from pylate_fastmaxsim.integrations.encoding.token_counts import TokenCounts, known_total
+from tests.support.compared import assert_equal, batch_of, run
+from tests.support.models import collated, load_model, sentences
 
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
 COLUMN = {"input_ids": MASK, "attention_mask": MASK, "token_total": TokenCounts.of(MASK)}

@@ -12,25 +12,26 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from paths import RECIPES
+
+from tests.support.paths import RECIPES
 
 # Not imported here: it chooses its device when it is imported, and would do so for the other tests of this process.
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs DeepSpeed: pip install deepspeed", allow_module_level=True)
 pytest.importorskip("datasets")
 
-import launcher
 import torch
-from models import attend_to_own_document, features, load_model, sentences
 from pylate import losses
 from safetensors.torch import load_file
-from tiny_recipe import fell_back
 from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.pylate import fused_head
+from tests.support import launcher
+from tests.support.models import attend_to_own_document, features, load_model, sentences
+from tests.support.tiny_recipe import fell_back
 
 pytestmark = pytest.mark.process
 

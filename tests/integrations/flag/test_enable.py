@@ -16,11 +16,11 @@ from pylate_fastmaxsim.integrations.options import Options, current_options
 pytest.importorskip("pylate")
 
 import pylate  # noqa: E402
-from compared import assert_equal, batch_of, run  # noqa: E402
-from models import load_model  # noqa: E402
 from pylate import evaluation, losses, models, rank, retrieve, scores, utils  # noqa: E402
 
 from pylate_fastmaxsim.integrations.pylate import scores as pylate_scores  # noqa: E402
+from tests.support.compared import assert_equal, batch_of, run  # noqa: E402
+from tests.support.models import load_model  # noqa: E402
 
 COLBERT, SIMILARITIES = sys.modules["pylate.scores.colbert"], sys.modules["pylate.scores.similarity_functions"]
 WHERE = [(module, "colbert_scores") for module in (scores, COLBERT, SIMILARITIES, sys.modules["pylate.rank.rank"])]

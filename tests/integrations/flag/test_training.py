@@ -6,17 +6,17 @@ import logging
 
 import pytest
 import torch
-from models import load_model, sentences
 from pylate import losses
 from pylate.models import ColBERT
 from pylate.utils import ColBERTCollator
 from sentence_transformers import SentenceTransformerTrainer
-from training_runs import BATCH, ROWS, candidates, pairs, train
 from transformers import Trainer
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import modes, token_counts
 from pylate_fastmaxsim.integrations.encoding.batch import Documents
+from tests.support.models import load_model, sentences
+from tests.support.training_runs import BATCH, ROWS, candidates, pairs, train
 
 pytestmark = pytest.mark.e2e
 

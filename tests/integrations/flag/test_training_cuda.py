@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from paths import SUPPORT
 
 pytest.importorskip("datasets")
 pytest.importorskip("pylate")
 
 import torch
 from pylate import models
-from tiny_recipe import fell_back, tiny, write
+
+from tests.support.tiny_recipe import fell_back, tiny, write
 
 pytestmark = [pytest.mark.cuda, pytest.mark.e2e]
 
@@ -51,9 +51,8 @@ def trained(folder: Path, launcher: list[str], precision: str, enabled: bool, **
     if launcher:
         command += ["accelerate.commands.launch", *launcher, "--num_processes", "2", "--main_process_port", "0"]
         command += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m"]
-    command += ["train_with_deadline", "train", str(write(folder, recipe, name))]
+    command += ["tests.support.train_with_deadline", "train", str(write(folder, recipe, name))]
     environment = os.environ | ({} if launcher else {"CUDA_VISIBLE_DEVICES": "0"})
-    environment["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
     if not enabled:  # Where a fused-kernel package is installed PyLate would score with that.
         environment["PYLATE_SCORES_BACKEND"] = "torch"
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
@@ -85,7 +84,7 @@ def test_one_gpu_in_mini_batches(tmp_path):
 
 def test_tf32_of_the_trainer():
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
-    command = [sys.executable, str(SUPPORT / "train_with_tf32.py")]
+    command = [sys.executable, "-m", "tests.support.train_with_tf32"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-8000:]
     assert not fell_back(done.stderr)

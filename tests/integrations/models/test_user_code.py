@@ -6,15 +6,15 @@ from types import FunctionType, MethodType
 
 import pytest
 import torch
-from compared import assert_as_stock, assert_equal, run
-from encoded import batch_of, mode_of
-from models import Behind, collated, features, load_model
 from pylate import losses
 from torch import nn
 from transformers.models.bert.modeling_bert import BertOutput
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
+from tests.support.compared import assert_as_stock, assert_equal, run
+from tests.support.encoded import batch_of, mode_of
+from tests.support.models import Behind, collated, features, load_model
 
 ADVICE = "and may not treat each text by itself"
 

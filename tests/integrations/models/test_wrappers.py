@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-from compared import assert_as_stock, assert_equal, batch_of, mode_of, run
-from models import load_model
 from peft import LoraConfig, get_peft_model
 from pylate import losses
 from sentence_transformers.losses import MatryoshkaLoss
@@ -13,6 +11,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import pylate_fastmaxsim
+from tests.support.compared import assert_as_stock, assert_equal, batch_of, mode_of, run
+from tests.support.models import load_model
 
 
 def cut(output):

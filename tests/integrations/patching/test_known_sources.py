@@ -8,9 +8,6 @@ import sys
 import types
 
 import pytest
-from compared import assert_equal, batch_for, batch_of, run
-from edited import edited
-from paths import SUPPORT
 from pylate import losses
 from pylate.models import ColBERT
 from pylate.scores import colbert as scores_module
@@ -20,6 +17,8 @@ from pylate_fastmaxsim.integrations import doctor, enable
 from pylate_fastmaxsim.integrations.hosts import find_replacements
 from pylate_fastmaxsim.integrations.patching import known_sources
 from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
+from tests.support.compared import assert_equal, batch_for, batch_of, run
+from tests.support.edited import edited
 
 contrastive_module, cached_module, distillation_module = (
     sys.modules[loss.__module__] for loss in (losses.Contrastive, losses.CachedContrastive, losses.Distillation)
@@ -147,8 +146,8 @@ s = s.replace("scores = torch.cat(score_chunks, dim=0)",
               "scores = torch.cat(score_chunks, dim=0) / (embeddings[0].shape[1] if self.mean else 1)")
 exec(s, vars(c))
 import pylate_fastmaxsim
-from compared import batch_of, run
-from models import load_model
+from tests.support.compared import batch_of, run
+from tests.support.models import load_model
 from pylate_fastmaxsim.integrations import doctor, enable
 model = load_model({str(encoder("bert"))!r}).double()
 batch = batch_of(model, queries=2, columns=1)
@@ -161,7 +160,7 @@ assert run(loss, batch)[0] == stock
 assert line.startswith("pylate.losses.contrastive.Contrastive.forward is not accelerated (running PyLate's own)"), line
 assert "pylate.losses.cached_contrastive.CachedContrastive.forward" in doctor.diagnose()["enable() replaces"]
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=SUPPORT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stderr.count("Contrastive.forward is not accelerated") == 1
 
 

@@ -8,9 +8,6 @@ import sys
 
 import pytest
 import torch
-from compared import assert_equal, batch_of, run
-from models import collated
-from paths import SUPPORT
 from pylate import losses, rank
 from pylate.models import ColBERT, Dense
 from pylate.scores import ColBERTScores
@@ -18,6 +15,8 @@ from pylate.utils import ColBERTCollator
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.hosts import find_replacements
+from tests.support.compared import assert_equal, batch_of, run
+from tests.support.models import collated
 
 find_replacements()  # what they run in the place of theirs is PyLate's own, not a test's
 
@@ -152,10 +151,10 @@ pylate_fastmaxsim.disable()
 Dense.forward = stock
 pylate_fastmaxsim.enable()
 assert Dense.forward is stock
-from compared import batch_of
-from models import load_model
+from tests.support.compared import batch_of
+from tests.support.models import load_model
 model = load_model({str(encoder("modernbert"))!r})
 losses.Contrastive(model)(batch_of(model)).backward()
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=SUPPORT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "Contrastive is not accelerated" not in done.stderr and "Contrastive.forward" not in done.stderr

@@ -9,8 +9,6 @@ from types import MethodType
 import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32
-from compared import assert_equal, batch_for, batch_of, run
-from models import load_model
 from peft import LoraConfig, inject_adapter_in_model
 from pylate import losses
 from pylate.models import Dense
@@ -20,6 +18,8 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 from pylate_fastmaxsim.integrations.pylate import fused_head
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
+from tests.support.compared import assert_equal, batch_for, batch_of, run
+from tests.support.models import load_model
 
 LOSSES = [
     (losses.Contrastive, {}),

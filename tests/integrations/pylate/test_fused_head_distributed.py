@@ -11,11 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import convert_outputs_to_fp32
-from compared import assert_equal
-from models import attend_to_own_document, features, load_model, sentences
 from pylate import losses
-from rank_steps import batch_of
-from sharding import data_parallel, flat_sharded, fully_sharded
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +21,10 @@ from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 from pylate_fastmaxsim.integrations.pylate import fused_head
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
+from tests.support.compared import assert_equal
+from tests.support.models import attend_to_own_document, features, load_model, sentences
+from tests.support.rank_steps import batch_of
+from tests.support.sharding import data_parallel, flat_sharded, fully_sharded
 
 RANKS = 2
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compared import assert_equal, batch_of, run
-from models import collated, load_model, sentences
 from pylate import losses
 from transformers import DynamicCache, Gemma3nTextConfig
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
+from tests.support.compared import assert_equal, batch_of, run
+from tests.support.models import collated, load_model, sentences
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import multiprocessing
 
 import pytest
 import torch
-from encoded import assert_encodes_as_stock, batch_of, encode, mode_of
-from models import sentences
 from pylate.utils import ColBERTCollator
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL
+from tests.support.encoded import assert_encodes_as_stock, batch_of, encode, mode_of
+from tests.support.models import sentences
 
 
 def test_the_collator_spares_the_encoder_the_search(model, packed, no_search):

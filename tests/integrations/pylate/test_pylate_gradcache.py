@@ -6,14 +6,14 @@ import gc
 
 import pytest
 import torch
-from compared import assert_equal, batch_of, run
-from models import features, load_model, looking, sentences
 from pylate import losses
 from torch.nn import functional as F
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import PooledScores, TokenBatch, _winners
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
+from tests.support.compared import assert_equal, batch_of, run
+from tests.support.models import features, load_model, looking, sentences
 
 
 def test_gradcache_reproduces_the_first_pass_with_dropout(encoder, mode):

@@ -7,8 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from compared import assert_equal, batch_for, batch_of, run
-from models import load_model
 from pylate import losses
 
 import pylate_fastmaxsim
@@ -17,6 +15,8 @@ from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.encoding.plans import unit
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 from pylate_fastmaxsim.ops.maxsim import maxsim
+from tests.support.compared import assert_equal, batch_for, batch_of, run
+from tests.support.models import load_model
 
 
 @pytest.fixture

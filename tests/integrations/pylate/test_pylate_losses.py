@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compared import assert_equal, batch_for, batch_of, mode_of, run
-from models import collated, features, load_model, looking, sentences
 from peft import LoraConfig, PrefixTuningConfig, TaskType, get_peft_model
 from pylate import losses, scores
 from torch.nn import functional as F
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import TokenBatch, reference
+from tests.support.compared import assert_equal, batch_for, batch_of, mode_of, run
+from tests.support.models import collated, features, load_model, looking, sentences
 
 BOTH = losses.Contrastive, losses.CachedContrastive
 ALL = *BOTH, losses.Distillation

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compared import assert_equal, batch_for, batch_of, mode_of, run
-from models import load_model, sentences
-from pooled_definitions import PlainScores
 from pylate import evaluation, losses, rank, scores
 from torch import nn
 from torch.nn import functional as F
@@ -15,6 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 import pylate_fastmaxsim
 from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TokenBatch, TopK, reference
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
+from tests.support.compared import assert_equal, batch_for, batch_of, mode_of, run
+from tests.support.models import load_model, sentences
+from tests.support.pooled_definitions import PlainScores
 
 POOLINGS = [TopK(4), Softmax(0.1), LogSumExp(0.1)]
 ALL = losses.Contrastive, losses.CachedContrastive, losses.Distillation

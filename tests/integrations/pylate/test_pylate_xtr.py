@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compared import assert_equal, batch_for, batch_of, mode_of, run
-from models import features, load_model, sentences
 from pylate import losses, scores
 from pylate.scores import XTRKDScores, XTRScores
 from torch.nn import functional as F
@@ -13,6 +11,8 @@ from torch.nn import functional as F
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 from pylate_fastmaxsim.integrations.pylate import scores as pylate_scores
+from tests.support.compared import assert_equal, batch_for, batch_of, mode_of, run
+from tests.support.models import features, load_model, sentences
 
 COUNT, WAYS, QUERY_LENGTH, LENGTH, DIM = 3, 2, 4, 6, 5
 

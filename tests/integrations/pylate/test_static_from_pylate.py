@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import models
 import pytest
 import torch
 from pylate.scores import colbert_scores
@@ -12,6 +11,7 @@ from pylate_fastmaxsim.integrations.pylate.static import from_pylate
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.models.from_scratch import build_token_table
 from pylate_fastmaxsim.recipes.models.load import load_model
+from tests.support import models
 
 QUERIES, DOCUMENTS = models.sentences(6, longest=10), ["", *models.sentences(20), ". , !"]
 

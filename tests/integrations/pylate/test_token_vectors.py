@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import models
 import pytest
 import torch
 
 from pylate_fastmaxsim.integrations.pylate.static import token_vectors
+from tests.support import models
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])

@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 from accelerate import Accelerator
-from multi_vector import LOSSES, POSITIVES, assert_as_stock, assert_equal, batch_of, load, modes, run
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.multi_vector_encoder import losses
 from torch import nn
@@ -16,6 +15,7 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import hosts
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.sentence_transformers import scores as sentence_transformers_scores
+from tests.support.multi_vector import LOSSES, POSITIVES, assert_as_stock, assert_equal, batch_of, load, modes, run
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from compared_script import compared, example
+
+from tests.support.compared_script import compared, example
 
 pytest.importorskip(
     "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"

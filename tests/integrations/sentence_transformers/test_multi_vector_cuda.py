@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from multi_vector import modes, run
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.multi_vector_encoder import losses
 
 import pylate_fastmaxsim
+from tests.support.multi_vector import modes, run
 
 pytestmark = pytest.mark.cuda
 

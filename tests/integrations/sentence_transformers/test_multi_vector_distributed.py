@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from multi_vector import compare
 from sentence_transformers.multi_vector_encoder import losses
-from sharding import data_parallel, flat_sharded, fully_sharded
+
+from tests.support.multi_vector import compare
+from tests.support.sharding import data_parallel, flat_sharded, fully_sharded
 
 pytestmark = pytest.mark.process
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from multi_vector import COUNT, assert_equal, batch_of, found, load, run
 from sentence_transformers.multi_vector_encoder import losses
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.sentence_transformers import encoder as sentence_transformers_encoder
+from tests.support.multi_vector import COUNT, assert_equal, batch_of, found, load, run
 
 CACHED = losses.CachedMultiVectorMultipleNegativesRankingLoss
 

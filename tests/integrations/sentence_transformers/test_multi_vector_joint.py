@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from multi_vector import (
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.multi_vector_encoder import losses
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.encoding.attention import is_packed_mask
+from pylate_fastmaxsim.integrations.sentence_transformers import encoder as sentence_transformers_encoder
+from pylate_fastmaxsim.integrations.sentence_transformers import padding_free
+from tests.support.multi_vector import (
     COUNT,
     TEACHER,
     assert_as_stock,
@@ -15,14 +23,6 @@ from multi_vector import (
     of_ones_own,
     run,
 )
-from sentence_transformers import MultiVectorEncoder
-from sentence_transformers.base.modules import Transformer
-from sentence_transformers.multi_vector_encoder import losses
-
-import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding.attention import is_packed_mask
-from pylate_fastmaxsim.integrations.sentence_transformers import encoder as sentence_transformers_encoder
-from pylate_fastmaxsim.integrations.sentence_transformers import padding_free
 
 CONTRASTIVE = losses.MultiVectorMultipleNegativesRankingLoss
 

@@ -6,16 +6,6 @@ import copy
 
 import pytest
 import torch
-from multi_vector import (
-    POSITIVES,
-    assert_as_stock,
-    assert_equal,
-    batch_of,
-    load,
-    modes,
-    of_ones_own,
-    run,
-)
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Router
 from sentence_transformers.multi_vector_encoder import losses
@@ -25,6 +15,16 @@ from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
+from tests.support.multi_vector import (
+    POSITIVES,
+    assert_as_stock,
+    assert_equal,
+    batch_of,
+    load,
+    modes,
+    of_ones_own,
+    run,
+)
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from multi_vector import NEGATIVES, POSITIVES, QUERIES, TEACHER, assert_equal, batch_of, load, modes, run
 from sentence_transformers import MultiVectorEncoder, util
 from sentence_transformers.multi_vector_encoder import evaluation, losses, scoring
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TopK
+from tests.support.multi_vector import NEGATIVES, POSITIVES, QUERIES, TEACHER, assert_equal, batch_of, load, modes, run
 
 POOLINGS = (TopK(3), Softmax(0.3), LogSumExp(0.1))
 

@@ -7,7 +7,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from edited import edited
+
+from tests.support.edited import edited
 
 pytest.importorskip(
     "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 import torch
-from models import sentences
-from paths import ROOT
+
+from tests.support.models import sentences
+from tests.support.paths import ROOT
 
 pytest.importorskip(
     "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"

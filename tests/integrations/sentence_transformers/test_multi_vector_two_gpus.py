@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from multi_vector import compare
-from ranks import run_cases
 from sentence_transformers.multi_vector_encoder import losses
-from sharding import data_parallel
+
+from tests.support.multi_vector import compare
+from tests.support.ranks import run_cases
+from tests.support.sharding import data_parallel
 
 RANKS = 2
 

@@ -6,9 +6,10 @@ import inspect
 
 import pytest
 import torch
-from models import sentences
-from paths import ROOT
-from sparse_encoders import load_sparse
+
+from tests.support.models import sentences
+from tests.support.paths import ROOT
+from tests.support.sparse_encoders import load_sparse
 
 pytest.importorskip("sentence_transformers", minversion="5", reason="no SparseEncoder before Sentence Transformers 5")
 

@@ -8,9 +8,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from edited import edited
-from models import sentences
-from sparse_encoders import load_sparse
+
+from tests.support.edited import edited
+from tests.support.models import sentences
+from tests.support.sparse_encoders import load_sparse
 
 pytest.importorskip("sentence_transformers", minversion="5", reason="no SparseEncoder before Sentence Transformers 5")
 

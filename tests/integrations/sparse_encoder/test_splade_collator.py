@@ -9,10 +9,10 @@ from sentence_transformers.sparse_encoder import SparseEncoderTrainer  # noqa: E
 from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator  # noqa: E402
 from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss  # noqa: E402
 from sentence_transformers.sparse_encoder.training_args import SparseEncoderTrainingArguments  # noqa: E402
-from sparse_encoders import splade  # noqa: E402
 
 import pylate_fastmaxsim  # noqa: E402
 from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL  # noqa: E402
+from tests.support.sparse_encoders import splade  # noqa: E402
 
 ROWS = [
     {"query": "sea", "document": "sand and sea and sky", "negative": "a", "negative_1": "b c d"},

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from models import attend_to_own_document, build_model, sentences
 from sentence_transformers.sparse_encoder import losses
-from sharding import data_parallel
-from sparse_encoders import splade, transformer_of
-from splade_steps import CACHED, assert_equal, batch_of, run, splade_loss
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_encoder
+from tests.support.models import attend_to_own_document, build_model, sentences
+from tests.support.sharding import data_parallel
+from tests.support.sparse_encoders import splade, transformer_of
+from tests.support.splade_steps import CACHED, assert_equal, batch_of, run, splade_loss
 
 pytestmark = pytest.mark.process
 

@@ -10,11 +10,19 @@ pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder import losses
-from sparse_encoders import FAMILIES, Router, SpladePooling, inference_free, masked_lm, splade, transformer_of
-from splade_steps import TEXTS, Decoded, assert_as_stock, batch_of, modes, run, splade_loss
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_encoder
+from tests.support.sparse_encoders import (
+    FAMILIES,
+    Router,
+    SpladePooling,
+    inference_free,
+    masked_lm,
+    splade,
+    transformer_of,
+)
+from tests.support.splade_steps import TEXTS, Decoded, assert_as_stock, batch_of, modes, run, splade_loss
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import pytest
 import torch
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder import losses
-from sparse_encoders import splade
-from splade_steps import TEXTS, Decoded, batch_of, error, modes, run, splade_loss
 
 import pylate_fastmaxsim
+from tests.support.sparse_encoders import splade
+from tests.support.splade_steps import TEXTS, Decoded, batch_of, error, modes, run, splade_loss
 
 pytestmark = pytest.mark.cuda
 

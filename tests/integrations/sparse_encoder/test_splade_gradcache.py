@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from sentence_transformers.sparse_encoder import losses
-from sparse_encoders import splade
-from splade_steps import CACHED, assert_equal, batch_of, run, splade_loss
 
 import pylate_fastmaxsim
+from tests.support.sparse_encoders import splade
+from tests.support.splade_steps import CACHED, assert_equal, batch_of, run, splade_loss
 
 if not CACHED:
     pytest.skip("GradCache came with release 5.3", allow_module_level=True)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder import losses
-from sparse_encoders import splade
-from splade_steps import COUNT, assert_equal, batch_of, run, splade_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.sentence_transformers import padding_free
 from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_encoder
+from tests.support.sparse_encoders import splade
+from tests.support.splade_steps import COUNT, assert_equal, batch_of, run, splade_loss
 
 CONTRASTIVE = losses.SparseMultipleNegativesRankingLoss
 # Of the queries; the columns of documents are wider.

@@ -6,8 +6,11 @@ from functools import partial
 
 import torch
 from sentence_transformers.sparse_encoder import losses
-from sparse_encoders import autoencoder, inference_free, splade
-from splade_steps import (
+from torch import nn
+
+import pylate_fastmaxsim
+from tests.support.sparse_encoders import autoencoder, inference_free, splade
+from tests.support.splade_steps import (
     CACHED,
     MARGINS,
     SCORES,
@@ -19,9 +22,6 @@ from splade_steps import (
     run,
     splade_loss,
 )
-from torch import nn
-
-import pylate_fastmaxsim
 
 CONTRASTIVE = losses.SparseMultipleNegativesRankingLoss
 

@@ -10,12 +10,9 @@ import torch
 
 pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE by the flag before it")
 
-from edited import edited
 from peft import LoraConfig, inject_adapter_in_model
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder import losses
-from sparse_encoders import Router, SpladePooling, autoencoder, masked_lm, splade, transformer_of
-from splade_steps import Decoded, assert_equal, batch_of, run, splade_loss
 from torch import nn
 from transformers import (
     BertForMaskedLM,
@@ -29,6 +26,9 @@ from transformers import (
 from transformers.models.bert.modeling_bert import BertLMPredictionHead, BertOnlyMLMHead
 
 import pylate_fastmaxsim
+from tests.support.edited import edited
+from tests.support.sparse_encoders import Router, SpladePooling, autoencoder, masked_lm, splade, transformer_of
+from tests.support.splade_steps import Decoded, assert_equal, batch_of, run, splade_loss
 
 STOCK = "Vocabulary logits are computed for every token, as stock Sentence Transformers does: "
 

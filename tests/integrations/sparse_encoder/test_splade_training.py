@@ -7,14 +7,25 @@ from functools import partial
 import pytest
 import torch
 from datasets import Dataset
-from paths import ROOT
 from sentence_transformers import SparseEncoderTrainer, SparseEncoderTrainingArguments
 from sentence_transformers.sparse_encoder import losses
-from sparse_encoders import splade, transformer_of
-from splade_steps import CACHED, TEXTS, Decoded, assert_as_stock, assert_equal, batch_of, error, modes, run, splade_loss
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
+from tests.support.paths import ROOT
+from tests.support.sparse_encoders import splade, transformer_of
+from tests.support.splade_steps import (
+    CACHED,
+    TEXTS,
+    Decoded,
+    assert_as_stock,
+    assert_equal,
+    batch_of,
+    error,
+    modes,
+    run,
+    splade_loss,
+)
 
 CONTRASTIVE = losses.SparseMultipleNegativesRankingLoss
 

@@ -5,8 +5,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled import blocks_of, check, compiled, kind, options_of, points  # noqa: E402
-
 from pylate_fastmaxsim.kernels.runtime.arch import ALL_REGISTERS, next_power_of_2  # noqa: E402
 from pylate_fastmaxsim.kernels.winner_backward.document_gradient import (  # noqa: E402
     candidate_document_gradient_kernel,
@@ -25,6 +23,7 @@ from pylate_fastmaxsim.kernels.winner_backward.tiles import (  # noqa: E402
     document_gradient_tiles,
     query_gradient_tiles,
 )
+from tests.support.compiled import blocks_of, check, compiled, kind, options_of, points  # noqa: E402
 
 pytestmark = pytest.mark.compile
 

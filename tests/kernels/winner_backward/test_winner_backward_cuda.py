@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from on_gpu import DEVICE, DTYPES, captured, no_waiting, ragged
+
+from tests.support.on_gpu import DEVICE, DTYPES, captured, no_waiting, ragged
 
 pytest.importorskip("triton")
-
-from exactness import TOLERANCE, from_winners, relative_error  # noqa: E402
-from winner_gradients import check, random_winners  # noqa: E402
 
 from pylate_fastmaxsim import TokenBatch  # noqa: E402
 from pylate_fastmaxsim._operands import ScoringOperands  # noqa: E402
 from pylate_fastmaxsim.kernels.winner_backward import launch  # noqa: E402
+from tests.support.exactness import TOLERANCE, from_winners, relative_error  # noqa: E402
+from tests.support.winner_gradients import check, random_winners  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 

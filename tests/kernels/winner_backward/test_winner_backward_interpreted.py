@@ -5,11 +5,6 @@ import torch
 
 pytest.importorskip("triton")
 
-import ragged_batches
-from chosen_tiles import choose_tiles
-from interpreter import interpreted  # noqa: F401
-from winner_gradients import check, random_winners
-
 from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.kernels.winner_backward import launch
@@ -18,6 +13,10 @@ from pylate_fastmaxsim.kernels.winner_backward.tiles import (
     DocumentGradientTiles,
     QueryGradientTiles,
 )
+from tests.support import ragged_batches
+from tests.support.chosen_tiles import choose_tiles
+from tests.support.interpreter import interpreted  # noqa: F401
+from tests.support.winner_gradients import check, random_winners
 
 pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 

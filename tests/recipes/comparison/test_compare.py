@@ -14,11 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import fastmaxsim
-from comparisons import Page, RecordingGate, run_of, steps
 from PIL import Image
-from recipe_runs import command
-from tiny_recipe import tiny, write
 from transformers import Trainer
 
 from pylate_fastmaxsim.comparison.report import sweep_sentence
@@ -27,6 +23,10 @@ from pylate_fastmaxsim.comparison.verdict import MODES, PHASES, summarize_steps
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.load import load_recipe
+from tests.support.command_line import fastmaxsim
+from tests.support.comparisons import Page, RecordingGate, run_of, steps
+from tests.support.recipe_runs import command
+from tests.support.tiny_recipe import tiny, write
 
 MEBIBYTE = 2**20
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from multi_vector_recipe import tiny_multi_vector
-from recipe_runs import command
-from tiny_recipe import write
+
+from tests.support.multi_vector_recipe import tiny_multi_vector
+from tests.support.recipe_runs import command
+from tests.support.tiny_recipe import write
 
 
 @pytest.mark.e2e

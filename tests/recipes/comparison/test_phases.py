@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.comparison.verdict import PHASES
 from pylate_fastmaxsim.recipes.comparison import phases
@@ -17,6 +16,7 @@ from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
 from pylate_fastmaxsim.recipes.plugin import plugin_of
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
+from tests.support.tiny_recipe import tiny, write
 
 PAUSE = 0.5
 

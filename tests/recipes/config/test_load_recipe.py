@@ -3,12 +3,12 @@
 import os
 
 import pytest
-from paths import RECIPES
-from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.recipes.config.schema import PoolingSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
+from tests.support.paths import RECIPES
+from tests.support.tiny_recipe import tiny, write
 
 COLQWEN = RECIPES / "colqwen_vidore.yaml"
 

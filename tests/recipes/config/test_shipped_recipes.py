@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from mining_recipe import answers, write_pairs
-from paths import RECIPES
-from tiny_recipe import few_steps, hub_dataset, kd_subsets, text
 
 from pylate_fastmaxsim.integrations.pylate.static import token_vectors
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
@@ -19,6 +15,10 @@ from pylate_fastmaxsim.recipes.mining.mine import mine
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
+from tests.support import models
+from tests.support.mining_recipe import answers, write_pairs
+from tests.support.paths import RECIPES
+from tests.support.tiny_recipe import few_steps, hub_dataset, kd_subsets, text
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from splade_recipe import tiny_splade
-from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
+from tests.support.splade_recipe import tiny_splade
+from tests.support.tiny_recipe import tiny, write
 
 MINING = "{teacher: some/teacher, pairs: {source: hub, name: some/rows}}"
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import models
 import pytest
-from beir_folder import QUERIES, judged, tables, write_folder
 from pylate import evaluation
 from pylate.scores import colbert_scores
-from tiny_recipe import hub_dataset, text, tiny, write
 
 from pylate_fastmaxsim import TokenBatch, compress, maxsim
 from pylate_fastmaxsim.recipes.data import collection as beir
@@ -20,6 +17,9 @@ from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.tables import training_table
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
+from tests.support import models
+from tests.support.beir_folder import QUERIES, judged, tables, write_folder
+from tests.support.tiny_recipe import hub_dataset, text, tiny, write
 
 
 def write_hub(folder: Path, layout: str) -> Path:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from pylate.utils import ColBERTCollator
-from tiny_recipe import text, tiny, write
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
 from pylate_fastmaxsim.recipes.data.rows import load_columns
@@ -16,6 +15,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
+from tests.support.tiny_recipe import text, tiny, write
 
 ROWS = 30
 PAIRS = [{"query": text(i, 4), "positive": f"{text(i, 4 + i % 17)} number {i}"} for i in range(ROWS)]

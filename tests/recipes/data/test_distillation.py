@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 from pylate.utils import KDProcessing
-from tiny_recipe import hub_dataset, kd_subsets, tiny, write
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.inputs import load_data
+from tests.support.tiny_recipe import hub_dataset, kd_subsets, tiny, write
 
 
 def write_files(folder: Path, subsets: dict[str, list[dict]], suffix: str = ".jsonl") -> Path:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from tiny_recipe import text, tiny, write
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection
 from pylate_fastmaxsim.recipes.data.rows import load_columns, load_rows
@@ -16,6 +15,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kinds.colbert import KIND
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.train import train
+from tests.support.tiny_recipe import text, tiny, write
 
 # Quotes and names of missing values are texts, and an id is no number.
 ROWS = [{"query": f"00{n}", "positive": text(n, 6), "negative": ['"NA', "null", "a, b"][n % 3]} for n in range(12)]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset, Value
-from tiny_recipe import text, tiny, write
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
 from pylate_fastmaxsim.recipes.data.rows import load_rows, stream_rows
@@ -18,6 +17,7 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.training.train import train
+from tests.support.tiny_recipe import text, tiny, write
 
 
 def rows_of(folder: Path, rows: list[dict], *overrides: str, **sections) -> Dataset:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from tiny_recipe import text, tiny, write
 
 from pylate_fastmaxsim.recipes.data.rows import load_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kinds.colbert import KIND
 from pylate_fastmaxsim.recipes.load import load_recipe
+from tests.support.tiny_recipe import text, tiny, write
 
 
 def refusal(folder: Path, **sections) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from datasets import Dataset
-from splade_recipe import tiny_splade
-from tiny_recipe import write
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import kind_of
+from tests.support.splade_recipe import tiny_splade
+from tests.support.tiny_recipe import write
 
 KD = {"documents": ["a", "b"], "scores": [1.0, 0.5]}
 

@@ -7,11 +7,11 @@ import shutil
 
 import pytest
 from datasets import Dataset, DatasetDict
-from tiny_recipe import hub_dataset, kd_subsets
 
 from pylate_fastmaxsim.recipes.data import tables
 from pylate_fastmaxsim.recipes.data.tables import load_files, load_subset, load_table
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from tests.support.tiny_recipe import hub_dataset, kd_subsets
 
 ROWS = [{"query": f"query {row}", "positive": f"document {row}"} for row in range(9)]
 

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from statistics import mean
 
-import models
 import pytest
 import torch
-from paths import CRANFIELD, ROOT
 from pylate.losses import Contrastive
 
 import pylate_fastmaxsim
+from tests.support import models
+from tests.support.paths import CRANFIELD, ROOT
 
 CORPUS = CRANFIELD / "corpus.jsonl"
 STEPS, BATCH = 40, 16

@@ -14,14 +14,12 @@ pytest.importorskip("matplotlib")
 
 import datasets
 import torch
-from comparisons import summarized
 from datasets import Dataset
 from pylate import evaluation
 from pylate.evaluation import colbert_distillation
 from pylate.evaluation.nano_beir_evaluator import MAPPING_DATASET_NAME_TO_ID
 from pylate.models import ColBERT
 from rich.console import Console
-from tiny_recipe import hub_dataset, text, tiny, write
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.comparison.report import comparison_table, write_pictures
@@ -36,6 +34,8 @@ from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.recipes.tables import training_table
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.recipes.training.train import train
+from tests.support.comparisons import summarized
+from tests.support.tiny_recipe import hub_dataset, text, tiny, write
 
 ROWS = 40
 HELD_OUT = 12

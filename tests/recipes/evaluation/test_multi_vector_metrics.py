@@ -5,10 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from beir_folder import write_folder
-from multi_vector_recipe import tiny_multi_vector
 from sentence_transformers.multi_vector_encoder import evaluation
-from tiny_recipe import text, write
 
 from pylate_fastmaxsim.recipes.data.collection import RecipeData
 from pylate_fastmaxsim.recipes.evaluation import ranking
@@ -17,6 +14,9 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
+from tests.support.beir_folder import write_folder
+from tests.support.multi_vector_recipe import tiny_multi_vector
+from tests.support.tiny_recipe import text, write
 
 TRIPLETS = [
     {"query": f"{i} {text(i, 5)}", "positive": f"{i} {text(i, 9)}", "negative": f"{50 + i} {text(i + 3, 12)}"}

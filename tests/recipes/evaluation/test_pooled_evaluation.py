@@ -2,11 +2,9 @@
 
 from contextlib import nullcontext
 
-import models
 import pytest
 import torch
 from datasets import Dataset
-from tiny_recipe import text, tiny, write
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import Softmax, TokenBatch, reference
@@ -15,6 +13,8 @@ from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.evaluation.ranking import retrieve
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
+from tests.support import models
+from tests.support.tiny_recipe import text, tiny, write
 
 STATES = {"off": nullcontext, "on": pylate_fastmaxsim.enabled}
 

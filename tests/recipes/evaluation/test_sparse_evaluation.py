@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from beir_folder import write_folder
 from datasets import Dataset
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
-from sparse_encoders import build_sparse_encoder
-from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim import TopK
 from pylate_fastmaxsim.recipes.data.collection import Collection, RecipeData, document_texts, load_collection
@@ -19,6 +16,9 @@ from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.evaluation.ranking import evaluate_collection, metrics_of, retrieve
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
+from tests.support.beir_folder import write_folder
+from tests.support.sparse_encoders import build_sparse_encoder
+from tests.support.tiny_recipe import tiny, write
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from beir_folder import write_folder
 from sentence_transformers import SparseEncoder
-from sparse_encoders import build_sparse_encoder
-from splade_recipe import splade_over
-from tiny_recipe import text, write
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.recipes.data.collection import RecipeData, document_texts, load_collection
@@ -20,6 +16,10 @@ from pylate_fastmaxsim.recipes.evaluation import ranking
 from pylate_fastmaxsim.recipes.evaluation.evaluate import collection_of_set, evaluate
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.inputs import load_data
+from tests.support.beir_folder import write_folder
+from tests.support.sparse_encoders import build_sparse_encoder
+from tests.support.splade_recipe import splade_over
+from tests.support.tiny_recipe import text, write
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
-from mining_recipe import POSITIVES, SEARCH, TEACHER, mine_but_stop, parts_written, recipe_for, same_data
 
 from pylate_fastmaxsim import TokenBatch, compress, maxsim
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -14,6 +13,7 @@ from pylate_fastmaxsim.recipes.mining import negatives
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.models.retriever import Retriever
+from tests.support.mining_recipe import POSITIVES, SEARCH, TEACHER, mine_but_stop, parts_written, recipe_for, same_data
 
 RULES = ["mining.relative_margin=-0.02"]
 

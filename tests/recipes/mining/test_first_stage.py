@@ -10,12 +10,8 @@ from collections import Counter
 import pytest
 import torch
 from datasets import Dataset
-from mining_recipe import POSITIVES, SEARCH, TEACHER, answers, mine_but_stop, parts_written, recipe_for, same_data
-from models import load_model as load_colbert
 from pylate.scores import colbert_scores
 from sentence_transformers import SparseEncoder
-from sparse_encoders import build_sparse_encoder
-from tiny_recipe import hub_dataset, text
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoTokenizer
@@ -27,6 +23,19 @@ from pylate_fastmaxsim.recipes.mining import negatives
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.models.retriever import Retriever
+from tests.support.mining_recipe import (
+    POSITIVES,
+    SEARCH,
+    TEACHER,
+    answers,
+    mine_but_stop,
+    parts_written,
+    recipe_for,
+    same_data,
+)
+from tests.support.models import load_model as load_colbert
+from tests.support.sparse_encoders import build_sparse_encoder
+from tests.support.tiny_recipe import hub_dataset, text
 
 SPARSE, CANDIDATES = ["sparse"] * 3, ["candidates"] * 2  # of 40 documents, 15 in each, and of QN queries, 9 in each
 KINDS = ("sparse", "static", "bm25")

@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from mining_recipe import answers, mine_but_stop, parts_written, recipe_for, same_data, written_to
 from pylate.scores import colbert_scores
-from recipe_runs import command
 from sentence_transformers import CrossEncoder
-from tiny_recipe import hub_dataset, text
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import hold_lock
@@ -22,6 +19,9 @@ from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.train import train
+from tests.support.mining_recipe import answers, mine_but_stop, parts_written, recipe_for, same_data, written_to
+from tests.support.recipe_runs import command
+from tests.support.tiny_recipe import hub_dataset, text
 
 
 @pytest.mark.parametrize("rules", [{}, {"absolute_margin": -0.5, "relative_margin": -0.3, "min_score": 6.0}])

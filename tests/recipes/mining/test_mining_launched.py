@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from mining_recipe import mine_but_stop, recipe_for, same_data, written_to
-from paths import SUPPORT
 
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
+from tests.support.mining_recipe import mine_but_stop, recipe_for, same_data, written_to
+from tests.support.paths import SUPPORT
 
 pytestmark = pytest.mark.process
 

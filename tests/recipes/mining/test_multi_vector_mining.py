@@ -6,14 +6,14 @@ import json
 
 import pytest
 import torch
-from mining_recipe import answers, write_pairs
-from multi_vector_recipe import tiny_multi_vector
 from sentence_transformers import MultiVectorEncoder
-from tiny_recipe import write
 
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.mine import mine
 from pylate_fastmaxsim.recipes.training.train import train
+from tests.support.mining_recipe import answers, write_pairs
+from tests.support.multi_vector_recipe import tiny_multi_vector
+from tests.support.tiny_recipe import write
 
 
 @pytest.mark.e2e

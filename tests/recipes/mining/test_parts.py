@@ -7,12 +7,12 @@ import random
 import numpy as np
 import pytest
 from accelerate import PartialState
-from full_disk import no_file_above
-from power_cut import states, written
 
 from pylate_fastmaxsim.files import replace
 from pylate_fastmaxsim.recipes.mining.mine import CARD, OWN_FILES, SUMMARY_FILE, put_into_place
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
+from tests.support.full_disk import no_file_above
+from tests.support.power_cut import states, written
 
 
 def parts(folder, seed=0) -> tuple[list, list[int]]:

@@ -6,7 +6,9 @@ import re
 import shutil
 
 import pytest
-from mining_recipe import (
+
+from pylate_fastmaxsim.recipes.mining import mine as mining_mine
+from tests.support.mining_recipe import (
     POSITIVES,
     SEARCH,
     TEACHER,
@@ -17,8 +19,6 @@ from mining_recipe import (
     same_data,
     write_pairs,
 )
-
-from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 
 
 @pytest.mark.parametrize("stage", ["search", "teacher"])

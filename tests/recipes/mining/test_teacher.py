@@ -7,14 +7,14 @@ import shutil
 
 import pytest
 import torch
-from mining_recipe import recipe_for
-from models import load_model as load_colbert
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertForSequenceClassification
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 from pylate_fastmaxsim.recipes.mining import negatives
+from tests.support.mining_recipe import recipe_for
+from tests.support.models import load_model as load_colbert
 
 NO_HEAD = "must have a scoring head, as a cross-encoder has, but its checkpoint holds no classifier.bias, .*"
 NO_PROJECTION = "must have a projection, as a ColBERT has, but its checkpoint holds none, .*"

@@ -2,18 +2,18 @@
 
 import json
 
-import models
 import pytest
 import torch
 from pylate.models import ColBERT
 from sentence_transformers import SentenceTransformer
-from sparse_encoders import build_sparse_encoder
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from pylate_fastmaxsim import StaticLateInteraction
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.load import CONFIG_FILE, load_retriever
+from tests.support import models
+from tests.support.sparse_encoders import build_sparse_encoder
 
 
 def edit(folder, **changes):

@@ -7,14 +7,14 @@ import shutil
 import pytest
 import torch
 from pylate.models import ColBERT, Dense
-from recipe_runs import command
-from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection, MultiVectorSection
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining.teacher import load_teacher
 from pylate_fastmaxsim.recipes.models.load import load_model
+from tests.support.recipe_runs import command
+from tests.support.tiny_recipe import tiny, write
 
 
 def recipe_with(model: dict, folder):

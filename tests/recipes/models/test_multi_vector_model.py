@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import sentences
+
+from tests.support.models import sentences
 
 pytest.importorskip(
     "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
@@ -113,7 +114,7 @@ def test_configuration_that_the_encoder_does_not_have_is_said(encoder, caplog):
 SAVE_AND_SCORE = """
 import sys
 import torch
-from models import load_model, sentences
+from tests.support.models import load_model, sentences
 folder, encoder = sys.argv[1:]
 for name, options in {"plain": {"do_query_expansion": False}, "expanded": {}, "attended": {"attend_to_expansion_tokens": True}}.items():
     model = load_model(encoder, **options).eval()

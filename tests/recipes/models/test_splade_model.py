@@ -7,11 +7,11 @@ import torch
 from pylate.models import ColBERT
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.models import Transformer
-from sparse_encoders import build_sparse_encoder
 
 from pylate_fastmaxsim.recipes.config.kinds import MODELS, SpladeSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.load import load_model, load_trained
+from tests.support.sparse_encoders import build_sparse_encoder
 
 TEXTS = ["late interaction scores every query token", "and writes no similarity tensor", "late"]
 

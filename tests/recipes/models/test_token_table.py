@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import models
 import pytest
 import torch
 
@@ -11,6 +10,7 @@ from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.from_scratch import build_token_table
 from pylate_fastmaxsim.recipes.models.load import load_model
+from tests.support import models
 
 
 @pytest.fixture(scope="module")

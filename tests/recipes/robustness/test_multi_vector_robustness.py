@@ -11,8 +11,6 @@ pytest.importorskip(
 )
 
 import torch
-from beir_folder import write_folder
-from command_line import fastmaxsim
 from sentence_transformers import MultiVectorEncoder
 
 from pylate_fastmaxsim.recipes.data.collection import load_collection
@@ -20,6 +18,8 @@ from pylate_fastmaxsim.recipes.evaluation.ranking import evaluate_collection
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.robustness.measure import measure
 from pylate_fastmaxsim.recipes.robustness.task import Settings, collection_task
+from tests.support.beir_folder import write_folder
+from tests.support.command_line import fastmaxsim
 
 
 @pytest.mark.parametrize("length", [12, None])

@@ -6,18 +6,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from beir_folder import write_folder
-from command_line import fastmaxsim
 from datasets import Dataset
-from paths import RECIPES
-from recipe_runs import command
 from sentence_transformers import SparseEncoder
-from sparse_encoders import build_sparse_encoder
-from static_cases import save_static
-from tiny_recipe import text, tiny, write
 
 from pylate_fastmaxsim import Max, Softmax
 from pylate_fastmaxsim.diagnostics.injection import EVERYWHERE, RANDOM, TARGETED
@@ -29,6 +21,14 @@ from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.robustness.lengthen import Lengthened
 from pylate_fastmaxsim.recipes.robustness.measure import measure
 from pylate_fastmaxsim.recipes.robustness.task import Settings, Task, collection_task
+from tests.support import models
+from tests.support.beir_folder import write_folder
+from tests.support.command_line import fastmaxsim
+from tests.support.paths import RECIPES
+from tests.support.recipe_runs import command
+from tests.support.sparse_encoders import build_sparse_encoder
+from tests.support.static_cases import save_static
+from tests.support.tiny_recipe import text, tiny, write
 
 FEW = ["--pooling", "max", "--pooling", "softmax=0.1", "--times", "1,3", "--tokens", "0,20"]
 

@@ -7,15 +7,9 @@ import json
 import shutil
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from beir_folder import write_folder
-from command_line import fastmaxsim
-from paths import CRANFIELD
 from scipy.stats import ttest_rel
-from sparse_encoders import build_sparse_encoder
-from tiny_recipe import tiny, write
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import WordLevel
 
@@ -28,6 +22,12 @@ from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import Retriever, retriever_of
 from pylate_fastmaxsim.recipes.targets import find_targets
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
+from tests.support import models
+from tests.support.beir_folder import write_folder
+from tests.support.command_line import fastmaxsim
+from tests.support.paths import CRANFIELD
+from tests.support.sparse_encoders import build_sparse_encoder
+from tests.support.tiny_recipe import tiny, write
 
 METRICS = ["ndcg@10", "mrr@10", "recall@100", "recall@1000"]
 

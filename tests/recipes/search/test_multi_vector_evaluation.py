@@ -12,15 +12,15 @@ pytest.importorskip(
 )
 
 import torch
-from beir_folder import QUERIES, tables, write_folder
-from command_line import fastmaxsim
-from multi_vector_recipe import tiny_multi_vector
 from sentence_transformers import MultiVectorEncoder
-from sparse_encoders import build_sparse_encoder
-from tiny_recipe import write
 
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.train import train
+from tests.support.beir_folder import QUERIES, tables, write_folder
+from tests.support.command_line import fastmaxsim
+from tests.support.multi_vector_recipe import tiny_multi_vector
+from tests.support.sparse_encoders import build_sparse_encoder
+from tests.support.tiny_recipe import write
 
 
 def ndcg(order: list[str], grades: dict[str, int]) -> float:

@@ -11,12 +11,12 @@ pytest.importorskip(
 )
 
 import torch
-from beir_folder import tables, write_folder
-from command_line import fastmaxsim
 from sentence_transformers import MultiVectorEncoder
 
 from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
+from tests.support.beir_folder import tables, write_folder
+from tests.support.command_line import fastmaxsim
 
 
 @pytest.fixture

@@ -11,19 +11,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import models
 import numpy as np
 import pytest
 import torch
-from beir_folder import tables, write_folder
-from command_line import fastmaxsim
 from fast_plaid.search import FastPlaid
 from filelock import FileLock
-from plaid_indexes import PLAID, merge_chunks
 from pylate.scores import colbert_scores
-from sparse_encoders import build_sparse_encoder
-from static_cases import save_static
-from tiny_recipe import text
 from transformers import AutoTokenizer
 
 from pylate_fastmaxsim import CompressedBatch, StaticLateInteraction, TokenBatch, read_plaid
@@ -36,6 +29,13 @@ from pylate_fastmaxsim.recipes.models.retriever import Retriever, retriever_of
 from pylate_fastmaxsim.recipes.search import index
 from pylate_fastmaxsim.recipes.search.run import Clock
 from pylate_fastmaxsim.retrieval.corpus import Corpus
+from tests.support import models
+from tests.support.beir_folder import tables, write_folder
+from tests.support.command_line import fastmaxsim
+from tests.support.plaid_indexes import PLAID, merge_chunks
+from tests.support.sparse_encoders import build_sparse_encoder
+from tests.support.static_cases import save_static
+from tests.support.tiny_recipe import text
 
 KINDS = ("sparse", "late interaction", "static late interaction")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paths import RECIPES
-from recipe_runs import command
-from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import arguments
+from tests.support.paths import RECIPES
+from tests.support.recipe_runs import command
+from tests.support.tiny_recipe import tiny, write
 
 COLQWEN = RECIPES / "colqwen_vidore.yaml"
 

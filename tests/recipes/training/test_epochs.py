@@ -7,8 +7,6 @@ import math
 from pathlib import Path
 
 import pytest
-from recipe_runs import interrupt, same_model
-from tiny_recipe import text, tiny, write
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -16,6 +14,8 @@ from pylate_fastmaxsim.recipes.trainers import callbacks as epochs
 from pylate_fastmaxsim.recipes.trainers.sharded import RecipeTrainer, TextTrainerMixin
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
+from tests.support.recipe_runs import interrupt, same_model
+from tests.support.tiny_recipe import text, tiny, write
 
 
 def uneven(folder: Path, name: str, **section):

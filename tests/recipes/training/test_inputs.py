@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from tiny_recipe import hub_dataset, tiny, write
 
 from pylate_fastmaxsim.precompile.recipe import batch_sizes
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -15,6 +14,7 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import inputs as preparing
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
+from tests.support.tiny_recipe import hub_dataset, tiny, write
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from launcher import launch
-from recipe_runs import same_model
 from safetensors.torch import load_file
-from tiny_recipe import fell_back, tiny, write
+
+from tests.support.launcher import launch
+from tests.support.recipe_runs import same_model
+from tests.support.tiny_recipe import fell_back, tiny, write
 
 pytestmark = pytest.mark.process
 

@@ -8,12 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from models import load_model
-from paths import ROOT
 from pylate import losses, utils
-from recipe_runs import same_model
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from tiny_recipe import hub_dataset, kd_subsets, text, tiny, write
 from torch.nn import functional as F
 from transformers import TrainerCallback
 
@@ -24,6 +20,10 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration
 from pylate_fastmaxsim.recipes.training import train as training
+from tests.support.models import load_model
+from tests.support.paths import ROOT
+from tests.support.recipe_runs import same_model
+from tests.support.tiny_recipe import hub_dataset, kd_subsets, text, tiny, write
 
 PREFIX = "gradient_concentration/"
 

@@ -5,10 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from multi_vector_recipe import tiny_multi_vector
 from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
 from sentence_transformers.multi_vector_encoder import losses
-from tiny_recipe import text, write
 from transformers.utils import is_flash_attn_2_available
 
 import pylate_fastmaxsim
@@ -18,6 +16,8 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.recipes.training.train import train
+from tests.support.multi_vector_recipe import tiny_multi_vector
+from tests.support.tiny_recipe import text, write
 
 TRIPLETS = [{"query": text(i, 4), "positive": text(i, 9), "negative": text(i + 3, 12)} for i in range(40)]
 GRADED = [

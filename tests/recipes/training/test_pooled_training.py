@@ -1,10 +1,10 @@
 """The losses that score in other ways than Contrastive train with the pooling of the recipe, and alike with the plugin on and off."""
 
 import pytest
-from tiny_recipe import hub_dataset, kd_subsets, tiny, write
 
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.train import train
+from tests.support.tiny_recipe import hub_dataset, kd_subsets, tiny, write
 
 
 @pytest.mark.parametrize("loss", ["cached_contrastive", "distillation"])

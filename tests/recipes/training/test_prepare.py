@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from power_cut import states
 from pylate import models
-from tiny_recipe import tiny, write
 from transformers.trainer import TRAINER_STATE_NAME
 
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.inputs import prepare
+from tests.support.power_cut import states
+from tests.support.tiny_recipe import tiny, write
 
 
 def test_other_rows_are_prepared_when_a_run_starts_over(tmp_path, monkeypatch):

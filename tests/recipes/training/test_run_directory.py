@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from recipe_runs import command
-from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.files import replace
 from pylate_fastmaxsim.integrations.log import reset_log_once
@@ -19,6 +17,8 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import run_directory as checkpoints
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.run_directory import RECIPE_FILE, last_checkpoint, open_run_directory
+from tests.support.recipe_runs import command
+from tests.support.tiny_recipe import tiny, write
 
 
 @pytest.fixture

@@ -7,14 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from comparisons import Page, RecordingGate, run_of
-from paths import RECIPES
-from recipe_runs import command, interrupt, same_model
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder import losses
-from sparse_encoders import build_sparse_encoder
-from splade_recipe import splade_over, tiny_splade
-from tiny_recipe import hub_dataset, kd_subsets, text, write
 
 from pylate_fastmaxsim.comparison.turns import Turns
 from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_encoder
@@ -27,6 +21,12 @@ from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
+from tests.support.comparisons import Page, RecordingGate, run_of
+from tests.support.paths import RECIPES
+from tests.support.recipe_runs import command, interrupt, same_model
+from tests.support.sparse_encoders import build_sparse_encoder
+from tests.support.splade_recipe import splade_over, tiny_splade
+from tests.support.tiny_recipe import hub_dataset, kd_subsets, text, write
 
 WEIGHTS = {"query_weight": 0.01, "document_weight": 0.02}
 KD = {"documents": ["a", "b", "c"], "scores": [0.2, 2.0, 1.0]}

@@ -10,9 +10,6 @@ import pytest
 import yaml
 from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset, IterableDataset
-from launcher import launch
-from recipe_runs import command, interrupt, same_model
-from tiny_recipe import hub_dataset, text, tiny, write
 from torch.utils.data import DataLoader
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
@@ -23,6 +20,9 @@ from pylate_fastmaxsim.recipes.kinds.colbert import KIND
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.training.train import train
+from tests.support.launcher import launch
+from tests.support.recipe_runs import command, interrupt, same_model
+from tests.support.tiny_recipe import hub_dataset, text, tiny, write
 
 PAIRS = [{"query": text(n, 4), "positive": f"{text(n, 4 + n % 17)} number {n}"} for n in range(30)]
 LISTS = [

@@ -12,16 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from power_cut import states
-from recipe_runs import command, interrupt, same_model
 from safetensors import SafetensorError
-from tiny_recipe import fell_back, text, tiny, write
 from transformers import TrainerCallback
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.trainers.sharded import RecipeTrainer
 from pylate_fastmaxsim.recipes.training import train as training
+from tests.support.power_cut import states
+from tests.support.recipe_runs import command, interrupt, same_model
+from tests.support.tiny_recipe import fell_back, text, tiny, write
 
 
 def without_checkpoints(folder: Path, output: str = "out") -> Path:

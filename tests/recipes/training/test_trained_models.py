@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from pylate import models
-from tiny_recipe import text, tiny, write
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import train as training
+from tests.support.tiny_recipe import text, tiny, write
 
 
 @pytest.mark.e2e

@@ -9,18 +9,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from paths import ROOT
+
+from tests.support.paths import ROOT
 
 pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
 
 import torch
-from command_line import fastmaxsim
 from datasets import Dataset, Features, Image, List, Value
-from launcher import launch
-from recipe_runs import command
 from safetensors.torch import load_file
-from tiny_recipe import text
-from visual_models import build_visual_model, page
 
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -31,6 +27,11 @@ from pylate_fastmaxsim.recipes.models.load import load_model, load_trained
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
+from tests.support.command_line import fastmaxsim
+from tests.support.launcher import launch
+from tests.support.recipe_runs import command
+from tests.support.tiny_recipe import text
+from tests.support.visual_models import build_visual_model, page
 
 RECIPES = {"colqwen2": "colqwen_vidore", "colpali": "colpali_vidore"}
 RECIPE_FOLDER = ROOT / "recipes"

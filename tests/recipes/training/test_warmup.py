@@ -8,11 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from command_line import fastmaxsim
 from datasets import Dataset
-from recorded_launches import recorded_launches
-from splade_recipe import tiny_splade
-from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
@@ -30,6 +26,10 @@ from pylate_fastmaxsim.precompile.recipe import (
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
+from tests.support.command_line import fastmaxsim
+from tests.support.recorded_launches import recorded_launches
+from tests.support.splade_recipe import tiny_splade
+from tests.support.tiny_recipe import tiny, write
 
 FAST = {"fast": {"enabled": True}, "evaluation": {"rows": 0}}
 
