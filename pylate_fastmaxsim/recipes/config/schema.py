@@ -332,11 +332,9 @@ class EvaluationSection:
 class TextEvaluationSection(EvaluationSection):
     """Retrieval of texts, once at the end, by exact search, of one of three kinds or of none.
 
-    ``rows`` are held out of training: nDCG@10 over their documents; for rows with a column of negatives also the accuracy
-    of triplets (how often the positive scores higher than the first negative), and for distillation the KL divergence from
-    the teacher's scores, as the library that trains the model computes it. All rows of a query are held out together, so
-    that no query is both trained on and evaluated. Where queries stand in several rows, somewhat more rows than asked for
-    are held out.
+    ``rows`` are held out of training as those of an :class:`EvaluationSection`. For rows with a column of negatives there
+    is also the accuracy of triplets (how often the positive scores higher than the first negative), and for distillation
+    the KL divergence from the teacher's scores, as the library that trains the model computes it.
 
     ``beir`` names a collection in BEIR's layout: nDCG@10, MRR@10 and Recall@100 over its whole corpus. It is on the Hub
     (``BeIR/scifact``, ``mteb/scifact``), or a folder with corpus and queries as .jsonl or .parquet files and
