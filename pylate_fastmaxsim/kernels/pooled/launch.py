@@ -9,18 +9,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim._operands import PoolingNumbers, ScoringOperands
 from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel
-from pylate_fastmaxsim.kernels.maxsim.plan import (
-    VECTORS,
-    ForwardPlan,
-    ForwardSizes,
-    forward_arguments,
-    forward_plan,
-    new_winners,
-    nothing_to_score,
-    sizes_of,
-    sum_of_blocks,
-    zero_scores,
-)
+from pylate_fastmaxsim.kernels.maxsim.plan import VECTORS, ForwardPlan, ForwardSizes, forward_plan, new_winners
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles, fitted
 from pylate_fastmaxsim.kernels.pooled.smooth_gradients import (
     coefficients_kernel,
@@ -156,8 +145,8 @@ def forward(
     """
     operands = contiguous(operands)
     q_values, d_values = operands.q_values, operands.d_values
-    sizes, num_rows = sizes_of(operands), q_values.shape[0]
-    nothing = nothing_to_score(operands, d_values, sizes)
+    sizes, num_rows = ForwardSizes.of(operands), q_values.shape[0]
+    nothing = sizes.nothing_to_score(operands, d_values)
     state = winners = log_sums = pooled = None
     if want_state and pooling.k:
         state = winners = new_winners(operands, (sizes.num_slots, pooling.k, num_rows), not nothing)
@@ -167,13 +156,13 @@ def forward(
         state = q_values.new_empty(shape, dtype=torch.float32)
         log_sums, pooled = state if len(state) == 2 else (state[0], None)
     if nothing:
-        return zero_scores(operands, sizes), state
+        return sizes.zero_scores(operands), state
     index_dtype = None if winners is None else winners.dtype
     plan = _plan(
         architecture(q_values.device), q_values.dtype, precision, sizes, pooling.k, pooling.log_sum_exp, index_dtype
     )  # fmt: skip
     with on_device_of(q_values):
-        queries, documents, numbers, scores = forward_arguments(operands, sizes, plan)
+        queries, documents, numbers, scores = plan.arguments(operands, sizes)
         if pooling.k > MOST_OF_FEW:
             top_many_kernel[(plan.programs,)](
                 q_values, *queries, d_values, *documents, scores, winners, *numbers, **plan.constants
@@ -183,7 +172,7 @@ def forward(
                 q_values, None, *queries, d_values, None, None, None, None, *documents, None,
                 scores, winners, log_sums, pooled, *numbers, None if pooling.k else _scale(pooling), **plan.constants,
             )  # fmt: skip
-        return sum_of_blocks(scores, plan), state
+        return plan.sum_of_blocks(scores), state
 
 
 def _scale(pooling: PoolingNumbers) -> float:
