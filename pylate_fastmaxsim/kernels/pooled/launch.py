@@ -107,11 +107,6 @@ def forward_tiles(arch: int, kind: str, dim: int, rows_in_all: int, k: int) -> F
     return fitted(table_row(table, arch, kind, dim), arch, dim, rows_in_all)
 
 
-def gradient_kind(dtype: torch.dtype, precision: str) -> str:
-    """Key of the tables of gradients."""
-    return "fp16" if dtype == torch.float16 else arithmetic(dtype, precision)
-
-
 @functools.lru_cache(maxsize=256)
 def query_gradient_tiles(arch: int, kind: str, dim: int, few_registers: bool) -> QueryGradientTiles:
     """`few_registers`: softmax pooling without masks and candidates. Others would spill with as few as the table has."""
@@ -244,7 +239,8 @@ def backward(
         )  # fmt: skip
         documents = (d_values, operands.d_starts, d_lengths, live_tokens)
         coefficients = (log_sums, constants, slopes)
-        kind, arch = gradient_kind(q_values.dtype, precision), architecture(q_values.device)
+        arch = architecture(q_values.device)
+        kind = "fp16" if q_values.dtype == torch.float16 else arithmetic(q_values.dtype, precision)
         common = {"DIM": dim, "PRECISION": INPUT_PRECISION[precision]}
         if need_q:
             few_registers = slopes is not None and rows is None and live_tokens is None and operands.candidates is None
