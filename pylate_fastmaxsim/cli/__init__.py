@@ -3,8 +3,6 @@
 ``run``, ``doctor`` and ``compare`` of a script need no extra, all others [recipes].
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import io

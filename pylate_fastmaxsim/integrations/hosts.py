@@ -1,7 +1,5 @@
 """The libraries that are accelerated, and what can be replaced in those that are installed."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """GradCache for colpali-engine: its losses over batches of pages that do not fit at once."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

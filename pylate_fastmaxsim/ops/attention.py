@@ -3,8 +3,6 @@
 Triton kernels compute them on CUDA. On a CPU plain PyTorch does, text by text, for tests and traces.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

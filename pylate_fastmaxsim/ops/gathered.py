@@ -1,7 +1,5 @@
 """Documents of all ranks, gathered before they are scored, with gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache, reduce
 

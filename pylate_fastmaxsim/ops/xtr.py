@@ -1,7 +1,5 @@
 """XTR scores as a differentiable operator: of each query token only the batch's k best document tokens count."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from typing import Literal, get_args

@@ -1,7 +1,5 @@
 """Open an index of PLAID as a corpus, where it is, as fast-plaid and Stanford's code write it."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

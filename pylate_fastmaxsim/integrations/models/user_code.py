@@ -3,8 +3,6 @@
 What they do cannot be found out by trial: they may do it only in training, or only after some steps.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

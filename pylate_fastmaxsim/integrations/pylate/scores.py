@@ -1,7 +1,5 @@
 """PyLate's scoring functions, XTR among them, and reranking without a similarity tensor."""
 
-from __future__ import annotations
-
 import functools
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """Scores of Sentence Transformers, XTR among them, without a similarity tensor: of its losses, evaluators and models."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Distillation data from (query, positive) pairs: hard negatives by exact search, scored by a teacher."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Models that a recipe makes before it trains: a small ModernBERT with random weights, and a table of token vectors."""
 
-from __future__ import annotations
-
 import string
 import tempfile
 from collections.abc import Iterable, Iterator
