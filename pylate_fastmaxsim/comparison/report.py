@@ -1,7 +1,5 @@
 """The result of a comparison: rows and sentences, a table for the terminal, a picture and a page."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -4,8 +4,6 @@ A step is one of the optimizer. transformers' Trainer is given a callback; in an
 first is gate. The process is ended behind the last measured step, so that the script saves nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import math
