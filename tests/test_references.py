@@ -39,7 +39,9 @@ def test_each_key_has_a_row_with_its_meaning(kind):
 
     page = PAGES["docs/reference.md"]
     for section, each in rows("", RECIPES[kind]):
-        table = re.search(rf"^### {section or 'The recipe itself'}( \([\w, ]+\))?\n\n(.+?)\n\n", page + "\n", re.M | re.S)
+        table = re.search(
+            rf"^### {section or 'The recipe itself'}( \([\w, ]+\))?\n\n(.+?)\n\n", page + "\n", re.M | re.S
+        )
         found = re.findall(rf"^\| `{each.name}` \|.*\| (\S.*) \|$", table[2], flags=re.MULTILINE)
         assert found, f"{section}.{each.name}"
         assert (section, each.name) == ("model", "kind") or any(
