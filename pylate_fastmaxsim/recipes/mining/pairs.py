@@ -1,7 +1,5 @@
 """The distinct texts of (query, positive) pairs and of a corpus, on disk, and which queries have which positives."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 
