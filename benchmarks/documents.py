@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping
 from operator import itemgetter
 
 from benchmarks.harness.paths import RESULTS, ROOT
 from benchmarks.harness.records import load
+from benchmarks.harness.suite import suite_named
 from benchmarks.harness.tables import table
 from benchmarks.harness.turns import speed
-from benchmarks.operators import attention, compressed_operators, pooling_operators, splade_head
-from benchmarks.operators.table import docs_table
-from benchmarks.quality import compressed_fidelity, cranfield, first_stage_cranfield, static_cranfield
-from benchmarks.quality.pooling_study_report import tables as pooling_study_tables
-from benchmarks.retrieval import corpus_search, sparse_search, sparse_two_gpus, static_documents
-from benchmarks.training import ceilings, lengths, losses, multi_vector_step, page_step, splade_step, train_step
-from benchmarks.training.steps import mark_of_runs
+from benchmarks.operators import attention
+from benchmarks.quality import pooling_study_report
+from benchmarks.training import lengths, multi_vector_step, train_step
+from benchmarks.training.steps import mark_of_runs, time_and_memory
 from benchmarks.training.train_step import PATHS, cell_name, row_title
 from pylate_fastmaxsim.integrations.options import OPTIONS
 
@@ -25,91 +24,67 @@ def results(name: str) -> dict:
     return load(RESULTS / f"{name}.json")
 
 
+def suite_table(name: str) -> str:
+    """What a suite prints of its results."""
+    return suite_named(name).markdown(results(name))
+
+
 def train_step_tables() -> str:
     cells = results("train_step")["cells"]
     tables = (train_step.markdown_table(cells, checkpointing) for checkpointing in (False, True))
     return "\n\nWith gradient checkpointing:\n\n".join(tables)
 
 
+def compared(title: str, stock: dict, peer: dict | None, ours: dict) -> list[str]:
+    """A row: three steps, and speed and memory of the last relative to the first."""
+    ratios = [speed(ours, stock) + mark_of_runs(ours, stock), f"{ours['peak_gib'] / stock['peak_gib']:.0%}"]
+    return [title, *(time_and_memory(cell) if cell else "" for cell in (stock, peer, ours)), *ratios]
+
+
+def against_peers(title: str, cells: Mapping[str, dict], batch: int, compiled: bool = False) -> list[str]:
+    """A row of :func:`compared` with the fastest peer of the same batch."""
+    stock, *peers, ours = (cells[cell_name(path, batch, compiled, False)] for path in PATHS)
+    return compared(title, stock, min(peers, key=itemgetter("step_ms")), ours)
+
+
 def summary_table() -> str:
     """Every workload once: stock, the fastest peer, this package; and speed and memory relative to stock."""
-    step, kd, gradcache = (results(name)["cells"] for name in ("train_step", "kd_step", "gradcache_step"))
-    lines = []
-
-    def add(title: str, cells: dict, batch: int, compiled: bool = False) -> None:
-        stock, *peers, ours = (cells[cell_name(path, batch, compiled, False)] for path in PATHS)
-        lines.append(compared(title, stock, min(peers, key=itemgetter("step_ms")), ours))
-
-    add("contrastive, 256 queries, one negative each", step, 256)
-    add("the same, compiled", step, 256, compiled=True)
-    add("distillation, 32 queries, 16 documents each", kd, 32)
-    add("GradCache (`CachedContrastive`), 4,096 queries, one negative each", gradcache, 4096)
-    multi_vector = results("multi_vector_step")["cells"]
-    stock, peer, ours = (multi_vector[f"{path}/batch=64/compile=0"] for path in ("stock", "flash", "fast"))
-    lines.append(compared("MultiVectorEncoder, 64 queries, one negative each (H100)", stock, peer, ours))
-    splade = results("splade_step")["cells"]
-    stock, ours = (splade[f"{path}/batch=128/compile=0"] for path in ("stock", "fast"))
-    lines.append(compared(f"SparseEncoder (SPLADE), 128 queries, one negative each ({gpu(stock)})", stock, None, ours))
+    step, vectors, splade = (results(name)["cells"] for name in ("train_step", "multi_vector_step", "splade_step"))
+    stock, fast = (splade[f"{path}/batch=128/compile=0"] for path in ("stock", "fast"))
+    gpu = re.search(r"\b[A-Z]\d+\b|$", stock["environment"]["device"])[0]
+    multi_vector = [vectors[f"{path}/batch=64/compile=0"] for path in ("stock", "flash", "fast")]
+    gradcache = "GradCache (`CachedContrastive`), 4,096 queries, one negative each"
+    lines = [
+        against_peers("contrastive, 256 queries, one negative each", step, 256),
+        against_peers("the same, compiled", step, 256, compiled=True),
+        against_peers("distillation, 32 queries, 16 documents each", results("kd_step")["cells"], 32),
+        against_peers(gradcache, results("gradcache_step")["cells"], 4096),
+        compared("MultiVectorEncoder, 64 queries, one negative each (H100)", *multi_vector),
+        compared(f"SparseEncoder (SPLADE), 128 queries, one negative each ({gpu})", stock, None, fast),
+    ]
     return table(["step", "stock", "best peer", "this package", "speed", "memory"], lines)
 
 
 def padding_table() -> str:
     """Speed and memory relative to stock by the share of padding."""
     cells = results("lengths")["cells"]
-    shares = [f"{1 - lengths.live_share(cells, tokens):.0%}" for tokens in lengths.mean_lengths(cells)]
-    rows: dict[str, list[str]] = {"speed": [], "speed, both compiled": [], "memory": []}
-    for tokens, compiled in itertools.product(lengths.mean_lengths(cells), (False, True)):
-        stock, fast = (cells[lengths.cell_name(path, tokens, compiled)] for path in ("stock", "fast"))
-        rows["speed, both compiled" if compiled else "speed"].append(speed(fast, stock))
-        if not compiled:
-            rows["memory"].append(f"{fast['peak_gib'] / stock['peak_gib']:.0%}")
-    return table(["padding", *shares], [[title, *entries] for title, entries in rows.items()])
+    rows: dict[str, list[str]] = {"padding": [], "speed": [], "speed, both compiled": [], "memory": []}
+    for tokens in lengths.mean_lengths(cells):
+        rows["padding"].append(f"{1 - lengths.live_share(cells, tokens):.0%}")
+        for compiled in (False, True):
+            stock, fast = (cells[lengths.cell_name(path, tokens, compiled)] for path in ("stock", "fast"))
+            rows["speed, both compiled" if compiled else "speed"].append(speed(fast, stock))
+            if not compiled:
+                rows["memory"].append(f"{fast['peak_gib'] / stock['peak_gib']:.0%}")
+    header, *lines = ([title, *entries] for title, entries in rows.items())
+    return table(header, lines)
 
 
 def h100_table() -> str:
     """Uncompiled steps on an H100, also at PyLate's default document_length."""
-    lines = []
-    for name, batch, length in (
-        ("train_step_h100", 128, 300),
-        ("step_180_tokens_h100", 128, 180),
-        ("step_180_tokens_h100", 256, 180),
-    ):
-        cells = results(name)["cells"]
-        stock, *peers, ours = (cells[cell_name(path, batch, False, False)] for path in PATHS)
-        lines.append(compared(f"{batch}, {length}", stock, min(peers, key=itemgetter("step_ms")), ours))
+    shapes = (("train_step_h100", 128, 300), ("step_180_tokens_h100", 128, 180), ("step_180_tokens_h100", 256, 180))
+    lines = [against_peers(f"{batch}, {length}", results(name)["cells"], batch) for name, batch, length in shapes]
     return table(["queries, `document_length`", "stock", "best peer", "this package", "speed", "memory"], lines)
-
-
-def gpu(cell: dict) -> str:
-    """The short name of the GPU that measured a cell."""
-    return re.search(r"\b[A-Z]\d+\b|$", cell["environment"]["device"])[0] or cell["environment"]["device"]
-
-
-def compared(title: str, stock: dict, peer: dict | None, ours: dict) -> list[str]:
-    """A row: three steps, and speed and memory of the last relative to the first."""
-    entries = [f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB" if cell else "" for cell in (stock, peer, ours)]
-    mark = mark_of_runs(ours, stock)
-    ratios = [f"{speed(ours, stock)}{mark}", f"{ours['peak_gib'] / stock['peak_gib']:.0%}"]
-    return [title, *entries, *ratios]
-
-
-def head_table() -> str:
-    """From hidden states to scores, forward and backward."""
-    ours, lik, flash = "this package", "late-interaction-kernels", "flash-maxsim"
-    apart = "Linear, then normalisation"
-    rows = {
-        "fast": (f"fused, of {ours}", ours),
-        "fast-unfused": (apart, ours),
-        "lik": (apart, lik),
-        "flash": (apart, flash),
-        "lik-fused": (f"fused, of {lik}", lik),
-    }
-    lines = []
-    for name, titles in rows.items():
-        cell = results("head")["cells"][f"in-batch/{name}"]["forward_backward"]
-        entries = [*titles, f"{cell['ms']:.2f} ms", f"{cell['peak_bytes'] / 2**20:,.0f} MiB"]
-        lines.append(entries)
-    return table(["projection and normalisation", "MaxSim", "time", "memory"], lines)
 
 
 def queries_table() -> str:
@@ -118,8 +93,8 @@ def queries_table() -> str:
     lines = []
     for batch, compiled in ((256, False), (256, True), (512, True)):
         key = f"batch={batch}/compile={int(compiled)}/checkpointing=0"
-        joint, apart = (cells[f"{key} {way}"]["step_ms"] for way in ("joint", "apart"))
-        lines.append([f"{batch}{', compiled' * compiled}", f"{joint:.0f}", f"{apart:.0f}"])
+        each = (f"{cells[f'{key} {way}']['step_ms']:.0f}" for way in ("joint", "apart"))
+        lines.append([f"{batch}{', compiled' * compiled}", *each])
     return table(["queries", "one call", "two calls"], lines)
 
 
@@ -132,8 +107,8 @@ def gpu_tests_table() -> str:
     lines = []
     for (what, gpu, gpus, beside), run in sorted(last.items()):
         counted = f"{run['tests']:,}" if "tests" in run else ""
-        entries = [what, beside, f"{gpus} x {gpu}", f"{run['commit']}, {run['date']}", counted, str(run["failures"])]
-        lines.append(entries)
+        made = f"{run['commit']}, {run['date']}"
+        lines.append([what, beside, f"{gpus} x {gpu}", made, counted, str(run["failures"])])
     return table(["what", "with", "GPU", "commit", "tests", "failures"], lines)
 
 
@@ -151,22 +126,32 @@ def multi_vector_gradcache_table() -> str:
     return multi_vector_step.markdown_table(results("multi_vector_gradcache")["cells"], rows)
 
 
+def with_speed(cell: dict, stock: dict) -> str:
+    """Time and memory of a step, and its speed by medians."""
+    return time_and_memory(cell) + ("" if cell is stock else f" ({stock['step_ms'] / cell['step_ms']:.2f}x)")
+
+
 def two_gpus_table() -> str:
     """Steps on one GPU and on two: speed relative to stock on as many, and what of it more GPUs leave."""
-    one, two = (results(name)["cells"] for name in ("step_on_one_gpu", "step_on_two_gpus"))
+    runs = [results(name)["cells"] for name in ("step_on_one_gpu", "step_on_two_gpus")]
     lines = []
     for compiled, path in itertools.product([False, True], PATHS):
         name, stock = cell_name(path, 128, compiled, False), cell_name("stock", 128, False, False)
-        if name not in two:
-            continue
-        entries = []
-        for cells in (one, two):
-            text = f"{cells[name]['step_ms']:,.0f} ms, {cells[name]['peak_gib']:.1f} GiB"
-            speed = f" ({cells[stock]['step_ms'] / cells[name]['step_ms']:.2f}x)"
-            entries.append(text + ("" if name == stock else speed))
-        entries.append(f"{one[name]['step_ms'] / two[name]['step_ms']:.0%}")
-        lines.append([row_title(path, compiled), *entries])
+        if name in runs[1]:
+            left = runs[0][name]["step_ms"] / runs[1][name]["step_ms"]
+            entries = (with_speed(cells[name], cells[stock]) for cells in runs)
+            lines.append([row_title(path, compiled), *entries, f"{left:.0%}"])
     return table(["path", "1 GPU", "2 GPUs", ""], lines)
+
+
+def deepspeed_table() -> str:
+    """Steps on two GPUs under DeepSpeed: speed relative to stock under the same."""
+    trial = results("kernel_trials")["deepspeed"]
+    lines = []
+    for stage in ("ZeRO 2", "ZeRO 3"):
+        cells = [trial.get(f"{stage}, {column}") for column in ("stock", "fast", "fast, compiled")]
+        lines.append([stage, *(with_speed(cell, cells[0]) if cell else "does nothing" for cell in cells)])
+    return table(["", "PyLate", "PyLate + pylate-fastmaxsim", "the same, `compile=True`"], lines)
 
 
 def allocator_table() -> str:
@@ -174,15 +159,15 @@ def allocator_table() -> str:
     trial = results("kernel_trials")["allocator"]
     lines = []
     rows = {
-        "median step": lambda cell: f"{cell['step_ms']:,.0f} ms",
-        "in use at most": lambda cell: f"{cell['peak_gib']:.1f} GiB",
-        "held at most": lambda cell: f"{cell['peak_reserved_gib']:.1f} GiB",
+        "median step": ("step_ms", ",.0f", "ms"),
+        "in use at most": ("peak_gib", ".1f", "GiB"),
+        "held at most": ("peak_reserved_gib", ".1f", "GiB"),
     }
     for batch in trial["as it is"]:
         cells = [trial[setting][batch] for setting in ("as it is", "expandable_segments")]
-        for title, text in rows.items():
-            first = title == "median step"
-            entries = [text(cell) if cell["status"] == "ok" else cell["status"] * first for cell in cells]
+        for title, (key, style, unit) in rows.items():
+            first = key == "step_ms"
+            entries = (f"{c[key]:{style}} {unit}" if c["status"] == "ok" else c["status"] * first for c in cells)
             lines.append([f"{int(batch):,}" * first, title, *entries])
     return table(["queries", "", "as it is", "`expandable_segments:True`"], lines)
 
@@ -190,54 +175,35 @@ def allocator_table() -> str:
 def encoders_table() -> str:
     """Steps of other encoders than ModernBERT."""
     cells = results("encoders_h100")["cells"]
-    lines = []
     titles = {
         ("eurobert", 64): "EuroBERT-210m",
         ("qwen3", 32): "Qwen3-Embedding-0.6B, 32 queries",
         ("mpnet", 64): "MPNet-base, in groups",
     }
-    for (name, batch), title in titles.items():
-        stock, fast = pair = [cells[f"{name}/{path}/batch={batch}"] for path in ("stock", "fast")]
-        entries = [f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB" for cell in pair]
-        ratios = [speed(fast, stock), f"{fast['peak_gib'] / stock['peak_gib']:.0%}"]
-        lines.append([title, *entries, *ratios])
-    return table(["encoder", "PyLate", "this package", "speed", "memory"], lines)
-
-
-def deepspeed_table() -> str:
-    """Steps on two GPUs under DeepSpeed: speed relative to stock under the same."""
-    trial = results("kernel_trials")["deepspeed"]
-    columns = ["stock", "fast", "fast, compiled"]
     lines = []
-    for stage in ("ZeRO 2", "ZeRO 3"):
-        cells = [trial.get(f"{stage}, {column}") for column in columns]
-        entries = [
-            f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB" if cell else "does nothing" for cell in cells
-        ]
-        for place, cell in enumerate(cells[1:], 1):
-            entries[place] += f" ({cells[0]['step_ms'] / cell['step_ms']:.2f}x)" if cell else ""
-        lines.append([stage, *entries])
-    return table(["", "PyLate", "PyLate + pylate-fastmaxsim", "the same, `compile=True`"], lines)
+    for (name, batch), title in titles.items():
+        stock, fast = (cells[f"{name}/{path}/batch={batch}"] for path in ("stock", "fast"))
+        name, stock_step, _, *rest = compared(title, stock, None, fast)
+        lines.append([name, stock_step, *rest])
+    return table(["encoder", "PyLate", "this package", "speed", "memory"], lines)
 
 
 def quickstart_table() -> str:
     result = results("quickstart")
-    stock, fast, summary = result["runs"]["stock"], result["runs"]["fast"], result["summary"]
-    rows = [
-        ("median step", *(f"{run['step_seconds'] * 1e3:.0f} ms" for run in (stock, fast))),
-        ("peak memory", *(f"{run['memory']['peak'] / 2**20:.0f} MiB" for run in (stock, fast))),
-        ("live document tokens per second", *(f"{run['live_tokens_per_second']:,.0f}" for run in (stock, fast))),
-        ("padding in documents encoded", *(f"{run['padding']:.0%}" for run in (stock, fast))),
-        ("last loss", *(number(run["losses"][-1], ".4f") for run in (stock, fast))),
-        ("nDCG@10", *(f"{run['ndcg@10']:.3f}" for run in (stock, fast))),
-    ]
-    largest = f"at most {number(summary['largest_loss_difference'], '.1e')}"
-    if (step := summary["loss_difference_nan_from"]) is not None:
-        largest = f"NaN, first at step {step}"
-    return (
-        table(["", "stock", "fast"], rows)
-        + f"\n\n{summary['speedup']:.2f} times faster; the loss curves differ by {largest}."
-    )
+    runs, summary = [result["runs"]["stock"], result["runs"]["fast"]], result["summary"]
+    rows = {
+        "median step": lambda run: f"{run['step_seconds'] * 1e3:.0f} ms",
+        "peak memory": lambda run: f"{run['memory']['peak'] / 2**20:.0f} MiB",
+        "live document tokens per second": lambda run: f"{run['live_tokens_per_second']:,.0f}",
+        "padding in documents encoded": lambda run: f"{run['padding']:.0%}",
+        # The results have null for what is not finite.
+        "last loss": lambda run: "NaN" if run["losses"][-1] is None else f"{run['losses'][-1]:.4f}",
+        "nDCG@10": lambda run: f"{run['ndcg@10']:.3f}",
+    }
+    step, largest = summary["loss_difference_nan_from"], summary["largest_loss_difference"]
+    differ = f"at most {largest:.1e}" if step is None else f"NaN, first at step {step}"
+    lines = table(["", "stock", "fast"], [[title, *map(entry, runs)] for title, entry in rows.items()])
+    return f"{lines}\n\n{summary['speedup']:.2f} times faster; the loss curves differ by {differ}."
 
 
 def options_table() -> str:
@@ -249,29 +215,9 @@ def options_table() -> str:
     return table(["option of `enable()`", "default", "of", "meaning"], rows)
 
 
-def number(value: float | None, pattern: str) -> str:
-    """As text; the results have null for what is not finite."""
-    return "NaN" if value is None else format(value, pattern)
-
-
-def long_documents_table() -> str:
-    lines = []
-    for batch in (16, 128):
-        comparison = results(f"long_documents_{batch}")
-        runs, summary = comparison["runs"], comparison["summary"]
-        entries = [
-            f"{run['step_seconds']:.1f} s, {run['memory']['peak'] / 2**30:.1f} GiB"
-            if run["status"] == "finished"
-            else run["status"]
-            for run in (runs["stock"], runs["fast"])
-        ]
-        ratios = [f"{summary['speedup']:.2f}x", f"{summary['peak_memory']:.0%}"] if summary["speedup"] else ["", ""]
-        lines.append([str(batch), *entries, *ratios])
-    return table(["queries", "PyLate", "this package", "speed", "memory"], lines)
-
-
 def tables() -> dict[str, dict[str, str]]:
     """The tables of each document, by the name that marks their place."""
+    windows, heads = (attention.of_table(results("attention"), name) for name in ("rows", "heads"))
     return {
         "README.md": {
             "summary-table": summary_table(),
@@ -282,60 +228,51 @@ def tables() -> dict[str, dict[str, str]]:
         "docs/benchmarks.md": {
             "train-step-table": train_step_tables(),
             "h100-table": h100_table(),
-            "lengths-table": lengths.markdown(results("lengths")),
+            "lengths-table": suite_table("lengths"),
             "encoders-table": encoders_table(),
             "multi-vector-gradcache-table": multi_vector_gradcache_table(),
-            "splade-step-table": splade_step.markdown(results("splade_step")),
+            "splade-step-table": suite_table("splade_step"),
             "queries-table": queries_table(),
-            "page-step-table": page_step.markdown(results("page_step")),
+            "page-step-table": suite_table("page_step"),
             "allocator-table": allocator_table(),
-            "operators-table": docs_table(results("operators")),
-            "head-table": head_table(),
-            "losses-table": "\n\n".join(
-                suite.markdown(results(name)) for name, suite in (("losses", losses), ("ceilings", ceilings))
-            ),
-            "long-documents-table": long_documents_table(),
-            "corpus-search-table": corpus_search.markdown(results("corpus_search")),
+            "operators-table": suite_table("operators"),
+            "head-table": suite_table("head"),
+            "losses-table": suite_table("losses") + "\n\n" + suite_table("ceilings"),
+            "long-documents-table": suite_table("long_documents"),
+            "corpus-search-table": suite_table("corpus_search"),
             "quickstart-table": quickstart_table(),
-            "cranfield-table": cranfield.markdown(results("cranfield")),
+            "cranfield-table": suite_table("cranfield"),
         },
         "docs/kernels.md": {
-            "attention-table": attention.windows_table(attention.of_table(results("attention"), "rows")),
-            "attention-heads-table": attention.heads_table(attention.of_table(results("attention"), "heads")),
+            "attention-table": attention.windows_table(windows),
+            "attention-heads-table": attention.heads_table(heads),
         },
-        "docs/distributed.md": {
-            "two-gpus-table": two_gpus_table(),
-            "deepspeed-table": deepspeed_table(),
-        },
+        "docs/distributed.md": {"two-gpus-table": two_gpus_table(), "deepspeed-table": deepspeed_table()},
         "docs/compressed.md": {
-            "compressed-operators-table": compressed_operators.docs_table(results("compressed_operators")),
-            "compressed-fidelity-table": compressed_fidelity.markdown(results("compressed_fidelity")),
+            "compressed-operators-table": suite_table("compressed_operators"),
+            "compressed-fidelity-table": suite_table("compressed_fidelity"),
         },
-        "docs/pooling.md": {"pooling-operators-table": pooling_operators.docs_table(results("pooling_operators"))},
-        "docs/splade.md": {
-            "splade-head-table": splade_head.markdown(results("splade_head")),
-        },
+        "docs/pooling.md": {"pooling-operators-table": suite_table("pooling_operators")},
+        "docs/splade.md": {"splade-head-table": suite_table("splade_head")},
         "docs/sparse.md": {
-            "sparse-search-table": sparse_search.markdown(results("sparse_search")),
-            "sparse-two-gpus-table": sparse_two_gpus.markdown(results("sparse_two_gpus")),
+            "sparse-search-table": suite_table("sparse_search"),
+            "sparse-two-gpus-table": suite_table("sparse_two_gpus"),
         },
-        "docs/recipes.md": {"first-stage-table": first_stage_cranfield.markdown(results("first_stage_cranfield"))},
+        "docs/recipes.md": {"first-stage-table": suite_table("first_stage_cranfield")},
         "docs/static.md": {
-            "static-cranfield-table": static_cranfield.markdown(results("static_cranfield")),
-            "static-documents-table": static_documents.markdown(results("static_documents")),
+            "static-cranfield-table": suite_table("static_cranfield"),
+            "static-documents-table": suite_table("static_documents"),
         },
-        "docs/pooling_study.md": {
-            **pooling_study_tables(results("pooling_study")),
-        },
+        "docs/pooling_study.md": pooling_study_report.tables(results("pooling_study")),
         "docs/development.md": {"gpu-tests-table": gpu_tests_table()},
     }
 
 
-def updated(name: str, text: str) -> str:
+def updated(name: str, text: str, made: Mapping[str, str]) -> str:
     """A document with its tables made anew."""
-    for mark, made in tables()[name].items():
+    for mark, lines in made.items():
         pattern = f"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
-        text, count = re.subn(pattern, lambda match, t=made: f"{match[1]}{t}\n{match[2]}", text, flags=re.DOTALL)
+        text, count = re.subn(pattern, lambda match, t=lines: f"{match[1]}{t}\n{match[2]}", text, flags=re.DOTALL)
         if count != 1:
             raise ValueError(f"{name} must have one place marked {mark}, found {count}.")
     return text
@@ -343,6 +280,6 @@ def updated(name: str, text: str) -> str:
 
 def render() -> None:
     """Write all tables into their documents."""
-    for name in tables():
+    for name, made in tables().items():
         path = ROOT / name
-        path.write_text(updated(name, path.read_text(encoding="utf-8")), encoding="utf-8")
+        path.write_text(updated(name, path.read_text(encoding="utf-8"), made), encoding="utf-8")

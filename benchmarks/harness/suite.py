@@ -31,33 +31,15 @@ from benchmarks.harness.records import Results, environment
 from benchmarks.harness.turns import gate, serve_by_turns
 from benchmarks.harness.workers import Worker, ask_apart, serve
 
-# The module of each suite.
-SUITES: dict[str, str] = {
-    "operators": "operators",
-    "head": "operators",
-    "xtr": "operators",
-    "attention": "operators",
-    "attention_tiles": "operators",
-    "pooling_operators": "operators",
-    "splade_head": "operators",
-    "compressed_operators": "operators",
-    "train_step": "training",
-    "lengths": "training",
-    "multi_vector_step": "training",
-    "splade_step": "training",
-    "page_step": "training",
-    "losses": "training",
-    "ceilings": "training",
-    "cranfield": "quality",
-    "first_stage_cranfield": "quality",
-    "static_cranfield": "quality",
-    "compressed_fidelity": "quality",
-    "pooling_study": "quality",
-    "corpus_search": "retrieval",
-    "sparse_search": "retrieval",
-    "sparse_two_gpus": "retrieval",
-    "static_documents": "retrieval",
+# The suites of each folder.
+ROOMS = {
+    "operators": ("operators", "head", "xtr", "attention", "pooling_operators", "splade_head", "compressed_operators"),
+    "training": ("train_step", "lengths", "losses", "ceilings", "long_documents")
+    + ("multi_vector_step", "splade_step", "page_step"),
+    "quality": ("cranfield", "first_stage_cranfield", "static_cranfield", "compressed_fidelity", "pooling_study"),
+    "retrieval": ("corpus_search", "sparse_search", "sparse_two_gpus", "static_documents"),
 }
+SUITES = {name: room for room, names in ROOMS.items() for name in names}
 # What a line of the terminal shows of a cell.
 SHOWN = ("status", "failure", "detail", "ms", "step_ms", "peak_gib", "warmup_seconds")
 

@@ -1,4 +1,4 @@
-"""Markdown tables."""
+"""Markdown tables, and entries that several of them have."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,3 +8,27 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
 
     return "\n".join([line(header), "|---" * len(header) + "|", *map(line, rows)])
+
+
+def mebibytes(count: int | None) -> str:
+    return "" if count is None else f"{count / 2**20:,.0f} MiB"
+
+
+def time_and_memory(result: dict, digits: str = ".3g") -> str:
+    """Milliseconds and memory of a measure, in place of all memory that beyond the gradients; or why there are none."""
+    if "ms" not in result:
+        failure = result.get("failure", "")
+        return "out of memory" if failure.startswith("out of memory") else failure
+    memory = result.get("beyond_gradients_bytes", result.get("peak_bytes"))
+    return ", ".join(filter(None, [f"{result['ms']:{digits}} ms", mebibytes(memory)]))
+
+
+def times(other: float | None, ours: float | None, digits: str = ".1f") -> str:
+    """How many times as much another takes."""
+    return f"{other / ours:{digits}}x" if other and ours else ""
+
+
+def machine(environment: dict, *packages: str) -> str:
+    """The device, versions and date of a cell."""
+    versions = (f"{name} {environment[name]}" for name in ("torch", *packages))
+    return ", ".join([environment["device"], *versions, environment["date"]])

@@ -1,7 +1,6 @@
 """Attention of packed texts on one GPU: this package's kernels against PyTorch's FlashAttention, forward and backward.
 
     python -m benchmarks attention
-    python -m benchmarks attention --render
 
 Shapes of ModernBERT-base (12 heads of 64 dimensions, bf16; 14 of its 22 layers have a window of 64 tokens to each
 side, the others none) with about 40,000 tokens. Both run on every shape, even where `is_faster` chooses FlashAttention.
@@ -22,11 +21,13 @@ import torch._functorch.config
 from benchmarks.harness.lengths import log_normal
 from benchmarks.harness.tables import table
 from benchmarks.harness.timing import time_calls
-from benchmarks.operators.attention_tiles import DROPOUTS, HEADS
 from pylate_fastmaxsim.ops.attention import is_faster, rotary_self_attention, text_attention
 
 DIM = 64
 WINDOWS = (64, -1)
+# Heads of each size, as in MiniLM (384 numbers) and in encoders of 768.
+HEADS = {32: 12, 64: 12, 96: 8, 128: 6}
+DROPOUTS = (0.0, 0.1)
 # Of these shapes all sizes of heads are measured, without a window.
 SHAPES_OF_HEADS = ("256 queries, 512 documents of 80", "512 documents of 80", "256 documents of 150")
 

@@ -1,7 +1,6 @@
 """Exact search of sparse vectors on one GPU: SparseIndex, the published scatter-add kernel, and cuSPARSE on the same data.
 
     python -m benchmarks sparse_search                  # measure what is missing, then print the tables
-    python -m benchmarks sparse_search --render         # tables and plot of that file
     python -m benchmarks sparse_search --sizes 100 300 --sweep-size 300 --queries 4 --tiny --results /tmp/a.json   # on a CPU
 
 A cell is a collection: of so many documents, with so many terms a document, or on a CPU. It has every engine with its
@@ -13,6 +12,7 @@ there are also batch sizes, other kernels, and queries that an encoder makes. Wh
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from benchmarks.harness.tables import table
+from benchmarks.harness.tables import machine, mebibytes, table, time_and_memory, times
 from benchmarks.harness.timing import elapsed, mark, peak_bytes
 from benchmarks.harness.workers import failure
 from benchmarks.retrieval import sparse_data
@@ -261,59 +261,39 @@ def measures(content: dict) -> dict[str, dict]:
     return {f"{name}/{key}": each for name, cell in content["cells"].items() for key, each in cell["measured"].items()}
 
 
-def value(cells: dict, name: str, key: str = "ms") -> float | None:
-    return cells.get(name, {}).get(key)
-
-
-def faster(cells: dict, size: int, case: str, other: str) -> float | None:
-    """How many times the time of the index another engine takes."""
-    ours, theirs = (value(cells, f"{size}/{engine}/{case}") for engine in ("index", other))
-    return None if ours is None or theirs is None else theirs / ours
-
-
 def sizes(cells: dict) -> list[int]:
     """Numbers of documents, ascending."""
     return sorted({int(first) for name in cells if (first := name.partition("/")[0]).isdigit()})
 
 
-def _ms(cells: dict, name: str) -> str:
-    cell = cells.get(name, {})
-    return f"{cell['ms']:.3g} ms" if "ms" in cell else cell.get("failure", "")
+def _time(cell: dict) -> str:
+    return time_and_memory({**cell, "peak_bytes": None})
 
 
-def _times(ours: float | None, theirs: float | None) -> str:
-    return "" if ours is None or theirs is None else f"{theirs / ours:.1f}x"
-
-
-def _mib(cells: dict, name: str) -> str:
-    peak = value(cells, name, "peak_bytes")
-    return "" if peak is None else f"{peak / 2**20:,.0f} MiB"
+def _faster(cells: dict, name: str, *others: str) -> list[str]:
+    """How many times the time of one cell others take."""
+    return [times(cells.get(other, {}).get("ms"), cells.get(name, {}).get("ms")) for other in others]
 
 
 def speed_table(cells: dict) -> str:
     rows = []
-    for size in sizes(cells):
-        for case, title in CASES.items():
-            entries = [_ms(cells, f"{size}/{engine}/{case}") for engine in ENGINES]
-            ratios = [
-                "" if (times := faster(cells, size, case, other)) is None else f"{times:.1f}x"
-                for other in ("scatter", "cusparse")
-            ]
-            published = f"{PUBLISHED[size]:g} ms" if case == "k=1000" and size in PUBLISHED else ""
-            rows.append([f"{size:,}", title, *entries, *ratios, published])
+    for size, (case, title) in itertools.product(sizes(cells), CASES.items()):
+        names = [f"{size}/{engine}/{case}" for engine in ENGINES]
+        published = f"{PUBLISHED[size]:g} ms" if case == f"k={K}" and size in PUBLISHED else ""
+        entries = [*(_time(cells.get(name, {})) for name in names), *_faster(cells, *names)]
+        rows.append([f"{size:,}", title, *entries, published])
     header = ["documents", "", *ENGINES.values(), "times scatter-add", "times cuSPARSE", "published scatter-add"]
     return table(header, rows)
 
 
 def memory_table(cells: dict) -> str:
     rows = []
-    for size in sizes(cells):
-        for engine, title in ENGINES.items():
-            build = cells.get(f"{size}/{engine}/build", {})
-            if "nbytes" in build:
-                entries = [f"{build['seconds']:.2f} s", f"{build['nbytes'] / 2**30:.2f} GiB"]
-                beyond = _mib(cells, f"{size}/{engine}/k=1000")
-                rows.append([f"{size:,}", title, *entries, f"{build['bytes_per_posting']:.1f}", beyond])
+    for size, (engine, title) in itertools.product(sizes(cells), ENGINES.items()):
+        build = cells.get(f"{size}/{engine}/build", {})
+        if "nbytes" in build:
+            entries = [f"{build['seconds']:.2f} s", f"{build['nbytes'] / 2**30:.2f} GiB"]
+            beyond = mebibytes(cells.get(f"{size}/{engine}/k={K}", {}).get("peak_bytes"))
+            rows.append([f"{size:,}", title, *entries, f"{build['bytes_per_posting']:.1f}", beyond])
     return table(["documents", "", "build", "size", "bytes a posting, without exact rows", "beyond it, k = 1000"], rows)
 
 
@@ -322,79 +302,66 @@ def exactness_table(cells: dict) -> str:
     for engine, title in ENGINES.items():
         found = [cell for name, cell in cells.items() if f"/{engine}/" in name and "recall" in cell]
         if found:
-            exact, repeatable = (sum(cell[key] for cell in found) for key in ("exact", "repeatable"))
-            least = min(cell["recall"] for cell in found)
-            rows.append([title, f"{least:.6g}", f"{exact} of {len(found)}", f"{repeatable} of {len(found)}"])
+            shares = [f"{sum(cell[key] for cell in found)} of {len(found)}" for key in ("exact", "repeatable")]
+            rows.append([title, f"{min(cell['recall'] for cell in found):.6g}", *shares])
     return table(["", "lowest recall", "same bits as float64", "same bits twice"], rows)
 
 
 def _sweep_table(cells: dict, first: str, rows: dict[str, tuple[str, str]]) -> str:
-    """Rows by title; of each the names of the cells of the index and of the scatter-add kernel."""
-    lines = [
-        [title, *(_ms(cells, name) for name in names), _times(*(value(cells, name) for name in names))]
-        for title, names in rows.items()
-        if names[0] in cells
-    ]
+    """Rows by title; of each the collection and case of the index and of the scatter-add kernel."""
+    lines = []
+    for title, (collection, case) in rows.items():
+        names = [f"{collection}/{engine}/{case}" for engine in ("index", "scatter")]
+        lines.append([title, *(_time(cells.get(name, {})) for name in names), *_faster(cells, *names)])
     return table([first, *list(ENGINES.values())[:2], "times scatter-add"], lines)
 
 
 def batch_table(cells: dict, size: int) -> str:
     batches = sorted({int(name.rpartition("=")[2]) for name in cells if "/index/batch=" in name})
-    names = {f"{n:,}": tuple(f"{size}/{engine}/batch={n}" for engine in ("index", "scatter")) for n in batches}
-    return _sweep_table(cells, "queries", names)
+    return _sweep_table(cells, "queries", {f"{n:,}": (str(size), f"batch={n}") for n in batches})
 
 
 def terms_table(cells: dict) -> str:
-    groups = sorted({name.partition("/")[0] for name in cells if name.startswith("terms=")}, key=lambda g: int(g[6:]))
     rows = {}
-    for group in groups:
-        shared = value(cells, f"{group}/data", "shared_terms") or 0
-        title = f"{group[6:]} ({shared:.1f} shared with a query)"
-        rows[title] = tuple(f"{group}/{engine}/k=1000" for engine in ("index", "scatter"))
+    for terms in sorted({int(name.partition("/")[0][6:]) for name in cells if name.startswith("terms=")}):
+        shared = cells[f"terms={terms}/data"]["shared_terms"]
+        rows[f"{terms} ({shared:.1f} shared with a query)"] = f"terms={terms}", f"k={K}"
     return _sweep_table(cells, "terms of a document", rows)
 
 
 def kernels_table(cells: dict, size: int) -> str:
-    rows = [
-        [title, _ms(cells, f"{size}/{engine}/k=1000"), _mib(cells, f"{size}/{engine}/k=1000")]
-        for engine, title in KERNELS.items()
-    ]
+    rows = []
+    for engine, title in KERNELS.items():
+        cell = cells.get(f"{size}/{engine}/k={K}", {})
+        rows.append([title, _time(cell), mebibytes(cell.get("peak_bytes"))])
     return table(["a program for each", "time", "memory beyond the index"], rows)
 
 
 def pipeline_table(cells: dict) -> str:
     rows = []
     for name, cell in cells.items():
-        size = name.rpartition("=")[2]
-        if "/pipeline/" in name and "both" in cell:
-            rows.append([size, *(f"{cell[part]['ms']:.2f} ms" for part in ("encode", "search", "both"))])
-        elif "/pipeline/" in name and "failure" in cell:
-            rows.append([size, cell["failure"], "", ""])
+        if "/pipeline/" in name:
+            parts = [cell.get(part) for part in ("encode", "search", "both")]
+            entries = [f"{part['ms']:.2f} ms" for part in parts] if all(parts) else [cell["failure"], "", ""]
+            rows.append([name.rpartition("=")[2], *entries])
     return table(["queries", "encode", "search", "one after the other"], rows)
 
 
 def markdown(content: dict) -> str:
     """The tables of docs/sparse.md."""
     cells, made = measures(content), next(iter(content["cells"].values()))["environment"]
-    data = next((cell for name, cell in cells.items() if name.endswith("/data") and "shared_terms" in cell), None)
-    drawn = (
-        ""
-        if data is None
-        else (
-            f" Documents of {data['terms_per_document']:.0f} terms, queries of {data['terms_per_query']:.0f}, "
-            f"{data['shared_terms']:.1f} shared."
-        )
+    data = next((cell for name, cell in cells.items() if name.endswith("/data")), None)
+    drawn = data and (
+        f" Documents of {data['terms_per_document']:.0f} terms, queries of {data['terms_per_query']:.0f}, "
+        f"{data['shared_terms']:.1f} shared."
     )
     setting = made["setting"]
     size, queries = setting["sweep_size"], f"{setting['queries']} queries"
-    sweep = f"{size:,} documents, k = 1000"
+    sweep, checked = f"{size:,} documents, k = {K}", setting["checked_queries"]
     parts = {
-        f"{made['device']}, torch {made['torch']}, triton {made['triton']}, {made['date']}; {queries}.{drawn} "
-        f"{LINKS}": (speed_table(cells)),
+        f"{machine(made, 'triton')}; {queries}.{drawn or ''} {LINKS}": speed_table(cells),
         f"Memory and time to build, {queries}:": memory_table(cells),
-        f"Results: the first {setting['checked_queries']} queries of each cell beside float64, all of them twice:": (
-            exactness_table(cells)
-        ),
+        f"Results: the first {checked} queries of each cell beside float64, all of them twice:": exactness_table(cells),
         f"Batch sizes, {sweep}:": batch_table(cells, size),
         f"Terms of a document, {queries}, {sweep}:": terms_table(cells),
         f"Kernels, {queries}, {sweep}:": kernels_table(cells, size),
@@ -402,35 +369,28 @@ def markdown(content: dict) -> str:
         f"{sweep}:": pipeline_table(cells),
     }
     text = "\n\n".join(f"{title}\n\n{made}" for title, made in parts.items())
-    cpu = cells.get("cpu/index/k=1000", {})
+    cpu = cells.get(f"cpu/index/k={K}", {})
     if "ms" in cpu:
-        where = f"On a CPU ({made['host']}), {cells['cpu/data']['documents']:,} documents, {queries}, k = 1000"
+        where = f"On a CPU ({made['host']}), {cells['cpu/data']['documents']:,} documents, {queries}, k = {K}"
         text += f"\n\n{where}: {cpu['ms'] / 1e3:.2f} s."
     return text
 
 
 def plot(content: dict, target: Path) -> None:
     """Milliseconds of 500 queries, k = 1000, beside the results file."""
-    from benchmarks.harness.plots import COLOURS, plt
+    from benchmarks.harness.plots import COLOURS, Line, curves
 
-    cells = measures(content)
-    figure, axis = plt.subplots(figsize=(7, 5))
-    lines = {
-        title.strip("`"): {size: value(cells, f"{size}/{engine}/k=1000") for size in sizes(cells)}
+    cells, lines = measures(content), []
+    known = {
+        title: {n: cells.get(f"{n}/{engine}/k={K}", {}).get("ms") for n in sizes(cells)}
         for engine, title in ENGINES.items()
     }
-    lines["scatter-add, as published"] = PUBLISHED
-    styles = zip((COLOURS[3], COLOURS[1], COLOURS[2], COLOURS[0]), "oss^", ("-", "-", "-", ":"), strict=True)
-    for (title, points), (colour, marker, line) in zip(lines.items(), styles, strict=True):
-        known = {size: ms for size, ms in points.items() if ms is not None}
-        axis.plot(list(known), list(known.values()), line, marker=marker, color=colour, label=title)
-        for size, ms in known.items():
-            above = 6 if title != "cuSPARSE" else -14  # its times are those of scatter-add, nearly
-            axis.annotate(f"{ms:.3g}", (size, ms), (0, above), textcoords="offset points", fontsize=8, ha="center")
-    axis.set(xlabel="documents", ylabel="ms", title="500 queries, k = 1000", xscale="log", yscale="log")
-    axis.grid(alpha=0.3, which="both")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(target.with_suffix(".png"), dpi=150)
-    plt.close(figure)
+    known["scatter-add, as published"] = PUBLISHED
+    styles = zip((COLOURS[3], COLOURS[1], COLOURS[2], COLOURS[0]), ("o-", "s-", "s-", "^:"), strict=True)
+    for (title, of_size), (colour, style) in zip(known.items(), styles, strict=True):
+        points = [(size, ms) for size, ms in of_size.items() if ms is not None]
+        # Times of cuSPARSE are those of scatter-add, nearly.
+        texts = [] if title == ENGINES["cusparse"] else [f"{ms:.3g}" for _, ms in points]
+        lines.append(Line(title.strip("`"), colour, points, style, texts=texts))
+    axis = {"xlabel": "documents", "ylabel": "ms", "xscale": "log", "yscale": "log"}
+    curves([(axis, lines)], target.with_suffix(".png"), f"500 queries, k = {K}")

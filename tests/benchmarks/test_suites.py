@@ -15,7 +15,7 @@ from tests.support.benchmarked import run_benchmark
 TINY_STEPS = "--compile no --layers 1 --different 1 --warmup 1 --batches 2 --steps"
 RUNS = {
     "operators": ("--shapes tiny --competitors einsum", 3, "| tiny: 3 x 4 against 5 x 8"),
-    "head": ("--only tiny/fast tiny/einsum", 2, "| Linear, normalize, einsum |"),
+    "head": ("--only tiny/fast*", 2, "| Linear, then normalisation |"),
     "xtr": ("", 1, "| tiny |"),
     "pooling_operators": ("--only */fast */ragged", 8, "| 3x8 against 5x24 | `LogSumExp(0.1)` |"),
     "splade_head": ("--only tiny/stock tiny/fast", 2, "times compiled"),
@@ -51,7 +51,6 @@ RUNS = {
 NEEDS = {"lengths": "pylate", "losses": "pylate", "corpus_search": "pylate", "xtr": "pylate"}
 NOT_HERE = {
     "attention": "a GPU",
-    "attention_tiles": "a GPU",
     "ceilings": "a GPU, whose memory it fills",
     "page_step": "colpali-engine",
     "train_step": "two processes: test_train_step.py",
