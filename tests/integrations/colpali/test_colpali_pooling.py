@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from colpali_engine.models import ColQwen2, ColQwen2Processor
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import LogSumExp, Max, Softmax, TopK
+from tests.support.paths import ROOT
 from tests.support.visual_models import build_visual_model, page
 
 POOLINGS = (TopK(3), Softmax(0.3), LogSumExp(0.1), TopK(1))
@@ -111,7 +111,7 @@ def test_what_only_stock_takes_is_an_error_with_another_pooling(monkeypatch):
 
 
 def test_the_example_of_the_docs():
-    page = Path(__file__).parents[3].joinpath("docs/pooling.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "pooling.md").read_text(encoding="utf-8")
     names: dict = {}
     exec(page.partition("## colpali-engine")[2].partition("```python\n")[2].partition("```")[0], names)
     assert names["pages"].grad.any()
