@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.colpali_batch import IN_BATCH, WITH_NEGATIVES, Batch, assert_close, unit
+from tests.support.examples import example
 
 pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
 
@@ -17,7 +18,6 @@ from colpali_engine.models import ColQwen2, ColQwen2Processor
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import LogSumExp, Max, Softmax, TopK
-from tests.support.paths import ROOT
 from tests.support.visual_models import build_visual_model, page
 
 POOLINGS = (TopK(3), Softmax(0.3), LogSumExp(0.1), TopK(1))
@@ -111,9 +111,8 @@ def test_what_only_stock_takes_is_an_error_with_another_pooling(monkeypatch):
 
 
 def test_the_example_of_the_docs():
-    page = (ROOT / "docs" / "pooling.md").read_text(encoding="utf-8")
     names: dict = {}
-    exec(page.partition("## colpali-engine")[2].partition("```python\n")[2].partition("```")[0], names)
+    exec(example("pooling-colpali"), names)
     assert names["pages"].grad.any()
 
 

@@ -7,9 +7,9 @@ import torch
 from datasets import Dataset
 
 import pylate_fastmaxsim
+from tests.support.examples import example, training_example
 from tests.support.hosts import OF_SENTENCE_TRANSFORMERS, each_host
 from tests.support.models import sentences
-from tests.support.paths import ROOT
 
 ROWS = {"query": sentences(12, 6, 1), "positive": sentences(12, 20, 2), "negative": sentences(12, 20, 3)}
 
@@ -58,26 +58,26 @@ def has_pooled(host, names: dict) -> None:
         names[loss](step.batch, step.labels.float()).backward()
 
 
-# Its page, what stands before it there, the model in it and its family here, and what it has done.
+# Its name, the model in it, the family of the one here, and what it has done.
 SCRIPTS = {
     "MultiVectorEncoder": [
-        ("sentence_transformers", "\n", "answerdotai/ModernBERT-base", "modernbert", was_trained),
-        ("pooling", "## MultiVectorEncoder", "answerdotai/ModernBERT-base", "modernbert", has_pooled),
+        ("multi-vector-script", "answerdotai/ModernBERT-base", "modernbert", was_trained),
+        ("pooled-scores-multi-vector", "answerdotai/ModernBERT-base", "modernbert", has_pooled),
     ],
-    "SparseEncoder": [("splade", "## The flag", "distilbert/distilbert-base-uncased", "distilbert", was_trained)],
+    "SparseEncoder": [("splade-script", "distilbert/distilbert-base-uncased", "distilbert", was_trained)],
 }
 
 
 @pytest.mark.parametrize(
-    "host, page", [param for name, each in SCRIPTS.items() for page in each for param in each_host([name], page)]
+    "host, script", [param for name in SCRIPTS for each in SCRIPTS[name] for param in each_host([name], each)]
 )
-def test_the_script_of_the_docs(encoder, packed, monkeypatch, tmp_path, host, page):
-    name, before, model, family, check = page
-    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").partition(before)[2]
-    script = text.partition("```python\n")[2].partition("```")[0]
-    assert f'"{model}"' in script
-    script = script.replace(f'"{model}"', repr(encoder(family, **host.changes)))
+def test_the_script_of_the_docs(encoder, packed, monkeypatch, tmp_path, host, script):
+    name, model, family, check = script
+    stand_in = encoder(family, **host.changes)
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    exec(script.replace("bf16=True", f"bf16=True, use_cpu={not torch.cuda.is_available()}"), names)
+    if check is was_trained:
+        exec(training_example(name, model, stand_in), names)
+    else:
+        exec(example(name, {f'"{model}"': repr(stand_in)}), names)
     check(host, names)
