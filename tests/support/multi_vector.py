@@ -72,7 +72,12 @@ def on_device(column: dict, device: torch.device) -> dict:
 
 
 def run(model: MultiVectorEncoder, loss: nn.Module, bf16: bool = False) -> tuple[torch.Tensor, dict]:
-    return compared.run(loss, batch_of(model), TEACHER.to(model.device), bf16)
+    """Of a loss that may be of somebody's own, and have no model."""
+    model.zero_grad()
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+        value = compared.value_of(loss, batch_of(model), TEACHER.to(model.device))
+    value.backward()
+    return compared.found(model, value)
 
 
 def modes(model: MultiVectorEncoder) -> set[str]:

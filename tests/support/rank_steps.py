@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import modes
+from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 from tests.support.compared import assert_equal, distance
 from tests.support.hosts import checkpointed, host_of
 from tests.support.models import attend_to_own_document, build_model, features, load_model, looking, sentences
@@ -55,21 +56,26 @@ def compare_host(
         core = core.float().to(f"cuda:{rank}") if on_gpu else core
         if checkpointing:
             checkpointed(host, core, reentrant=False)
-        # Sharding may put another module in the place of what calls the encoder.
-        decided_by = host.decided_by(core)
-        step = host.step_of_rank(core, wrap(core), loss, rank, **options)
+        # Sharding may put another module in the place of what calls the encoder, and around a model.
+        decided_by, wrapped = host.decided_by(core), wrap(core)
+        step = host.step_of_rank(core, wrapped, loss, rank, **options)
         stock = step.run()
         if packs[rank] and not on_gpu:
             encoding_attention.variable_length_attention = attend_to_own_document
         bf16 = on_gpu and packs[rank]
         with pytest.MonkeyPatch.context() as patch:
+            if host.watches_stock:  # which embeds few tokens on a CPU by stock
+                patch.setattr("pylate_fastmaxsim.integrations.sparse_encoder.encoder.FEW_TOKENS", 0)
             seen = host.watch(core, patch)
             with pylate_fastmaxsim.enabled(compile=compiled, **host.options):
                 for _ in range(2):
                     seen.clear()
                     ours = step.run(bf16)
-                found = set(modes.chosen.get(decided_by, {}).values()) or {"padded"}
-        assert found == {mode if packs[rank] else "grouped"} and bool(seen) != host.watches_stock
+                found = {
+                    found for key in (decided_by, unwrap(wrapped)) for found in modes.chosen.get(key, {}).values()
+                } or {"padded"}
+        assert found == {mode if packs[rank] else "grouped"}
+        assert bool(seen) != host.watches_stock, "the fast path was not taken"
         if not on_gpu:
             step.assert_equal(ours, stock)
             return
