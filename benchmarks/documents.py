@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from operator import itemgetter
 
 from benchmarks.harness.paths import RESULTS, ROOT
@@ -12,8 +13,6 @@ from benchmarks.harness.records import load
 from benchmarks.harness.suite import suite_named
 from benchmarks.harness.tables import table
 from benchmarks.harness.turns import speed
-from benchmarks.operators import attention
-from benchmarks.quality import pooling_study_report
 from benchmarks.training import lengths, multi_vector_step, train_step
 from benchmarks.training.steps import mark_of_runs, time_and_memory
 from benchmarks.training.train_step import PATHS, cell_name, row_title
@@ -22,17 +21,6 @@ from pylate_fastmaxsim.integrations.options import OPTIONS
 
 def results(name: str) -> dict:
     return load(RESULTS / f"{name}.json")
-
-
-def suite_table(name: str) -> str:
-    """What a suite prints of its results."""
-    return suite_named(name).markdown(results(name))
-
-
-def train_step_tables() -> str:
-    cells = results("train_step")["cells"]
-    tables = (train_step.markdown_table(cells, checkpointing) for checkpointing in (False, True))
-    return "\n\nWith gradient checkpointing:\n\n".join(tables)
 
 
 def compared(title: str, stock: dict, peer: dict | None, ours: dict) -> list[str]:
@@ -87,31 +75,6 @@ def h100_table() -> str:
     return table(["queries, `document_length`", "stock", "best peer", "this package", "speed", "memory"], lines)
 
 
-def queries_table() -> str:
-    """Queries in the call of the documents and in one of their own."""
-    cells = results("queries_apart")["cells"]
-    lines = []
-    for batch, compiled in ((256, False), (256, True), (512, True)):
-        key = f"batch={batch}/compile={int(compiled)}/checkpointing=0"
-        each = (f"{cells[f'{key} {way}']['step_ms']:.0f}" for way in ("joint", "apart"))
-        lines.append([f"{batch}{', compiled' * compiled}", *each])
-    return table(["queries", "one call", "two calls"], lines)
-
-
-def gpu_tests_table() -> str:
-    """The last run of each kind on each GPU."""
-    last = {}
-    for run in results("gpu_tests")["runs"]:
-        if run["what"] != "parts":
-            last[run["what"], run["gpu"], run["gpus"], run.get("with", "")] = run
-    lines = []
-    for (what, gpu, gpus, beside), run in sorted(last.items()):
-        counted = f"{run['tests']:,}" if "tests" in run else ""
-        made = f"{run['commit']}, {run['date']}"
-        lines.append([what, beside, f"{gpus} x {gpu}", made, counted, str(run["failures"])])
-    return table(["what", "with", "GPU", "commit", "tests", "failures"], lines)
-
-
 def multi_vector_step_table() -> str:
     """Steps with all texts in one mini-batch."""
     rows = [("stock", False), ("flash", False), ("both", False), ("fast", False), ("fast", True)]
@@ -120,8 +83,8 @@ def multi_vector_step_table() -> str:
 
 def multi_vector_gradcache_table() -> str:
     """Steps of GradCache, in mini-batches of texts and of tokens."""
-    rows = [("stock", False, 32), ("flash", False, 32), ("fast", False, 32), ("stock", False, 128)]
-    for tokens in (9600, 19200, 38400):
+    rows = [("stock", False, 32), ("fast", False, 32), ("stock", False, 128)]
+    for tokens in (9600, 38400):
         rows += [(path, compiled, 32, tokens) for path, compiled in (("flash", False), ("fast", False), ("fast", True))]
     return multi_vector_step.markdown_table(results("multi_vector_gradcache")["cells"], rows)
 
@@ -152,24 +115,6 @@ def deepspeed_table() -> str:
         cells = [trial.get(f"{stage}, {column}") for column in ("stock", "fast", "fast, compiled")]
         lines.append([stage, *(with_speed(cell, cells[0]) if cell else "does nothing" for cell in cells)])
     return table(["", "PyLate", "PyLate + pylate-fastmaxsim", "the same, `compile=True`"], lines)
-
-
-def allocator_table() -> str:
-    """Steps with PyTorch's allocator as it is and with segments that grow: what tensors took, and what was held."""
-    trial = results("kernel_trials")["allocator"]
-    lines = []
-    rows = {
-        "median step": ("step_ms", ",.0f", "ms"),
-        "in use at most": ("peak_gib", ".1f", "GiB"),
-        "held at most": ("peak_reserved_gib", ".1f", "GiB"),
-    }
-    for batch in trial["as it is"]:
-        cells = [trial[setting][batch] for setting in ("as it is", "expandable_segments")]
-        for title, (key, style, unit) in rows.items():
-            first = key == "step_ms"
-            entries = (f"{c[key]:{style}} {unit}" if c["status"] == "ok" else c["status"] * first for c in cells)
-            lines.append([f"{int(batch):,}" * first, title, *entries])
-    return table(["queries", "", "as it is", "`expandable_segments:True`"], lines)
 
 
 def encoders_table() -> str:
@@ -215,10 +160,57 @@ def options_table() -> str:
     return table(["option of `enable()`", "default", "of", "meaning"], rows)
 
 
+def cells_of(name: str, *patterns: str) -> dict:
+    """The results of a suite with some of its cells only."""
+    content = results(name)
+    chosen = {cell: row for cell, row in content["cells"].items() if any(fnmatch(cell, each) for each in patterns)}
+    return content | {"cells": chosen}
+
+
+# Tables that suites print, by document and mark: the suite, and patterns of the cells that are shown.
+SUITE_TABLES = {
+    "docs/sentence_transformers.md": {
+        "splade-head-table": ("splade_head", "256x256*", "32x512*", "128x256, 250k*", "512x256, 250k*"),
+    },
+    "docs/benchmarks.md": {
+        "lengths-table": ("lengths", "*"),
+        "splade-step-table": ("splade_step", "*"),
+        "page-step-table": ("page_step", "*"),
+        "operators-table": ("operators", "*"),
+        "losses-table": ("ceilings", "*"),
+        "long-documents-table": ("long_documents", "*"),
+        "corpus-search-table": ("corpus_search", "*/write", "*/read", "*/streamed", "stock*"),
+    },
+    "docs/kernels.md": {
+        "attention-table": (
+            "attention", "256 queries*window*", "1024 doc*", "256 documents of 150, window*", "136 texts*", "40 texts*"
+        ),
+    },
+    "docs/corpora.md": {
+        "compressed-operators-table": ("compressed_operators", "256x32.512x300/*", "1x32.10000x300/*"),
+        "compressed-fidelity-table": ("compressed_fidelity", "*"),
+    },
+    "docs/losses.md": {
+        "pooling-operators-table": ("pooling_operators", "256x32.512x300/*", "64x128.64x1024/*"),
+        "pooling-checks-table": ("pooling_study", "*"),
+    },
+    "docs/sparse.md": {
+        "sparse-search-table": ("sparse_search", "*"),
+        "static-cranfield-table": (
+            "static_cranfield", "BM25", "encoder", "MaxSim", "threshold=[14568]*", "threshold=0.[468]*"
+        ),
+    },
+    "docs/recipes.md": {
+        "first-stage-table": (
+            "first_stage_cranfield", "BM25", "static, 0.6", "static, IDF, 0.6", "static, BM25's weights, 0.6"
+        ),
+    },
+}  # fmt: skip
+
+
 def tables() -> dict[str, dict[str, str]]:
     """The tables of each document, by the name that marks their place."""
-    windows, heads = (attention.of_table(results("attention"), name) for name in ("rows", "heads"))
-    return {
+    made = {
         "README.md": {
             "summary-table": summary_table(),
             "padding-table": padding_table(),
@@ -226,46 +218,18 @@ def tables() -> dict[str, dict[str, str]]:
         },
         "docs/sentence_transformers.md": {"multi-vector-table": multi_vector_step_table()},
         "docs/benchmarks.md": {
-            "train-step-table": train_step_tables(),
+            "train-step-table": train_step.markdown_table(results("train_step")["cells"], False),
             "h100-table": h100_table(),
-            "lengths-table": suite_table("lengths"),
             "encoders-table": encoders_table(),
             "multi-vector-gradcache-table": multi_vector_gradcache_table(),
-            "splade-step-table": suite_table("splade_step"),
-            "queries-table": queries_table(),
-            "page-step-table": suite_table("page_step"),
-            "allocator-table": allocator_table(),
-            "operators-table": suite_table("operators"),
-            "head-table": suite_table("head"),
-            "losses-table": suite_table("losses") + "\n\n" + suite_table("ceilings"),
-            "long-documents-table": suite_table("long_documents"),
-            "corpus-search-table": suite_table("corpus_search"),
             "quickstart-table": quickstart_table(),
-            "cranfield-table": suite_table("cranfield"),
-        },
-        "docs/kernels.md": {
-            "attention-table": attention.windows_table(windows),
-            "attention-heads-table": attention.heads_table(heads),
         },
         "docs/distributed.md": {"two-gpus-table": two_gpus_table(), "deepspeed-table": deepspeed_table()},
-        "docs/compressed.md": {
-            "compressed-operators-table": suite_table("compressed_operators"),
-            "compressed-fidelity-table": suite_table("compressed_fidelity"),
-        },
-        "docs/pooling.md": {"pooling-operators-table": suite_table("pooling_operators")},
-        "docs/splade.md": {"splade-head-table": suite_table("splade_head")},
-        "docs/sparse.md": {
-            "sparse-search-table": suite_table("sparse_search"),
-            "sparse-two-gpus-table": suite_table("sparse_two_gpus"),
-        },
-        "docs/recipes.md": {"first-stage-table": suite_table("first_stage_cranfield")},
-        "docs/static.md": {
-            "static-cranfield-table": suite_table("static_cranfield"),
-            "static-documents-table": suite_table("static_documents"),
-        },
-        "docs/pooling_study.md": pooling_study_report.tables(results("pooling_study")),
-        "docs/development.md": {"gpu-tests-table": gpu_tests_table()},
     }
+    for document, marks in SUITE_TABLES.items():
+        for mark, (name, *patterns) in marks.items():
+            made.setdefault(document, {})[mark] = suite_named(name).markdown(cells_of(name, *patterns))
+    return made
 
 
 def updated(name: str, text: str, made: Mapping[str, str]) -> str:

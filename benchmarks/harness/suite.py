@@ -3,11 +3,11 @@
 A suite is a module with
 
 - ``cells(options)``: every cell by name, in the order of measuring. A cell is what ``measure`` is given, as JSON;
-- ``measure(cell)``: its figures, in a process of its own;
-- ``markdown(content)``: the tables of a results file.
+- ``measure(cell)``: its figures, in a process of its own.
 
 and, where it needs them,
 
+- ``markdown(content)``: what is printed of a results file; by default all its times and memory;
 - ``add_options(parser)``: options beside those of every suite;
 - ``TIMEOUT``: seconds a cell may take, 120 by default;
 - ``process_of(cell)``: cells with the same answer are measured by one process, one after the other;
@@ -28,6 +28,7 @@ from types import ModuleType
 
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import Results, environment
+from benchmarks.harness.tables import figures_table
 from benchmarks.harness.turns import gate, serve_by_turns
 from benchmarks.harness.workers import Worker, ask_apart, serve
 
@@ -80,7 +81,7 @@ def run_suite(name: str, arguments: list[str]) -> None:
     results = Results(options)
     if not options.render:
         measure(name, suite, options, results)
-    print("\n" + suite.markdown(results.content))
+    print("\n" + getattr(suite, "markdown", figures_table)(results.content))
     if hasattr(suite, "plot"):
         suite.plot(results.content, results.target)
 

@@ -1,6 +1,7 @@
 """Markdown tables, and entries that several of them have."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -32,3 +33,37 @@ def machine(environment: dict, *packages: str) -> str:
     """The device, versions and date of a cell."""
     versions = (f"{name} {environment[name]}" for name in ("torch", *packages))
     return ", ".join([environment["device"], *versions, environment["date"]])
+
+
+# Milliseconds of a unit, by the key of a time.
+UNITS = {"ms": 1, "step_ms": 1, "seconds": 1e3, "one_ms": 1, "sharded_ms": 1}
+
+
+class Figure(NamedTuple):
+    """Median, fastest and slowest milliseconds, and peak memory in MiB where it was measured."""
+
+    ms: float
+    least: float
+    most: float
+    mebibytes: float | None
+
+
+def figures(node: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Figure]]:
+    """Every time in the cells of a results file, with its name."""
+    bytes_, gib = node.get("peak_bytes"), node.get("peak_gib")
+    memory = bytes_ / 2**20 if bytes_ is not None else gib * 2**10 if gib is not None else None
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from figures(value, path if key in ("cells", "entries") else (*path, key))
+        elif isinstance(value, float) and key in UNITS:
+            ms, least, most = (node.get(f"{key}{end}", value) * UNITS[key] for end in ("", "_min", "_max"))
+            name = [*path, *[key] * key.startswith(("one", "sharded"))]
+            yield " ".join(name), Figure(ms, least, most, memory)
+
+
+def figures_table(content: dict) -> str:
+    """All times and memory of a results file."""
+    lines = []
+    for name, figure in figures(content):
+        lines.append([name, f"{figure.ms:,.3f} ms", mebibytes(figure.mebibytes and figure.mebibytes * 2**20)])
+    return table(["", "time", "memory"], lines)

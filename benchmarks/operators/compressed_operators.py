@@ -4,9 +4,8 @@
     python -m benchmarks compressed_operators --only '*/fast/*' '*/naive/*' --results /tmp/tiny.json   # tiny, on a CPU
 
 A cell is one way to score one format at one shape: time, memory and errors of the forward, and of this package also the
-forward with the gradient of the queries. Each competitor has a process of its own. The kernels of this package are
-compiled before the first cell, in several processes; the peers' lists of tiles are cut to three a kernel, so that the run
-ends, and those left are recorded. What may take minutes comes last.
+forward with the gradient of the queries. Each competitor has a process of its own. The peers' lists of tiles are cut to
+three a kernel, so that the run ends, and those left are recorded. What may take minutes comes last.
 
 This package rounds queries inside of the timed calls; queries of the peers are rounded before them. `stored_bytes` are
 the documents as the competitor takes them, padding included, of residuals without the codec. Errors are the largest of a
@@ -23,11 +22,7 @@ from operator import itemgetter
 import torch
 
 from benchmarks.harness.tables import machine, table, times
-from benchmarks.harness.workers import failure
 from benchmarks.operators.compressed_cases import SHAPES, TINY, Shape, forms, measure  # noqa: F401
-from pylate_fastmaxsim import BatchShape
-from pylate_fastmaxsim.precompile.processes import compile_calls
-from pylate_fastmaxsim.precompile.shapes import calls_of
 
 COMPETITORS = {
     "fast": "this package",
@@ -43,6 +38,7 @@ FORMATS = {
     "residual 4 bits": "residual 4 bits",
     "residual 2 bits": "residual 2 bits",
 }
+TIMEOUT = 600
 PACKED = "32x32.100000x80.packed"
 
 
@@ -58,27 +54,6 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
 
 
 process_of = itemgetter("competitor")
-
-
-def recorded(*_) -> dict:
-    return {"compiling": fill_caches(SHAPES)} if torch.cuda.is_available() else {}
-
-
-def fill_caches(shapes: list[Shape]) -> dict:
-    """Compile in several processes: the run then finds everything in Triton's cache on disk.
-
-    What fails here fails again in its cell.
-    """
-    options = {"masked": ("nothing",), "formats": ("int8", "int8-per-token", "fp8", "residual-4", "residual-2")}
-    batches = [
-        BatchShape(each.queries, each.query_length, each.documents, each.longest, each.dim, **options)
-        for each in shapes
-    ]
-    calls = [call for batch in batches for call in calls_of(batch) if call.gradients in (None, "queries")]
-    try:
-        return asdict(compile_calls(calls))
-    except RuntimeError as error:
-        return {"failure": failure(error)}
 
 
 def milliseconds(cells: dict, shape: str, competitor: str, form: str) -> float | None:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.harness.tables import mebibytes, table
 from benchmarks.operators.competitors import stock_formula
 from benchmarks.operators.measure import errors, exact_leaves, spread, timed
 from pylate_fastmaxsim import maxsim, maxsim_from_hidden
@@ -122,14 +121,12 @@ def flash(x: Inputs) -> Tensor:
     return flash_maxsim.flash_maxsim_batched_train(x.queries, x.projected, shared_docs=x.candidates is None)
 
 
-# What projects, what scores, and both.
-OURS, LIK, FLASH, APART = "this package", "late-interaction-kernels", "flash-maxsim", "Linear, then normalisation"
-ENTRIES: dict[str, tuple[str, str, Callable[[Inputs], Tensor]]] = {
-    "fast": (f"fused, of {OURS}", OURS, fused),
-    "fast-unfused": (APART, OURS, unfused),
-    "lik": (APART, LIK, lik),
-    "flash": (APART, FLASH, flash),
-    "lik-fused": (f"fused, of {LIK}", LIK, lik_fused),
+ENTRIES: dict[str, Callable[[Inputs], Tensor]] = {
+    "fast": fused,
+    "fast-unfused": unfused,
+    "lik": lik,
+    "flash": flash,
+    "lik-fused": lik_fused,
 }
 
 
@@ -142,7 +139,7 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
 
 def measure(cell: dict) -> dict:
     """Times, memory and errors of one implementation at one shape."""
-    shape, (*_, score) = Shape(**cell["shape"]), ENTRIES[cell["entry"]]
+    shape, score = Shape(**cell["shape"]), ENTRIES[cell["entry"]]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     inputs = make_inputs(shape, device)
     leaves = list(inputs.leaves.values())
@@ -162,16 +159,3 @@ def measure(cell: dict) -> dict:
     measures = {"forward": [torch.no_grad()(scored)]}
     measures["forward_backward"] = [lambda: torch.autograd.grad(scored(), leaves, grad)]
     return {"gradient_bytes": sum(leaf.nbytes for leaf in leaves), **timed(measures, device), **found}
-
-
-def markdown(content: dict) -> str:
-    """Forward + backward of the first shape, in the order of implementations."""
-    cells = content["cells"]
-    shape = next(iter(cells.values()))["shape"]["name"]
-    lines = []
-    for entry, (projection, scoring, _) in ENTRIES.items():
-        both = cells.get(f"{shape}/{entry}", {}).get("forward_backward")
-        if both:
-            time = f"{both['ms']:.2f} ms" if "ms" in both else both["failure"]
-            lines.append([projection, scoring, time, mebibytes(both.get("peak_bytes"))])
-    return table(["projection and normalisation", "MaxSim", "time", "memory"], lines)

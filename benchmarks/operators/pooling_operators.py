@@ -4,8 +4,7 @@
     python -m benchmarks pooling_operators --only '*/fast' '*/einsum' --results /tmp/quick.json   # tiny, on a CPU
 
 A cell is one competitor with one pooling at one shape: forward without gradient, forward + backward, their memory, and
-errors of scores and gradients against float64. Vectors are random, of unit length. Everything is compiled before the
-first cell, in several processes, and again from their caches by calls before the timed ones.
+errors of scores and gradients against float64. Vectors are random, of unit length.
 
 `ragged` is this package with lengths drawn evenly from 1 to half of the cap, packed; it is compared with `fast` of the
 same shape, whose sequences are as many and all at the cap. Memory of forward + backward is also given without the
@@ -15,16 +14,12 @@ gradients of both inputs. The peers have no such pooling (`NO_POOLING`).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import os
 import random
 import re
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import get_context
 
 import torch
 from torch import Tensor
@@ -35,6 +30,7 @@ from benchmarks.operators.measure import errors, exact_leaves, sets_beyond_cache
 from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK, pooled_scores, reference
 from pylate_fastmaxsim.pooling import Pooling
 
+TIMEOUT = 600
 DIM = 128
 # In the order in which they are measured.
 POOLINGS: dict[str, Pooling] = {
@@ -172,25 +168,6 @@ def pooled_errors(score: Callable[[Batch], Tensor], pooling: Pooling, batch: Bat
     return errors(score(batch), batch.leaves, expected, exact, (rows[:, None], columns))
 
 
-def compile_all(name: str, shapes: list[Shape], device: torch.device) -> None:
-    """Compile all that the cells of a pooling run; what fails here fails again in its cell, where it is recorded."""
-    for shape in shapes:
-        for competitor in ("fast", "ragged", "compile"):
-            with contextlib.suppress(Exception):
-                batch = batches(shape, competitor == "ragged", device)[0]
-                score = score_function(competitor, POOLINGS[name])
-                torch.no_grad()(score)(batch)
-                torch.autograd.grad(score(batch).sum(), list(batch.leaves.values()))
-
-
-def fill_caches(shapes: list[Shape], device: torch.device) -> None:
-    """Compile in one process for each pooling: the run then finds everything in the compilers' caches on disk."""
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
-    with ProcessPoolExecutor(len(POOLINGS), get_context("spawn")) as pool:
-        for name in POOLINGS:
-            pool.submit(compile_all, name, shapes, device)
-
-
 def cells(options: argparse.Namespace) -> dict[str, dict]:
     """The shape of a few tokens where there is no GPU."""
     made = {}
@@ -198,12 +175,6 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
         if each != "ragged" or name in RAGGED:
             made[f"{shape.name}/{name}/{each}"] = {"shape": asdict(shape), "pooling": name, "competitor": each}
     return made
-
-
-def recorded(*_) -> dict:
-    if torch.cuda.is_available():
-        fill_caches(SHAPES, torch.device("cuda"))
-    return {}
 
 
 def process_of(_: dict) -> str:
@@ -216,47 +187,17 @@ def measure(cell: dict) -> dict:
     return measured(sets, cell["competitor"], POOLINGS[cell["pooling"]])
 
 
-def speed_table(cells: dict, measure: str) -> str:
-    """This package, torch.compile and einsum, and how many times faster the first is."""
-    lines = []
-    for shape, pooling in itertools.product(_shapes(cells), POOLINGS):
-        row = [cells.get(f"{shape}/{pooling}/{each}", {}).get(measure, {}) for each in ("fast", "compile", "einsum")]
-        if row[0]:
-            gains = [times(each.get("ms"), row[0].get("ms")) for each in row[1:]]
-            lines.append([*_titles(shape, pooling), *map(time_and_memory, row), *gains])
-    titles = [COMPETITORS[each] for each in ("fast", "compile", "einsum")]
-    return table(["shape", "pooling", *titles, "times compiled", "times einsum"], lines)
-
-
-def ragged_table(cells: dict) -> str:
-    lines = []
-    for shape, pooling in itertools.product(_shapes(cells), RAGGED):
-        found = [cells.get(f"{shape}/{pooling}/{each}", {}).get("forward_backward", {}) for each in ("fast", "ragged")]
-        if all(found):
-            gain = times(*(each.get("ms") for each in found))
-            lines.append([*_titles(shape, pooling), *map(time_and_memory, found), gain])
-    return table(["shape", "pooling", "padded", "ragged", "speed"], lines)
-
-
-def _shapes(cells: dict) -> list[str]:
-    return list(dict.fromkeys(name.partition("/")[0] for name in cells))
-
-
-def _titles(shape: str, pooling: str) -> list[str]:
-    return [shape.replace(".", " against "), f"`{re.sub(r'[a-z]+=', '', repr(POOLINGS[pooling]))}`"]
-
-
 def markdown(content: dict) -> str:
-    """The tables of docs/pooling.md."""
-    cells = content["cells"]
-    made = next(iter(cells.values()))["environment"]
-    parts = [
-        f"{machine(made, 'triton')}. Peers have no such pooling: {NO_POOLING}.",
-        "Forward + backward, and memory beyond inputs and gradients:",
-        speed_table(cells, "forward_backward"),
-        "Forward without gradient, and memory beyond inputs:",
-        speed_table(cells, "forward"),
-        "Ragged batches, packed, against the same number of sequences that all have the full length:",
-        ragged_table(cells),
-    ]
-    return "\n\n".join(parts)
+    """Forward + backward of this package, torch.compile and einsum, and how many times faster the first is."""
+    cells, lines = content["cells"], []
+    shown, measure = ("fast", "compile", "einsum"), "forward_backward"
+    shapes = dict.fromkeys(name.partition("/")[0] for name in cells)
+    for shape, (name, pooling) in itertools.product(shapes, POOLINGS.items()):
+        row = [cells.get(f"{shape}/{name}/{each}", {}).get(measure, {}) for each in shown]
+        gains = [times(each.get("ms"), row[0].get("ms")) for each in row[1:]]
+        title = f"`{re.sub(r'[a-z]+=', '', repr(pooling))}`"
+        lines.append([shape.replace(".", " against "), title, *map(time_and_memory, row), *gains])
+    header = ["shape", "pooling", *(COMPETITORS[each] for each in shown), "times compiled", "times einsum"]
+    made = machine(next(iter(cells.values()))["environment"], "triton")
+    title = "Forward + backward, and memory beyond inputs and gradients:"
+    return f"{made}. Peers have no such pooling: {NO_POOLING}.\n\n{title}\n\n{table(header, lines)}"

@@ -196,51 +196,19 @@ def out_of_memory(cell: dict) -> bool:
     return "out of memory" in str(cell)
 
 
-def speed_table(cells: dict, measure: str) -> str:
-    """Time and memory beyond inputs of every implementation, and how many times faster this package is."""
-    shapes = dict.fromkeys(name.rpartition("/")[0] for name in cells)
-    measured = {key: title for key, title in ENTRIES.items() if any(name.endswith(f"/{key}") for name in cells)}
-    lines = []
-    for shape in shapes:
+def markdown(content: dict) -> str:
+    """Forward + backward of every implementation, and how many times faster this package is."""
+    cells, lines = content["cells"], []
+    shown = {key: title for key, title in ENTRIES.items() if any(name.endswith(f"/{key}") for name in cells)}
+    for shape in dict.fromkeys(name.rpartition("/")[0] for name in cells):
         # Of the large vocabulary what counts is who is out of memory, whatever is positive.
         for density in ("dense",) if shape in GROWING else ("dense", "sparse"):
             cell = {each: cells.get(f"{shape}/{each}", {}).get(density, {}) for each in ENTRIES}
-            found = {each: cell[each].get(measure, {}) for each in ENTRIES}
+            found = {each: cell[each].get("forward_backward", {}) for each in ENTRIES}
             gains = [times(found[each].get("ms"), found["fast"].get("ms")) for each in ("stock", "compiled")]
             positive = f"{cell['fast']['positive']:.0%}" if "positive" in cell["fast"] else ""
-            lines.append([shape, positive, *(time_and_memory(found[each]) for each in measured), *gains])
-    return table(["texts", "positive", *measured.values(), "times stock", "times compiled"], lines)
-
-
-def error_table(cells: dict) -> str:
-    """The largest relative error of each implementation over the shapes."""
-    lines = []
-    for entry, title in ENTRIES.items():
-        found = [
-            of_density["errors"]
-            for name, cell in cells.items()
-            for of_density in (cell.get("dense", {}), cell.get("sparse", {}))
-            if name.endswith(f"/{entry}") and "errors" in of_density
-        ]
-        if found:
-            of_outputs = zip(*(errors.values() for errors in found), strict=True)
-            lines.append([title, *("no number" if None in each else f"{max(each):.1e}" for each in of_outputs)])
-    return table(["", "values", "hidden gradient", "weight gradient", "bias gradient"], lines)
-
-
-def markdown(content: dict) -> str:
-    """The tables of docs/splade.md."""
-    cells = content["cells"]
-    made = next(iter(cells.values()))["environment"]
-    versions = machine(made, "triton", "sentence-transformers").replace(
-        "sentence-transformers", "Sentence Transformers"
-    )
-    parts = [
-        f"{versions}. Forward + backward, and memory beyond inputs:",
-        speed_table(cells, "forward_backward"),
-        "Forward without gradient:",
-        speed_table(cells, "forward"),
-        "Largest relative errors against float64:",
-        error_table(cells),
-    ]
-    return "\n\n".join(parts)
+            lines.append([shape, positive, *(time_and_memory(found[each]) for each in shown), *gains])
+    made = machine(next(iter(cells.values()))["environment"], "triton", "sentence-transformers")
+    made = made.replace("sentence-transformers", "Sentence Transformers")
+    header = ["texts", "positive", *shown.values(), "times stock", "times compiled"]
+    return f"{made}. Forward + backward, and memory beyond inputs:\n\n{table(header, lines)}"

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import pylate_fastmaxsim
-from benchmarks.harness.tables import table, time_and_memory, times
 from benchmarks.operators.measure import timed
 
 # The module with the scores of each host.
@@ -93,13 +92,3 @@ def measure(cell: dict) -> dict:
     found = {"stock": timed(measures, device)}
     with pylate_fastmaxsim.enabled():
         return found | {"fast": timed(measures, device)}
-
-
-def markdown(content: dict) -> str:
-    """Forward + backward and memory of both, and the ratios."""
-    lines = []
-    for name, cell in content["cells"].items():
-        stock, fast = (cell[path]["forward_backward"] for path in ("stock", "fast"))
-        ratios = [times(stock.get(key), fast.get(key), ".2f") for key in ("ms", "peak_bytes")]
-        lines.append([name, time_and_memory(stock), time_and_memory(fast), *ratios])
-    return table(["shape", "stock", "this package", "speed", "less memory"], lines)

@@ -19,8 +19,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,14 +31,15 @@ from torch.nn.functional import normalize
 from benchmarks.harness.lengths import SIGMA
 from benchmarks.harness.tables import table, times
 from benchmarks.harness.timing import seconds_of
-from pylate_fastmaxsim import CompressedBatch, ResidualCodec, TokenBatch
+from pylate_fastmaxsim import ResidualCodec, TokenBatch
 from pylate_fastmaxsim.retrieval.corpus import TOKENS_PER_BATCH, Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.search import search
 
-Batch = TokenBatch | CompressedBatch
 Found = tuple[Tensor, Tensor]
 
 LONGEST = 300  # tokens of a passage
+QUERY_LENGTH = 32
+REPEATS = 3  # of a search
 # Stock holds the similarities twice, plain and masked, and their maxima.
 SHARE_OF_MEMORY = 0.35
 CPU_CHUNK = 64  # passages
@@ -149,114 +150,85 @@ def setting_of(content: dict) -> dict:
     return next(iter(content["cells"].values()))["environment"]["setting"]
 
 
-@dataclass
-class Benchmark:
-    """All stages on one device, and their figures by ``format/stage``."""
+def written(name: str, options: argparse.Namespace, device: torch.device) -> Generator[tuple[str, dict], None, Corpus]:
+    """The corpus of a format, from the disk if it is there."""
+    folder, began, seconds = options.folder / name, time.perf_counter(), None
+    if (folder / "corpus.json").exists():
+        corpus = Corpus(folder)
+    else:
+        format = None if name == "bf16" else name
+        if name in BITS:
+            sample = next(passages(options, device)).values
+            format = ResidualCodec.train(sample, BITS[name], options.centroids)
+            yield f"{name}/train", {"seconds": time.perf_counter() - began, "vectors": len(sample)}
+            began = time.perf_counter()
+        corpus = write_corpus(folder, passages(options, device), format=format)
+        seconds = time.perf_counter() - began
+    if (len(corpus), corpus.dim) != (options.passages, options.dim):
+        raise SystemExit(f"{folder} holds another corpus; choose another --folder.")
+    yield f"{name}/write", {"seconds": seconds, "tokens": corpus.tokens, "bytes": corpus.nbytes}
+    return corpus
 
-    options: argparse.Namespace
-    device: torch.device
-    found: dict[str, dict] = field(default_factory=dict)
 
-    def finished(self, result: dict, stage: str, format: str | None = None) -> None:
-        self.found[stage if format is None else f"{format}/{stage}"] = result
+def searched(
+    name: str, corpora: dict[str, Corpus], queries: TokenBatch, k: int, expected: Found | None
+) -> Generator[tuple[str, dict], None, Found]:
+    """Search a corpus in each way; ``expected`` are the results of bf16."""
+    device, corpus = queries.device, corpora[name]
+    batches = partial(corpus.batches, device)
 
-    def written(self, name: str) -> Corpus:
-        """The corpus of a format, from the disk if it is there."""
-        options, folder = self.options, self.options.folder / name
-        began, seconds = time.perf_counter(), None
-        if (folder / "corpus.json").exists():
-            corpus = Corpus(folder)
-        else:
-            format = None if name == "bf16" else name
-            if name in BITS:
-                sample = next(passages(options, self.device)).values
-                format = ResidualCodec.train(sample, BITS[name], options.centroids)
-                self.finished({"seconds": time.perf_counter() - began, "vectors": len(sample)}, "train", name)
-                began = time.perf_counter()
-            corpus = write_corpus(folder, passages(options, self.device), format=format)
-            seconds = time.perf_counter() - began
-        if (len(corpus), corpus.dim) != (options.passages, options.dim):
-            raise SystemExit(f"{folder} holds another corpus; choose another --folder.")
-        self.finished({"seconds": seconds, "tokens": corpus.tokens, "bytes": corpus.nbytes}, "write", name)
-        return corpus
+    def compared(found: Found) -> dict:
+        return {} if expected is None else {"difference": difference(found, expected)}
 
-    def searched(self, name: str, corpora: dict[str, Corpus], queries: TokenBatch, expected: Found | None) -> Found:
-        """Search a corpus in each way; ``expected`` are the results of bf16."""
-        options, device, corpus = self.options, self.device, corpora[name]
+    search(queries, [next(iter(batches()))], k)  # warm-up
+    if device.type == "cuda":  # on a CPU nothing is read before it is scored
+        result, _ = seconds_of(lambda: sum(map(len, batches())), device)
+        yield f"{name}/read", {**result, "gigabytes_per_second": corpus.nbytes / result["seconds"] / 1e9}
+    result, found = seconds_of(lambda: search(queries, batches(), k), device, REPEATS)
+    yield f"{name}/streamed", {**result, **compared(found)}
 
-        def batches() -> Iterator[Batch]:
-            return corpus.batches(device, options.tokens_per_batch)
+    resident = list(batches())
+    result, again = seconds_of(lambda: search(queries, resident, k), device, REPEATS)
+    same = all(torch.equal(ours, theirs) for ours, theirs in zip(found, again, strict=True))
+    yield f"{name}/resident", {**result, **compared(again), "same_as_streamed": same}
+    resident.clear()
 
-        def compared(found: Found) -> dict:
-            return {} if expected is None else {"difference": difference(found, expected)}
-
-        search(queries, [next(batches())], options.k)  # warm-up
-        if device.type == "cuda":  # on a CPU nothing is read before it is scored
-            result, _ = seconds_of(lambda: sum(map(len, batches())), device)
-            self.finished({**result, "gigabytes_per_second": corpus.nbytes / result["seconds"] / 1e9}, "read", name)
-        result, found = seconds_of(lambda: search(queries, batches(), options.k), device, options.repeats)
-        self.finished({**result, **compared(found)}, "streamed", name)
-
-        resident = list(batches())
-        result, again = seconds_of(lambda: search(queries, resident, options.k), device, options.repeats)
-        same = all(torch.equal(ours, theirs) for ours, theirs in zip(found, again, strict=True))
-        self.finished({**result, **compared(again), "same_as_streamed": same}, "resident", name)
-        resident.clear()
-
-        if expected is not None:
-            result, again = seconds_of(lambda: search(queries, batches(), options.k, rescore=corpora["bf16"]), device)
-            late = again.from_last_tenth.double().mean().item()
-            self.finished({**result, **compared(again), "mean_from_last_tenth": late}, "rescored", name)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        return found
-
-    def stock(self, corpus: Corpus, padded: Tensor, queries: TokenBatch) -> None:
-        """PyLate rounds similarities and scores to bfloat16; its float32 scores are those of this package."""
-        options = self.options
-        for stage, passages_, dtype in (
-            ("stock", options.stock_passages, torch.bfloat16),
-            ("stock_float32", options.check_passages, torch.float32),
-        ):
-            part = min(options.passages, passages_)
-            result, found = stock(padded, corpus, part, options, dtype)
-            ours = search(queries, corpus.batches(self.device, options.tokens_per_batch, end=part), options.k)
-            self.finished({**result, "difference": difference(ours, found)}, stage)
+    if expected is not None:
+        result, again = seconds_of(lambda: search(queries, batches(), k, rescore=corpora["bf16"]), device)
+        late = again.from_last_tenth.double().mean().item()
+        yield f"{name}/rescored", {**result, **compared(again), "mean_from_last_tenth": late}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, help="of the corpora")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--centroids", type=int, default=1 << 15, help="of residual codes")
-    parser.add_argument("--no-stock", action="store_true", help="leave PyLate out")
     parser.add_argument("--passages", type=int, default=1_000_000)
     parser.add_argument("--mean", type=int, default=80, help="tokens of a passage")
     parser.add_argument("--queries", type=int, default=1000)
-    parser.add_argument("--query-length", type=int, default=32)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--k", type=int, default=100)
     parser.add_argument("--stock-passages", type=int, default=100_000, help="passages that PyLate scores")
     parser.add_argument("--check-passages", type=int, default=10_000, help="passages that PyLate scores in float32")
-    parser.add_argument("--tokens-per-batch", type=int, default=TOKENS_PER_BATCH)
-    parser.add_argument("--repeats", type=int, default=3)
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
     """Names of the stages; a run makes them all."""
-    if options.folder is None or options.formats[0] != "bf16":
-        raise SystemExit("--folder must name the folder of the corpora, and --formats must begin with bf16.")
-    searched = (*["read"] * torch.cuda.is_available(), *TITLES)
+    if options.folder is None:
+        raise SystemExit("--folder must name the folder of the corpora.")
     stages = {
         f"{name}/{stage}": {}
-        for name in options.formats
-        for stage in (*["train"] * (name in BITS), "write", *searched)
+        for name in FORMATS
+        for stage in (*["train"] * (name in BITS), "write", *["read"] * torch.cuda.is_available(), *TITLES)
         if name != "bf16" or stage != "rescored"
     }
-    return stages | ({} if options.no_stock else {"stock": {}, "stock_float32": {}})
+    return stages | {"stock": {}, "stock_float32": {}}
 
 
 def recorded(_: str, options: argparse.Namespace) -> dict:
-    keys = ("passages", "mean", "queries", "query_length", "dim", "k", "centroids", "tokens_per_batch", "repeats")
+    keys = ("passages", "mean", "queries", "dim", "k", "centroids")
     return {"setting": {key: getattr(options, key) for key in keys}}
 
 
@@ -264,22 +236,22 @@ def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator
     if not cells:
         return
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    benchmark = Benchmark(options, device)
-    corpora = {name: benchmark.written(name) for name in options.formats}
+    corpora = {}
+    for name in FORMATS:
+        corpora[name] = yield from written(name, options, device)
     generator = torch.Generator(device).manual_seed(1)
-    shape = (options.queries, options.query_length, options.dim)
-    padded = normalize(torch.randn(shape, generator=generator, device=device), dim=-1).bfloat16()
+    padded = torch.randn(options.queries, QUERY_LENGTH, options.dim, generator=generator, device=device)
+    padded = normalize(padded, dim=-1).bfloat16()
     queries, expected = TokenBatch.from_padded(padded), None
-    for name in options.formats:
-        found = benchmark.searched(name, corpora, queries, expected)
+    for name in FORMATS:
+        found = yield from searched(name, corpora, queries, options.k, expected)
         expected = found if expected is None else expected
-        yield from _taken(benchmark.found)
-    if not options.no_stock:
-        benchmark.stock(corpora["bf16"], padded, queries)
-        yield from _taken(benchmark.found)
-
-
-def _taken(found: dict[str, dict]) -> Iterator[tuple[str, dict]]:
-    while found:
-        name = next(iter(found))
-        yield name, found.pop(name)
+    # PyLate rounds similarities and scores to bfloat16; its float32 scores are those of this package.
+    for stage, count, dtype in (
+        ("stock", options.stock_passages, torch.bfloat16),
+        ("stock_float32", options.check_passages, torch.float32),
+    ):
+        part = min(options.passages, count)
+        result, found = stock(padded, corpora["bf16"], part, options, dtype)
+        ours = search(queries, corpora["bf16"].batches(device, end=part), options.k)
+        yield stage, {**result, "difference": difference(ours, found)}

@@ -6,7 +6,7 @@
 A cell is a collection: of so many documents, with so many terms a document, or on a CPU. It has every engine with its
 cases, each a number of queries and a k. A time is from the call, with the device idle, to the last kernel. The first
 queries of each collection are compared with float64 in the order that SparseIndex promises. At ``--sweep-size`` documents
-there are also batch sizes, other kernels, and queries that an encoder makes. What fails is recorded and the rest goes on.
+there are also batch sizes. What fails is recorded and the rest goes on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.harness.tables import machine, mebibytes, table, time_and_memory
 from benchmarks.harness.timing import elapsed, mark, peak_bytes
 from benchmarks.harness.workers import failure
 from benchmarks.retrieval import sparse_data
-from benchmarks.retrieval.sparse_baselines import CuSparse, DocumentParallel, Found, ScatterAdd
+from benchmarks.retrieval.sparse_baselines import CuSparse, Found, ScatterAdd
 from pylate_fastmaxsim import SparseBatch, SparseIndex, reference
 from pylate_fastmaxsim.kernels.sparse.postings import DOCUMENTS_PER_BLOCK
 from pylate_fastmaxsim.retrieval.topk import merge_results
@@ -37,11 +37,6 @@ ENGINES = {
     "scatter": "scatter-add",
     "cusparse": "cuSPARSE",
 }
-KERNELS = {
-    "index": "block and query, integers in shared memory",
-    "scatter": "term and query, float atomics in global memory",
-    "document": "document and query, no index",
-}
 # ms of 500 queries in the paper that published the scatter-add kernel.
 PUBLISHED = {100_000: 7.3, 1_000_000: 393.0, 8_800_000: 635.0}
 LINKS = "([numbers](../benchmarks/results/sparse_search.json), [plot](../benchmarks/results/sparse_search.png))"
@@ -49,11 +44,9 @@ CASES = {"k=10": "k = 10", "k=1000": "k = 1000", "one": "k = 1000, one query"}
 K = 1000
 BATCHES = (1, 4, 16, 64, 256, 1024)
 TERMS = (10, 25, 50, 127, 250, 500)
-PIPELINE_BATCHES = (1, 8, 32, 128)
 CPU_DOCUMENTS = 100_000
 CHECKED = 8  # queries that are compared with float64
 REPEATS, MILLISECONDS = 20, 500  # a case is repeated until one of them is reached
-TINY_ENCODER = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
 
 
 class Engine(Protocol):
@@ -71,7 +64,6 @@ MAKERS: dict[str, Callable[[list[SparseBatch]], Engine]] = {
     "index": build_index,
     "scatter": ScatterAdd,
     "cusparse": CuSparse,
-    "document": DocumentParallel,
 }
 
 
@@ -141,7 +133,6 @@ class Collection:
 
     def __init__(self, cell: dict) -> None:
         self.few = slice(2 if cell["tiny"] else None)
-        self.tiny = cell["tiny"]
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.queries, self.sizes = cell["queries"], BATCHES[self.few] if cell["sweep"] else ()
         self.documents = list(sparse_data.documents(cell["documents"], self.device, cell["terms"]))
@@ -183,41 +174,17 @@ class Collection:
         return made[0] if made else None
 
     def cases(self, kind: str, cases: dict[str, tuple[SparseBatch, int]]) -> None:
-        """One engine with its cases by name, each a batch of queries and a k; and an index behind the encoder."""
+        """One engine with its cases by name, each a batch of queries and a k."""
         engine = self.build(kind)
         for case, (queries, k) in cases.items() if engine else ():
             self.measure(f"{kind}/{case}", partial(measured, engine, queries, k, self.expected))
-        if engine and kind == "index" and self.sizes:
-            self.pipeline(engine)
-
-    def pipeline(self, index: SparseIndex) -> None:
-        """Queries encoded, and then searched."""
-        from benchmarks.retrieval import sparse_pipeline  # Sentence Transformers takes seconds to import
-
-        encoder = sparse_pipeline.build_encoder(self.device, **(TINY_ENCODER if self.tiny else {}))
-        cuda = self.device.type == "cuda"
-
-        def both(size: int) -> dict:
-            encode = partial(sparse_pipeline.encode, encoder, sparse_pipeline.token_ids(size, self.device))
-            queries = encode()
-            search = partial(index.search, queries, K)
-            search()
-            return {
-                "encode": timed(encode, cuda),
-                "search": timed(search, cuda),
-                "both": timed(lambda: index.search(encode(), K), cuda),
-                "terms_per_query": len(queries.terms) / size,
-            }
-
-        for size in PIPELINE_BATCHES[self.few]:
-            self.measure(f"pipeline/batch={size}", partial(both, size))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 8_800_000, 1_000_000], help="documents")
     parser.add_argument("--sweep-size", type=int, default=1_000_000, help="documents of what is measured at one size")
     parser.add_argument("--queries", type=int, default=500)
-    parser.add_argument("--tiny", action="store_true", help="an encoder of one small layer, two cells of each sweep")
+    parser.add_argument("--tiny", action="store_true", help="two cells of each sweep")
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
@@ -251,8 +218,6 @@ def measure(cell: dict) -> dict:
         for kind in ("index", "scatter"):
             found.cases(kind, cases | batches)
         found.cases("cusparse", cases)
-        if found.sizes:
-            found.cases("document", largest)
     return {"measured": found.measured}
 
 
@@ -297,56 +262,6 @@ def memory_table(cells: dict) -> str:
     return table(["documents", "", "build", "size", "bytes a posting, without exact rows", "beyond it, k = 1000"], rows)
 
 
-def exactness_table(cells: dict) -> str:
-    rows = []
-    for engine, title in ENGINES.items():
-        found = [cell for name, cell in cells.items() if f"/{engine}/" in name and "recall" in cell]
-        if found:
-            shares = [f"{sum(cell[key] for cell in found)} of {len(found)}" for key in ("exact", "repeatable")]
-            rows.append([title, f"{min(cell['recall'] for cell in found):.6g}", *shares])
-    return table(["", "lowest recall", "same bits as float64", "same bits twice"], rows)
-
-
-def _sweep_table(cells: dict, first: str, rows: dict[str, tuple[str, str]]) -> str:
-    """Rows by title; of each the collection and case of the index and of the scatter-add kernel."""
-    lines = []
-    for title, (collection, case) in rows.items():
-        names = [f"{collection}/{engine}/{case}" for engine in ("index", "scatter")]
-        lines.append([title, *(_time(cells.get(name, {})) for name in names), *_faster(cells, *names)])
-    return table([first, *list(ENGINES.values())[:2], "times scatter-add"], lines)
-
-
-def batch_table(cells: dict, size: int) -> str:
-    batches = sorted({int(name.rpartition("=")[2]) for name in cells if "/index/batch=" in name})
-    return _sweep_table(cells, "queries", {f"{n:,}": (str(size), f"batch={n}") for n in batches})
-
-
-def terms_table(cells: dict) -> str:
-    rows = {}
-    for terms in sorted({int(name.partition("/")[0][6:]) for name in cells if name.startswith("terms=")}):
-        shared = cells[f"terms={terms}/data"]["shared_terms"]
-        rows[f"{terms} ({shared:.1f} shared with a query)"] = f"terms={terms}", f"k={K}"
-    return _sweep_table(cells, "terms of a document", rows)
-
-
-def kernels_table(cells: dict, size: int) -> str:
-    rows = []
-    for engine, title in KERNELS.items():
-        cell = cells.get(f"{size}/{engine}/k={K}", {})
-        rows.append([title, _time(cell), mebibytes(cell.get("peak_bytes"))])
-    return table(["a program for each", "time", "memory beyond the index"], rows)
-
-
-def pipeline_table(cells: dict) -> str:
-    rows = []
-    for name, cell in cells.items():
-        if "/pipeline/" in name:
-            parts = [cell.get(part) for part in ("encode", "search", "both")]
-            entries = [f"{part['ms']:.2f} ms" for part in parts] if all(parts) else [cell["failure"], "", ""]
-            rows.append([name.rpartition("=")[2], *entries])
-    return table(["queries", "encode", "search", "one after the other"], rows)
-
-
 def markdown(content: dict) -> str:
     """The tables of docs/sparse.md."""
     cells, made = measures(content), next(iter(content["cells"].values()))["environment"]
@@ -355,25 +270,9 @@ def markdown(content: dict) -> str:
         f" Documents of {data['terms_per_document']:.0f} terms, queries of {data['terms_per_query']:.0f}, "
         f"{data['shared_terms']:.1f} shared."
     )
-    setting = made["setting"]
-    size, queries = setting["sweep_size"], f"{setting['queries']} queries"
-    sweep, checked = f"{size:,} documents, k = {K}", setting["checked_queries"]
-    parts = {
-        f"{machine(made, 'triton')}; {queries}.{drawn or ''} {LINKS}": speed_table(cells),
-        f"Memory and time to build, {queries}:": memory_table(cells),
-        f"Results: the first {checked} queries of each cell beside float64, all of them twice:": exactness_table(cells),
-        f"Batch sizes, {sweep}:": batch_table(cells, size),
-        f"Terms of a document, {queries}, {sweep}:": terms_table(cells),
-        f"Kernels, {queries}, {sweep}:": kernels_table(cells, size),
-        "Queries encoded by a SparseEncoder of BERT-base's sizes (random weights, bfloat16, 16 tokens), then searched, "
-        f"{sweep}:": pipeline_table(cells),
-    }
-    text = "\n\n".join(f"{title}\n\n{made}" for title, made in parts.items())
-    cpu = cells.get(f"cpu/index/k={K}", {})
-    if "ms" in cpu:
-        where = f"On a CPU ({made['host']}), {cells['cpu/data']['documents']:,} documents, {queries}, k = {K}"
-        text += f"\n\n{where}: {cpu['ms'] / 1e3:.2f} s."
-    return text
+    queries = f"{made['setting']['queries']} queries"
+    title = f"{machine(made, 'triton')}; {queries}.{drawn or ''} {LINKS}"
+    return "\n\n".join([title, speed_table(cells), f"Memory and time to build, {queries}:", memory_table(cells)])
 
 
 def plot(content: dict, target: Path) -> None:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from benchmarks.harness.tables import machine, table
 from benchmarks.harness.timing import seconds_of
 from benchmarks.retrieval.sparse_data import VOCABULARY, term_law
 from pylate_fastmaxsim import SparseBatch, StaticLateInteraction
@@ -103,27 +102,6 @@ def measure(cell: dict) -> dict:
     }
 
 
-def markdown(content: dict) -> str:
-    made, rows = next(iter(content["cells"].values()))["environment"], []
-    for threshold, cell in content["cells"].items():
-        built, size = cell["documents"], cell["documents"]["nbytes"]
-        peak = built["peak_bytes"] and built["peak_bytes"] - size
-        entries = [f"{cell['table']['neighbours_per_token']:.1f}", f"{built['entries_per_document']:.0f}"]
-        entries += [f"{cell['table']['seconds']:.2f} s", _gib(cell["table"]["peak_bytes"])]
-        rows.append([threshold, *entries, f"{built['seconds']:.2f} s", _gib(size), _gib(peak)])
-    setting = made["setting"]
-    title = (
-        f"{setting['documents']:,} documents of {TOKENS} tokens, a vocabulary of {setting['vocabulary']:,}, vectors of {DIM} "
-        f"dimensions; {machine(made)}:"
-    )
-    header = ["threshold", "neighbours of a token", "entries of a document", "table of neighbours", "its peak memory"]
-    return f"{title}\n\n{table([*header, 'documents', 'their size', 'peak memory beyond it'], rows)}"
-
-
-def _gib(count: int | None) -> str:
-    return "" if count is None else f"{count / 2**30:.2f} GiB"
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--documents", type=int, default=1_000_000)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help=f"at most {VOCABULARY:,}")
@@ -132,7 +110,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def cells(options: argparse.Namespace) -> dict[str, dict]:
     sizes = {"documents_made": options.documents, "vocabulary": options.vocabulary}
     return {str(threshold): {"threshold": threshold, **sizes} for threshold in THRESHOLDS}
-
-
-def recorded(_: str, options: argparse.Namespace) -> dict:
-    return {"setting": {"documents": options.documents, "vocabulary": options.vocabulary}}

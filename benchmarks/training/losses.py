@@ -16,9 +16,7 @@ from operator import itemgetter
 
 import torch
 
-from benchmarks.harness.tables import table, time_and_memory
 from benchmarks.harness.timing import peak_bytes, time_calls
-from benchmarks.training.steps import mark_of_runs
 from benchmarks.training.train_step import PATHS, SCORING
 
 TITLES = {
@@ -70,25 +68,3 @@ def measure(cell: dict) -> dict:
     values = [float(step()) for step in steps]
     timing = time_calls(steps, device, at_once=AT_ONCE[cell["loss"]])
     return {**timing, "peak_bytes": peak_bytes(steps[0], device), "loss_value": values[0]}
-
-
-def markdown(content: dict) -> str:
-    """Forward + backward of each loss, with ratios to stock and to the better peer; ‡ compares two runs."""
-    shapes: dict[str, dict[str, dict]] = {}
-    for cell in content["cells"].values():
-        shapes.setdefault(
-            f"{TITLES[cell['loss']]}, {cell['queries']} queries, {cell['columns']} documents each, "
-            f"up to {cell['document_length']} tokens",
-            {},
-        )[cell["path"]] = cell
-    lines = []
-    for shape, row in shapes.items():
-        timed = {path: cell for path, cell in row.items() if "ms" in cell}
-        entries = [time_and_memory(row.get(path, {}), ".2f") for path in PATHS]
-        peers = [timed[path] for path in ("lik", "flash") if path in timed]
-        fast = timed.get("fast")
-        for other in (timed.get("stock"), min(peers, key=itemgetter("ms"), default=None)):
-            entries.append(f"{other['ms'] / fast['ms']:.1f}x{mark_of_runs(fast, other)}" if other and fast else "")
-        lines.append([shape, *entries])
-    title = "One loss, from token embeddings to their gradients, and its peak memory beyond them:\n\n"
-    return title + table(["loss", *PATHS.values(), "against PyLate", "against the better peer"], lines)

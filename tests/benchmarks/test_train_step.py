@@ -15,6 +15,7 @@ from pylate.utils import ColBERTCollator
 
 from benchmarks.harness.records import load
 from benchmarks.training import train_step
+from benchmarks.training.ceilings import GRID, ceiling, next_batch
 from benchmarks.training.encoder import build_model
 
 pytestmark = pytest.mark.bench
@@ -67,3 +68,14 @@ def test_ranks_train_together_and_one_says_how_long_it_took(tmp_path):
     assert result["status"] == "ok" and result["steps"] == len(result["each_ms"]) == 2
     # As PyLate does with negatives of all ranks, each returns its loss times their number.
     assert result["losses"][0] > train_step.measure(cell_of("--batches", "4", "--steps", "1"))["losses"][0]
+
+
+@pytest.mark.parametrize("limit", [31, 32, 300, 2**21])
+def test_the_search_finds_the_largest_batch_that_fits(limit):
+    tried = {}
+    while (batch := next_batch(tried)) is not None:
+        assert batch not in tried and batch in GRID
+        tried[batch] = {"status": "ok" if batch <= limit else "out of memory"}
+    largest, stopped = ceiling(tried)
+    assert largest == max((size for size in GRID if size <= limit), default=None)
+    assert (stopped is None) == (limit >= GRID[-1]) and len(tried) <= 5
