@@ -27,11 +27,11 @@ from pylate_fastmaxsim.recipes.config.kinds import RECIPES
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pylate_fastmaxsim"
 _TYPES = {
-    bool: "true, false",
-    int: "integer",
-    float: "number",
+    bool: "bool",
+    int: "int",
+    float: "float",
     str: "text",
-    list[str]: "list of texts",
+    list[str]: "list",
     dict: "mapping",
 }
 _GROUPS = {
