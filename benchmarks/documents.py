@@ -68,25 +68,10 @@ def padding_table() -> str:
     return table(header, lines)
 
 
-def h100_table() -> str:
-    """Uncompiled steps on an H100, also at PyLate's default document_length."""
-    shapes = (("train_step_h100", 128, 300), ("step_180_tokens_h100", 128, 180), ("step_180_tokens_h100", 256, 180))
-    lines = [against_peers(f"{batch}, {length}", results(name)["cells"], batch) for name, batch, length in shapes]
-    return table(["queries, `document_length`", "stock", "best peer", "this package", "speed", "memory"], lines)
-
-
 def multi_vector_step_table() -> str:
     """Steps with all texts in one mini-batch."""
     rows = [("stock", False), ("flash", False), ("both", False), ("fast", False), ("fast", True)]
     return multi_vector_step.markdown_table(results("multi_vector_step")["cells"], rows)
-
-
-def multi_vector_gradcache_table() -> str:
-    """Steps of GradCache, in mini-batches of texts and of tokens."""
-    rows = [("stock", False, 32), ("fast", False, 32), ("stock", False, 128)]
-    for tokens in (9600, 38400):
-        rows += [(path, compiled, 32, tokens) for path, compiled in (("flash", False), ("fast", False), ("fast", True))]
-    return multi_vector_step.markdown_table(results("multi_vector_gradcache")["cells"], rows)
 
 
 def with_speed(cell: dict, stock: dict) -> str:
@@ -169,47 +154,35 @@ def cells_of(name: str, *patterns: str) -> dict:
 
 # Tables that suites print, by document and mark: the suite, and patterns of the cells that are shown.
 SUITE_TABLES = {
-    "docs/sentence_transformers.md": {
-        "splade-head-table": ("splade_head", "256x256*", "32x512*", "128x256, 250k*", "512x256, 250k*"),
-    },
     "docs/benchmarks.md": {
         "lengths-table": ("lengths", "*"),
         "splade-step-table": ("splade_step", "*"),
         "page-step-table": ("page_step", "*"),
-        "operators-table": ("operators", "*"),
-        "losses-table": ("ceilings", "*"),
-        "long-documents-table": ("long_documents", "*"),
-        "corpus-search-table": ("corpus_search", "*/write", "*/read", "*/streamed", "stock*"),
-    },
-    "docs/kernels.md": {
-        "attention-table": (
-            "attention", "256 queries*window*", "1024 doc*", "256 documents of 150, window*", "136 texts*", "40 texts*"
+        "operators-table": (
+            "operators",
+            *("host", "in-batch-[23]/*", "colpali*", "kd/*", "rerank-10000/*", "ragged/*", "ragged-4096/*", "fp32*"),
         ),
+        "losses-table": ("ceilings", "*"),
+        "corpus-search-table": ("corpus_search", "*/write", "*/read", "*/streamed", "stock*"),
     },
     "docs/corpora.md": {
         "compressed-operators-table": ("compressed_operators", "256x32.512x300/*", "1x32.10000x300/*"),
-        "compressed-fidelity-table": ("compressed_fidelity", "*"),
+        "compressed-fidelity-table": ("compressed_fidelity", "cranfield/*"),
     },
-    "docs/losses.md": {
-        "pooling-operators-table": ("pooling_operators", "256x32.512x300/*", "64x128.64x1024/*"),
-        "pooling-checks-table": ("pooling_study", "*"),
-    },
-    "docs/sparse.md": {
-        "sparse-search-table": ("sparse_search", "*"),
-        "static-cranfield-table": (
-            "static_cranfield", "BM25", "encoder", "MaxSim", "threshold=[14568]*", "threshold=0.[468]*"
-        ),
-    },
+    "docs/losses.md": {"pooling-operators-table": ("pooling_operators", "256x32.512x300/*")},
+    "docs/sparse.md": {"sparse-search-table": ("sparse_search", "*")},
     "docs/recipes.md": {
         "first-stage-table": (
-            "first_stage_cranfield", "BM25", "static, 0.6", "static, IDF, 0.6", "static, BM25's weights, 0.6"
+            "first_stage_cranfield",
+            *("BM25", "static, 0.6", "static, IDF, 0.6", "static, BM25's weights, 0.6"),
         ),
     },
-}  # fmt: skip
+}
 
 
 def tables() -> dict[str, dict[str, str]]:
     """The tables of each document, by the name that marks their place."""
+    steps = cells_of("train_step", "*/compile=0/*", "stock/*", "fast/*")["cells"]
     made = {
         "README.md": {
             "summary-table": summary_table(),
@@ -218,10 +191,8 @@ def tables() -> dict[str, dict[str, str]]:
         },
         "docs/sentence_transformers.md": {"multi-vector-table": multi_vector_step_table()},
         "docs/benchmarks.md": {
-            "train-step-table": train_step.markdown_table(results("train_step")["cells"], False),
-            "h100-table": h100_table(),
+            "train-step-table": train_step.markdown_table(steps, False),
             "encoders-table": encoders_table(),
-            "multi-vector-gradcache-table": multi_vector_gradcache_table(),
             "quickstart-table": quickstart_table(),
         },
         "docs/distributed.md": {"two-gpus-table": two_gpus_table(), "deepspeed-table": deepspeed_table()},

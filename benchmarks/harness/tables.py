@@ -36,7 +36,7 @@ def machine(environment: dict, *packages: str) -> str:
 
 
 # Milliseconds of a unit, by the key of a time.
-UNITS = {"ms": 1, "step_ms": 1, "seconds": 1e3, "one_ms": 1, "sharded_ms": 1}
+UNITS = {"ms": 1, "step_ms": 1, "seconds": 1e3, "step_seconds": 1e3, "one_ms": 1, "sharded_ms": 1}
 
 
 class Figure(NamedTuple):

@@ -17,7 +17,6 @@ from functools import partial
 import torch
 
 from benchmarks.harness.lengths import log_normal
-from benchmarks.harness.tables import table
 from benchmarks.harness.timing import time_calls
 from pylate_fastmaxsim.ops.attention import is_faster, text_attention
 
@@ -100,18 +99,3 @@ def process_of(_: dict) -> str:
 
 def measure(cell: dict) -> dict:
     return measure_attention(*shapes()[cell["shape"]], cell["reach"], cell.get("dim", DIM), cell.get("dropout", 0.0))
-
-
-def markdown(content: dict) -> str:
-    """Forward and backward of the attention of ModernBERT by texts and window."""
-    lines = []
-    for name, row in content["cells"].items():
-        if row["table"] != "rows":
-            continue
-        times = {way: [row[way][part]["ms"] for part in ("forward", "backward")] for way in ("flash", "ours")}
-        texts, _, reach = name.replace("1024", "1,024").replace("1280", "1,280").rpartition(", window ")
-        window = "none" if reach == "-1" else f"{reach} each side"
-        cells = [f"{forward:.2f} + {backward:.2f} ms" for forward, backward in times.values()]
-        ratio = f"{sum(times['flash']) / sum(times['ours']):.2f}x" + ("" if row["chosen"] else ", not chosen")
-        lines.append([texts, window, *cells, ratio])
-    return table(["texts", "window", "FlashAttention", "this package", ""], lines)

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from benchmarks.harness.lengths import log_normal
 from benchmarks.harness.suite import command
-from benchmarks.harness.tables import machine, table, time_and_memory, times
 from benchmarks.harness.workers import Worker
 from benchmarks.operators.measure import errors, exact_leaves, timed
 from pylate_fastmaxsim import TokenBatch, reference, splade_pool
@@ -194,21 +193,3 @@ def pooled_errors(values: Callable[[Inputs], Tensor], inputs: Inputs, entry: str
 
 def out_of_memory(cell: dict) -> bool:
     return "out of memory" in str(cell)
-
-
-def markdown(content: dict) -> str:
-    """Forward + backward of every implementation, and how many times faster this package is."""
-    cells, lines = content["cells"], []
-    shown = {key: title for key, title in ENTRIES.items() if any(name.endswith(f"/{key}") for name in cells)}
-    for shape in dict.fromkeys(name.rpartition("/")[0] for name in cells):
-        # Of the large vocabulary what counts is who is out of memory, whatever is positive.
-        for density in ("dense",) if shape in GROWING else ("dense", "sparse"):
-            cell = {each: cells.get(f"{shape}/{each}", {}).get(density, {}) for each in ENTRIES}
-            found = {each: cell[each].get("forward_backward", {}) for each in ENTRIES}
-            gains = [times(found[each].get("ms"), found["fast"].get("ms")) for each in ("stock", "compiled")]
-            positive = f"{cell['fast']['positive']:.0%}" if "positive" in cell["fast"] else ""
-            lines.append([shape, positive, *(time_and_memory(found[each]) for each in shown), *gains])
-    made = machine(next(iter(cells.values()))["environment"], "triton", "sentence-transformers")
-    made = made.replace("sentence-transformers", "Sentence Transformers")
-    header = ["texts", "positive", *shown.values(), "times stock", "times compiled"]
-    return f"{made}. Forward + backward, and memory beyond inputs:\n\n{table(header, lines)}"

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from benchmarks.harness.tables import machine, mebibytes, table, time_and_memory, times
+from benchmarks.harness.tables import machine, table, time_and_memory, times
 from benchmarks.harness.timing import elapsed, mark, peak_bytes
 from benchmarks.harness.workers import failure
 from benchmarks.retrieval import sparse_data
@@ -251,17 +251,6 @@ def speed_table(cells: dict) -> str:
     return table(header, rows)
 
 
-def memory_table(cells: dict) -> str:
-    rows = []
-    for size, (engine, title) in itertools.product(sizes(cells), ENGINES.items()):
-        build = cells.get(f"{size}/{engine}/build", {})
-        if "nbytes" in build:
-            entries = [f"{build['seconds']:.2f} s", f"{build['nbytes'] / 2**30:.2f} GiB"]
-            beyond = mebibytes(cells.get(f"{size}/{engine}/k={K}", {}).get("peak_bytes"))
-            rows.append([f"{size:,}", title, *entries, f"{build['bytes_per_posting']:.1f}", beyond])
-    return table(["documents", "", "build", "size", "bytes a posting, without exact rows", "beyond it, k = 1000"], rows)
-
-
 def markdown(content: dict) -> str:
     """The tables of docs/sparse.md."""
     cells, made = measures(content), next(iter(content["cells"].values()))["environment"]
@@ -271,8 +260,7 @@ def markdown(content: dict) -> str:
         f"{data['shared_terms']:.1f} shared."
     )
     queries = f"{made['setting']['queries']} queries"
-    title = f"{machine(made, 'triton')}; {queries}.{drawn or ''} {LINKS}"
-    return "\n\n".join([title, speed_table(cells), f"Memory and time to build, {queries}:", memory_table(cells)])
+    return f"{machine(made, 'triton')}; {queries}.{drawn or ''} {LINKS}\n\n{speed_table(cells)}"
 
 
 def plot(content: dict, target: Path) -> None:

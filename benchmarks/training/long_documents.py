@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.harness.paths import ROOT
-from benchmarks.harness.tables import table
 from pylate_fastmaxsim.recipes.comparison.compare import compare
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -75,19 +74,3 @@ def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator
             "evaluation.rows=8",
         ]
         yield name, compare(load_recipe(ROOT / "recipes" / "long_documents.yaml", overrides))
-
-
-def markdown(content: dict) -> str:
-    lines = []
-    for batch, comparison in content["cells"].items():
-        runs, summary = [comparison["runs"][path] for path in ("stock", "fast")], comparison["summary"]
-        lines.append([batch, *map(_time_and_memory, runs)])
-        lines[-1] += [f"{summary['speedup']:.2f}x", f"{summary['peak_memory']:.0%}"] if summary["speedup"] else ["", ""]
-    return table(["queries", "PyLate", "this package", "speed", "memory"], lines)
-
-
-def _time_and_memory(run: dict) -> str:
-    if run["status"] != "finished":
-        return run["status"]
-    peak = run["memory"]["peak"]
-    return f"{run['step_seconds']:.1f} s" + ("" if peak is None else f", {peak / 2**30:.1f} GiB")
