@@ -18,8 +18,7 @@ import torch
 from pylate_fastmaxsim.comparison import script
 from pylate_fastmaxsim.comparison.report import publish
 from pylate_fastmaxsim.comparison.script import SEVERAL_MACHINES, Ranks
-from pylate_fastmaxsim.comparison.script_child import FAILURE
-from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY, ChildFailed, OutOfMemoryElsewhere, Run, Turns
+from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY, OutOfMemoryElsewhere, Run, Turns
 from pylate_fastmaxsim.comparison.verdict import summarize_turns
 from pylate_fastmaxsim.reporting.numbers import without_nan
 from tests.support.compared_script import accelerated, compare, compared
@@ -234,18 +233,14 @@ def test_a_script_that_fails_ends_as_it_does_alone(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (1, "", alone.stderr)
 
 
-def test_a_script_that_ends_by_a_code_has_said_why(tmp_path, capsys):
-    (tmp_path / "stock").mkdir()
-    log = tmp_path / "stock.log"
-    log.write_text("usage: train.py [--lr LR]\n")
-    # As by os._exit, without a result.
-    with pytest.raises(SystemExit, match="1"):
-        script._exit_as_the_script(ChildFailed("stock", 0, log), tmp_path)
-    assert "ended with exit code 0" in capsys.readouterr().err
-    (tmp_path / "stock" / FAILURE).touch()
-    with pytest.raises(SystemExit, match="3"):
-        script._exit_as_the_script(ChildFailed("stock", 3, log), tmp_path)
-    assert capsys.readouterr().err == "usage: train.py [--lr LR]\n"
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("end", "code", "said"), [("sys.exit(3)", 3, "usage: --lr\n"), ("os._exit(0)", 1, "exit code 0")]
+)
+def test_a_script_that_ends_by_a_code_has_said_why(end, code, said, tmp_path):
+    done = compare(tmp_path, f"import os, sys\nprint('usage: --lr', flush=True)\n{end}\n")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr == said if code == 3 else said in done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names a folder that nobody can write into")

@@ -6,7 +6,8 @@ import pytest
 
 from pylate_fastmaxsim.comparison.report import headline
 from pylate_fastmaxsim.comparison.turns import Child, Run, Turns, python, take_turns
-from pylate_fastmaxsim.comparison.verdict import summarize_turns, verdict
+from pylate_fastmaxsim.comparison.verdict import summarize_steps, summarize_turns, verdict
+from tests.support.comparisons import steps as steps_of
 
 
 def run(*seconds: float, cpu: float = 2.0, device: str = "cpu", steps: int = 3) -> Run:
@@ -62,6 +63,17 @@ def test_what_the_report_takes():
     warm_up = summarize_turns(Turns(dict(zip(("stock", "fast"), few, strict=True)), restarted=False))
     assert warm_up["summary"]["speedup"] is None
     assert headline({"recipe": {"name": "x"}, **warm_up}).endswith("too few steps for a verdict on the speed")
+
+
+def test_times_are_taken_after_the_warm_up_and_padding_over_all_steps():
+    run = summarize_steps(steps_of([9.0] * 5 + [1.0, 2.0, 3.0] + [2.0] * 8, encoded=80))
+    assert run["step_seconds"] == 2.0
+    assert run["documents_per_second"] == 4 * 11 / 22
+    assert run["live_tokens_per_second"] == 30 * 11 / 22
+    assert run["padding"] == 0.5
+    # In a short run the warm-up is a third.
+    assert summarize_steps(steps_of([9.0, 1.0, 1.0], encoded=80))["step_seconds"] == 1.0
+    assert "step_seconds" not in summarize_steps([])
 
 
 @pytest.mark.e2e

@@ -1,6 +1,7 @@
 """A recipe small enough to be run by a test."""
 
 import json
+import re
 from pathlib import Path
 
 import yaml
@@ -20,6 +21,11 @@ def fell_back(said: str) -> list[str]:
     """What the plugin says where it leaves something to stock PyLate, of the output of a command."""
     words = " ".join(said.split())
     return [reason for reason in ("with padding", "not fused", "as PyLate has it") if reason in words]
+
+
+def split_overrides(written: str) -> list[str]:
+    """The overrides of a recipe that are written in a row."""
+    return re.split(r" (?=[a-z_.]+=)", written) if written else []
 
 
 def json_lines(file: Path, rows: list) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 
 import pytest
 
@@ -12,7 +11,7 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from tests.support.case_tables import cases
 from tests.support.paths import RECIPES
 from tests.support.recipe_kinds import tiny_splade
-from tests.support.tiny_recipe import tiny, write
+from tests.support.tiny_recipe import split_overrides, tiny, write
 
 BAD_KEYS = """
 colbert | trainin.max_steps=3 | trainin is not a key of a recipe with model.kind colbert; did you mean 'training'?
@@ -114,7 +113,7 @@ def test_a_bad_recipe_gets_one_sentence_that_names_the_key(kind, overrides, sent
         file = write(tmp_path, {"name": "x", **made})
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecipeError) as error:
-        load_recipe(file, re.split(r" (?=[a-z_.]+=)", overrides))
+        load_recipe(file, split_overrides(overrides))
     assert sentence in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
 

@@ -9,16 +9,14 @@ import torch
 
 from pylate_fastmaxsim.integrations.pylate.static import token_vectors
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
-from pylate_fastmaxsim.recipes.evaluation.evaluate import collection_of
 from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
 from pylate_fastmaxsim.recipes.mining.mine import mine
 from pylate_fastmaxsim.recipes.models.load import load_model
-from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
 from tests.support import models
 from tests.support.mining_recipe import answers, write_pairs
 from tests.support.paths import RECIPES
-from tests.support.tiny_recipe import few_steps, hub_dataset, kd_subsets, text
+from tests.support.tiny_recipe import few_steps, hub_dataset, kd_subsets, split_overrides, text
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
@@ -29,11 +27,14 @@ def test_they_are_valid_and_survive_a_round_trip(name, tmp_path):
     assert recipe.name == name and not recipe.model.trust_remote_code
 
 
-def losses_both_ways(name: str, tmp_path: Path, *overrides: str) -> list[float]:
+def losses_both_ways(name: str, folder: Path, *overrides: str) -> list[float]:
     """Train a shipped recipe stock and fast; its losses, which must be the same to rounding."""
     results = []
     for fast in ("false", "true"):
-        options = few_steps(tmp_path / fast, *overrides, f"fast.enabled={fast}", f"fast.stock_masking={fast}")
+        options = few_steps(folder / fast, *overrides, f"fast.enabled={fast}", f"fast.stock_masking={fast}")
+        if name == "splade":
+            own = ("model.embedding_size", "model.query_length", "model.document_length", "fast.stock_masking")
+            options = [option for option in options if not option.startswith(own)]
         results.append(train(load_recipe(RECIPES / f"{name}.yaml", options)))
     stock, fast = ([loss for _, loss in result["losses"]] for result in results)
     assert len(stock) == 2 and fast == pytest.approx(stock, rel=1e-3)
@@ -41,57 +42,48 @@ def losses_both_ways(name: str, tmp_path: Path, *overrides: str) -> list[float]:
     return stock
 
 
-@pytest.mark.e2e
-def test_msmarco(encoder, tmp_path, caplog):
-    rows = [{"query": text(i, 5), "positive": text(i, 9), "negative": text(i + 1, 30)} for i in range(40)]
-    data = hub_dataset(tmp_path / "data", triplet=rows)
-    overrides = [f"model.name_or_path={encoder('bert')}", f"data.name={data}", "evaluation.rows=8"]
-    losses_both_ways("colbert_msmarco", tmp_path, *overrides)
-    # The recipe's dropouts are those of ModernBERT.
-    (said,) = [line for line in caplog.messages if line.startswith("model.config_kwargs is left out where ")]
-    assert said.endswith("no such value: embedding_dropout, attention_dropout, mlp_dropout.")
-    recipe = load_recipe(RECIPES / "colbert_msmarco.yaml", few_steps(tmp_path / "out", *overrides))
-    held_out = load_data(recipe).held_out
-    assert held_out.column_names == ["query", "positive", "negative"]
-    collection = collection_of(recipe, held_out)
-    assert set(collection.queries.values()) == set(held_out["query"])
-    assert set(collection.corpus["text"]) == {*held_out["positive"], *held_out["negative"]}
+TRIPLETS = [{"query": text(i, 5), "positive": text(i, 9), "negative": text(i + 1, 30)} for i in range(40)]
+GOOAQ = [{"query": text(i, 5), "document": text(i, 3 + i % 20), "dataset": "gooaq", "shard": 0} for i in range(40)]
+# More rows are longer than 2,048 tokens, at one token a word or more, than are held out.
+LONG = [
+    {"anchor": text(i, 5), "positive": text(i, words), "negative": text(i + 1, 300)}
+    for i, words in enumerate((2500, 2500, 2500, 50, 50, 50))
+]
+LONG_ENCODER = {"max_position_embeddings": 2048, "num_hidden_layers": 1, "num_attention_heads": 1}
+# The subsets of the data, the encoder and its changes, and overrides.
+STAND_INS = {
+    "colbert_msmarco": ({"triplet": TRIPLETS}, "bert", {}, ""),
+    "colbert_gradcache": ({"gooaq": GOOAQ}, "modernbert", {}, "data.config=gooaq data.split=train"),
+    "long_documents": (
+        {"en-triplet": LONG},
+        "modernbert",
+        LONG_ENCODER,
+        "evaluation.rows=2 model.document_length=2048",
+    ),
+    "colbert_kd": (kd_subsets(), "xlm-roberta", {}, "data.n_ways=4"),
+    "splade": ({"triplet": TRIPLETS}, "distilbert", {"masked_lm": True}, ""),
+}
 
 
 @pytest.mark.e2e
-def test_gradcache(encoder, tmp_path):
-    rows = [{"query": text(i, 5), "document": text(i, 3 + i % 20), "dataset": "gooaq", "shard": 0} for i in range(40)]
-    data = hub_dataset(tmp_path / "data", gooaq=rows)
-    overrides = [f"model.name_or_path={encoder('modernbert')}", f"data.name={data}", "evaluation.rows=8"]
-    overrides += ["data.config=gooaq", "data.split=train"]
-    cached = losses_both_ways("colbert_gradcache", tmp_path / "cached", *overrides, "loss.mini_batch_size=3")
-    overrides.append("loss={name: contrastive, temperature: 0.02}")
-    assert losses_both_ways("colbert_gradcache", tmp_path / "plain", *overrides) == pytest.approx(cached, rel=1e-3)
-
-
-@pytest.mark.e2e
-def test_long_documents(encoder, tmp_path):
-    # More rows are longer than 2,048 tokens, at one token a word or more, than are held out.
-    lengths = (2500, 2500, 2500, 50, 50, 50)
-    rows = [{"anchor": text(i, 5), "positive": text(i, n), "negative": text(i + 1, 300)} for i, n in enumerate(lengths)]
-    data = hub_dataset(tmp_path / "data", **{"en-triplet": rows})
-    model = encoder("modernbert", max_position_embeddings=2048, num_hidden_layers=1, num_attention_heads=1)
-    overrides = [f"model.name_or_path={model}", f"data.name={data}", "evaluation.rows=2"]
-    overrides += ["model.document_length=2048", "training.per_device_train_batch_size=2"]
-    recipe = load_recipe(RECIPES / "long_documents.yaml", few_steps(tmp_path / "out", *overrides))
-    assert recipe.training.gradient_checkpointing
-    features = load_model(recipe.model, "cpu", seed=0).tokenize([rows[0]["positive"]], is_query=False)
-    assert features["attention_mask"].sum() == 2048
-    losses_both_ways("long_documents", tmp_path, *overrides)
-
-
-@pytest.mark.e2e
-def test_distillation_and_as_a_second_stage(encoder, tmp_path):
-    data = hub_dataset(tmp_path / "data", **kd_subsets())
-    overrides = [f"data.name={data}", "data.n_ways=4", "evaluation.rows=8"]
-    losses_both_ways("colbert_kd", tmp_path / "first", f"model.name_or_path={encoder('xlm-roberta')}", *overrides)
-    checkpoint = tmp_path / "first" / "true" / "model"
-    losses_both_ways("colbert_kd", tmp_path / "second", f"model.name_or_path={checkpoint}", *overrides)
+@pytest.mark.parametrize("name", STAND_INS)
+def test_they_train_alike_stock_and_fast_on_stand_ins(name, encoder, tmp_path, caplog):
+    subsets, family, changes, written = STAND_INS[name]
+    overrides = [f"model.name_or_path={encoder(family, **changes)}", "evaluation.rows=8", *split_overrides(written)]
+    overrides.append(f"data.name={hub_dataset(tmp_path / 'data', **subsets)}")
+    if name == "long_documents":
+        overrides.append("training.per_device_train_batch_size=2")
+        recipe = load_recipe(RECIPES / f"{name}.yaml", few_steps(tmp_path / "out", *overrides))
+        features = load_model(recipe.model, "cpu", seed=0).tokenize([LONG[0]["positive"]], is_query=False)
+        assert features["attention_mask"].sum() == 2048 and recipe.training.gradient_checkpointing
+    losses_both_ways(name, tmp_path, *overrides)
+    if name == "colbert_msmarco":
+        # The recipe's dropouts are those of ModernBERT.
+        (said,) = [line for line in caplog.messages if line.startswith("model.config_kwargs is left out where ")]
+        assert said.endswith("no such value: embedding_dropout, attention_dropout, mlp_dropout.")
+    if name == "colbert_kd":  # as a second stage, of a model that was trained
+        overrides[0] = f"model.name_or_path={tmp_path / 'true' / 'model'}"
+        losses_both_ways(name, tmp_path / "second", *overrides)
 
 
 @pytest.mark.e2e

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+from transformers import Trainer
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -15,7 +16,7 @@ from pylate_fastmaxsim.recipes.trainers.sharded import RecipeTrainer, TextTraine
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
 from tests.support.recipe_runs import interrupt, same_model
-from tests.support.tiny_recipe import text, tiny, write
+from tests.support.tiny_recipe import json_lines, text, tiny, write
 
 
 def uneven(folder: Path, name: str, **section):
@@ -24,7 +25,7 @@ def uneven(folder: Path, name: str, **section):
     values = tiny(folder, name, training=options | section, evaluation={"rows": 0})
     queries = ["what is late interaction" if row < 12 else f"{text(row, 4)} number {row}" for row in range(36)]
     rows = [{"query": query, "positive": f"{text(row, 9)} number {row}"} for row, query in enumerate(queries)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    json_lines(folder / "pairs.jsonl", rows)
     return load_recipe(write(folder, values))
 
 
@@ -42,7 +43,7 @@ def test_a_run_goes_on_with_the_next_batch_and_is_finished_after_its_epochs(accu
     assert interrupt(recipe("parts"), monkeypatch, step=step) == f"checkpoint-{step + 1}"
     assert training.train(recipe("parts"))["losses"] == whole["losses"]
     assert same_model(tmp_path / "whole", tmp_path / "parts")
-    monkeypatch.setattr(training, "_run_trainer", None)  # nothing is left to do
+    monkeypatch.setattr(Trainer, "train", None)  # nothing is left to do
     assert training.train(recipe("whole"))["losses"] == whole["losses"]
 
 
@@ -57,7 +58,7 @@ def test_the_last_step_is_not_saved_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(RecipeTrainer, "_save_optimizer_and_scheduler", noting)
     whole = training.train(recipe)
     assert saved == [f"checkpoint-{step + 1}" for step in range(whole["steps"])]
-    monkeypatch.setattr(training, "_run_trainer", None)
+    monkeypatch.setattr(Trainer, "train", None)
     assert training.train(recipe)["resumed_from"] == saved[-1]
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from datasets import Dataset
 
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
@@ -29,7 +28,7 @@ from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from tests.support.command_line import fastmaxsim
 from tests.support.recorded_launches import recorded_launches
 from tests.support.splade_recipe import tiny_splade
-from tests.support.tiny_recipe import tiny, write
+from tests.support.tiny_recipe import json_lines, tiny, write
 
 FAST = {"fast": {"enabled": True}, "evaluation": {"rows": 0}}
 
@@ -51,6 +50,9 @@ def test_where_there_is_nothing_to_compile_it_says_so_and_writes_nothing(tmp_pat
     done = warmup(file, env={"WORLD_SIZE": "2"})
     assert done.exit_code == 2 and "start it without a launcher" in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+    # Kernels of MultiVectorEncoders are left to the steps.
+    file = write(tmp_path, tiny(tmp_path, model={"kind": "multi_vector"}))
+    assert calls_of_recipe(load_recipe(file), None, None, [4], None) == []
 
 
 @pytest.mark.parametrize("loss", ["contrastive", "distillation"])
@@ -68,8 +70,7 @@ def test_it_takes_the_steps_of_the_recipe_twice_for_each_size_of_batch(loss, tmp
     if loss == "distillation":
         documents = ["first document", "fused late interaction", "x"]
         rows = [{"query": f"query {i}", "documents": documents, "scores": [3.0, 2.0, 1.0]} for i in range(60)]
-        Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-        recipe["data"] = {"source": "files", "files": [str(tmp_path / "rows.parquet")]}
+        json_lines(tmp_path / "pairs.jsonl", rows)
     steps = warm_up(load_recipe(write(tmp_path, recipe))).steps
     assert [step.rows for step in steps] == [8, 4]  # 60 rows
     assert all(step.first > 0 and step.again > 0 for step in steps)
