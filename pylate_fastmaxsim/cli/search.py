@@ -1,7 +1,5 @@
 """``fastmaxsim search`` and ``evaluate``: the results of models on a collection."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

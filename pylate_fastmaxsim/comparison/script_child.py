@@ -4,8 +4,6 @@ A step is one of the optimizer. transformers' Trainer is given a callback; in an
 first is gate. The process is ended behind the last measured step, so that the script saves nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import math
@@ -24,7 +22,7 @@ import torch
 from torch.optim import optimizer as optimizers
 
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.comparison.gate import Gate, KeptWarnings
+from pylate_fastmaxsim.comparison.gate import Gate, KeptWarnings, current_device
 from pylate_fastmaxsim.comparison.trainer import count_tokens, measure_steps
 from pylate_fastmaxsim.comparison.turns import FINISHED, OUT_OF_MEMORY
 from pylate_fastmaxsim.comparison.verdict import FAST, STOCK
@@ -74,9 +72,7 @@ class ScriptGate(Gate):
         if status == FINISHED and self.taken < self.steps:
             self.warnings.append(f"training ended after {self.taken} of {self.steps} steps.")
         _flush()
-        on_gpu = torch.cuda.is_initialized()
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        self.finished(status=status, warnings=self.warnings, environment=environment(device))
+        self.finished(status=status, warnings=self.warnings, environment=environment(current_device()))
         self.wait_for_end()
 
 

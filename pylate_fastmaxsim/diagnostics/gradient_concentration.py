@@ -1,7 +1,5 @@
 """Concentration of the gradient of scores or of a loss on few tokens of a document, and how many tokens ever win."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
+from pylate_fastmaxsim.recipes.config.kinds import POSITIONS
 from pylate_fastmaxsim.recipes.config.schema import (
     POOLING_KEYS,
     EvaluationSection,
@@ -49,6 +50,10 @@ def _problems_of_model(model: ModelSection) -> Iterator[str]:
         yield (
             "model.build.hidden_size must be a multiple of 2 * num_attention_heads, "
             f"got {model.build.hidden_size} and {model.build.num_attention_heads}."
+        )
+    if model.build is not None and (length := getattr(model, "query_length", None) or 0) > POSITIONS:
+        yield (
+            f"model.query_length must be at most {POSITIONS}, as many positions as ModernBertModel has, got {length}."
         )
 
 

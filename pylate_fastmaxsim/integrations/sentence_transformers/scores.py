@@ -1,7 +1,5 @@
 """Scores of Sentence Transformers, XTR among them, without a similarity tensor: of its losses, evaluators and models."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np
@@ -74,29 +72,9 @@ def _score_sides(
     return _score(options, queries, documents, own, counts)
 
 
-@_replaces(stock_scores.colbert_scores)
-def colbert_scores(options: Options, *args, **kwargs) -> Tensor:
-    return _score_groups(options, False, *args, **kwargs)
-
-
-@_replaces(stock_scores.colbert_kd_scores)
-def colbert_kd_scores(options: Options, *args, **kwargs) -> Tensor:
-    return _score_groups(options, True, *args, **kwargs)
-
-
-@_replaces(stock_xtr.xtr_scores, pooled=False)
-def score_xtr(options: Options, *args, **kwargs) -> Tensor:
-    return _score_xtr(options, False, *args, **kwargs)
-
-
-@_replaces(stock_xtr.xtr_kd_scores, pooled=False)
-def score_xtr_of_own_documents(options: Options, *args, **kwargs) -> Tensor:
-    return _score_xtr(options, True, *args, **kwargs)
-
-
 def _score_groups(
-    options: Options,
     own: bool,
+    options: Options,
     queries_embeddings,
     documents_embeddings,
     queries_mask=None,
@@ -108,9 +86,13 @@ def _score_groups(
     return _score(options, *batches, _counts(queries_embeddings, queries_mask) if length_normalize else None)
 
 
+colbert_scores = _replaces(stock_scores.colbert_scores)(partial(_score_groups, False))
+colbert_kd_scores = _replaces(stock_scores.colbert_kd_scores)(partial(_score_groups, True))
+
+
 def _score_xtr(
-    options: Options,
     own: bool,
+    options: Options,
     queries_embeddings,
     documents_embeddings,
     queries_mask=None,
@@ -130,6 +112,10 @@ def _score_xtr(
     _check_groups(queries, documents, candidates)
     scores = xtr_scores(queries, documents, top_k, candidates, normalizer="retrieved").float()
     return _fill_empty(scores, documents, candidates)
+
+
+score_xtr = _replaces(stock_xtr.xtr_scores, pooled=False)(partial(_score_xtr, False))
+score_xtr_of_own_documents = _replaces(stock_xtr.xtr_kd_scores, pooled=False)(partial(_score_xtr, True))
 
 
 def _groups(

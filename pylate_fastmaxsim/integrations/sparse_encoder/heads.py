@@ -1,7 +1,5 @@
 """The head of a masked language model up to its decoder, whose vocabulary logits need not be computed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, ref

@@ -1,7 +1,5 @@
 """CUDA C++ that is compiled at run time by NVRTC, which PyTorch's CUDA wheels bring, and kept in a folder of the user."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

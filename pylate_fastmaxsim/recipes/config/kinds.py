@@ -26,6 +26,7 @@ CONTRASTIVE = ("contrastive", "cached_contrastive")
 CACHED, DISTILLATION = ("cached_contrastive",), ("distillation",)
 TextLoss = Literal["contrastive", "cached_contrastive", "distillation"]
 Objective = Literal["kl_divergence", "margin_mse"]
+POSITIONS = 8192  # of a model from scratch: tokens of a text
 
 
 @dataclass(frozen=True)

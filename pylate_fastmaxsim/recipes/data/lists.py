@@ -38,7 +38,7 @@ def spread_lists(data: DataSection, dataset: Dataset, section: str = "data") -> 
         raise RecipeError(f"{section}.columns: {query!r} is the query and must hold texts, but it holds lists.")
     gaps = any(dataset.data.column(name).null_count for name in documents[1:])
     plain = all(isinstance(dataset.features[name], Value) for name in documents)
-    if plain and not gaps and not asks_for_negatives(data):
+    if not documents or (plain and not gaps and not asks_for_negatives(data)):
         return dataset
     spread = Spread(section, data, dataset[0])
     query_name, *names = spread.names()
@@ -57,14 +57,6 @@ def spread_lists(data: DataSection, dataset: Dataset, section: str = "data") -> 
 def is_list(dtype: pa.DataType) -> bool:
     """Tell whether a column of this type in Arrow holds lists."""
     return pa.types.is_list(dtype) or pa.types.is_large_list(dtype) or pa.types.is_fixed_size_list(dtype)
-
-
-def truncate_lists(batch: dict[str, list], n_ways: int) -> dict[str, list]:
-    """The first ``n_ways`` entries of all lists in a batch of rows."""
-    return {
-        name: [value[:n_ways] if isinstance(value, list) else value for value in values]
-        for name, values in batch.items()
-    }
 
 
 def asks_for_negatives(data: DataSection) -> bool:

@@ -205,6 +205,13 @@ def require_utf8(where: str, texts: pa.ChunkedArray) -> None:
         raise RecipeError(f"{where} must hold text in UTF-8, but some rows do not.") from None
 
 
+def require_text_columns(dataset: Dataset, columns: list[str], section: str) -> None:
+    """Refuse columns that do not hold a text in every row."""
+    for column in columns:
+        require_texts(f"{section}.columns: {column!r}", dataset, column)
+        require_utf8(f"{section}.columns: {column!r}", dataset.data.column(column))
+
+
 def _load_file(key: str, folder: Path, subset: str) -> Dataset:
     for file in filter(Path.is_file, (folder / f"{subset}{ending}" for ending in FILE_TYPES)):
         return load_files(key, {"train": [str(file)]})
@@ -213,18 +220,6 @@ def _load_file(key: str, folder: Path, subset: str) -> Dataset:
         f"{key}: the folder {folder} must hold {subset}.jsonl or {subset}.parquet (or {subset} as .json, .csv or .tsv), or "
         "a README.md that names its subsets."
     )
-
-
-def names_of_rows(columns: int) -> list[str]:
-    """The columns of triples, as those of MS MARCO and ColBERT."""
-    if columns <= 3:
-        return ["query", "positive", "negative"][:columns]
-    return ["query", "positive", *(f"negative_{number}" for number in range(1, columns - 1))]
-
-
-def names_of_texts(columns: int) -> list[str]:
-    """The columns of a collection or of queries, as those of MS MARCO and ColBERT."""
-    return ["_id", "text", "title"][:columns]
 
 
 def read_options(key: str, files: list[str], names: Names | None, columns: list[str] | None = None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from datasets import Dataset, Sequence, Value
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.lists import list_lengths
-from pylate_fastmaxsim.recipes.data.tables import require_texts, require_utf8
+from pylate_fastmaxsim.recipes.data.tables import require_text_columns
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 # Read as teacher scores by PyLate's or Sentence Transformers' collator, whatever the loss, or called so in a file.
@@ -86,7 +86,7 @@ def fit_to_loss(recipe: Recipe, dataset: Dataset, labels: list[str]) -> Dataset:
             f"data.columns must be the query, its positive and any negatives, got [{', '.join(columns)}]; "
             "a column with _id in its name counts as an id."
         )
-    require_text(dataset, columns, "data")
+    require_text_columns(dataset, columns, "data")
     return dataset
 
 
@@ -97,7 +97,7 @@ def require_scored_documents(dataset: Dataset, labels: list[str]) -> None:
         raise RecipeError(
             f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(dataset.column_names)}]."
         )
-    require_text(dataset, [query], "data")
+    require_text_columns(dataset, [query], "data")
     require_a_score_each(dataset, *others)
 
 
@@ -211,10 +211,3 @@ def _require_values(lists: pa.ChunkedArray, column: str, wanted: str, *allowed: 
         values.validate(full=True)
     except pa.ArrowInvalid:
         raise RecipeError(f"data.columns: {column!r} must hold {wanted} in UTF-8, but some are not.") from None
-
-
-def require_text(dataset: Dataset, columns: list[str], section: str) -> None:
-    """Refuse columns that do not hold a text in every row."""
-    for column in columns:
-        require_texts(f"{section}.columns: {column!r}", dataset, column)
-        require_utf8(f"{section}.columns: {column!r}", dataset.data.column(column))

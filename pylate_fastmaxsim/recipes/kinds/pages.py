@@ -23,7 +23,7 @@ from pylate_fastmaxsim.comparison.trainer import count_tokens
 from pylate_fastmaxsim.pooling import LogSumExp, Max
 from pylate_fastmaxsim.recipes.config.kinds import WITH_NEGATIVES, LoraSection, PagesLoss, PagesSection
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data.text import require_text
+from pylate_fastmaxsim.recipes.data.tables import require_text_columns
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.retriever import PageModel
@@ -106,7 +106,7 @@ class Pages(Kind):
                 f"data.columns must be {wanted} for the loss {recipe.loss.name}, got [{', '.join(columns)}]."
             )
         query, *images = columns
-        require_text(dataset, [query], "data")
+        require_text_columns(dataset, [query], "data")
         for column in images:
             feature = dataset.features[column]
             if not isinstance(getattr(feature, "feature", feature), Image):
