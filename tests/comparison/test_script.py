@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -16,11 +15,8 @@ import pytest
 import torch
 
 from pylate_fastmaxsim.comparison import script
-from pylate_fastmaxsim.comparison.report import publish
 from pylate_fastmaxsim.comparison.script import SEVERAL_MACHINES, Ranks
-from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY, OutOfMemoryElsewhere, Run, Turns
-from pylate_fastmaxsim.comparison.verdict import summarize_turns
-from pylate_fastmaxsim.reporting.numbers import without_nan
+from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY, OutOfMemoryElsewhere
 from tests.support.compared_script import accelerated, compare, compared
 from tests.support.examples import training_example
 
@@ -319,20 +315,3 @@ def test_ranks_exchange_values_and_hear_who_is_out_of_memory(ranks):
             first.require_memory_elsewhere()
     first.gather("finished")
     last.join()
-
-
-def test_without_rich_and_matplotlib_the_table_is_text(monkeypatch, tmp_path, capsys):
-    for name in ("rich.console", "rich.table", "matplotlib", "matplotlib.figure", "matplotlib.ticker"):
-        monkeypatch.setitem(sys.modules, name, None)
-    blocks = [{"seconds": 0.5, "cpu_seconds": 0.5, "steps": 2, "pair": 0}]
-    runs = {
-        mode: Run(steps=[{"loss": 1.0}, {"loss": float("nan")}], blocks=blocks, memory={"before": 2**20, "peak": 2**21})
-        for mode in ("stock", "fast")
-    }
-    comparison = {"recipe": {"name": "train.py"}, **summarize_turns(Turns(runs, False))}
-    publish(without_nan(comparison), tmp_path / "compare.json")
-    said = capsys.readouterr()
-    assert "train.py on unknown device\n" in said.out
-    assert re.search(r"\npeak memory +2 MiB +2 MiB +100%\n", said.out)
-    assert said.err == "There is no PNG and no HTML: matplotlib is missing.\n"
-    assert json.loads((tmp_path / "compare.json").read_text())["runs"]["stock"]["losses"] == [1.0, None]

@@ -22,11 +22,7 @@ class Clock:
 
 
 def main(
-    steps: int,
-    work: int = 10,
-    fails_at: int | None = None,
-    trace: str | None = None,
-    loaded_from: int | None = None,
+    steps: int, work: int = 10, fails_at: int | None = None, trace: str | None = None, loaded_from: int | None = None
 ) -> None:
     """``work`` products of matrices a step, on one thread; each step adds a line to the file ``trace``.
 

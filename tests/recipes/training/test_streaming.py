@@ -94,12 +94,7 @@ def test_the_rows_are_those_of_a_table(rows, overrides, loss, recipe_of, monkeyp
 def test_a_data_set_of_the_hub_is_streamed(recipe_of, tmp_path):
     data = hub_dataset(tmp_path / "data", pair=PAIRS)
     section = f"data={{source: hub, name: {data}, config: pair, streaming: true, columns: [positive, query]}}"
-    recipe = recipe_of(
-        PAIRS,
-        section,
-        model={"kind": "splade"},
-        loss={"regularizers": {"document_weight": 1.0}},
-    )
+    recipe = recipe_of(PAIRS, section, model={"kind": "splade"}, loss={"regularizers": {"document_weight": 1.0}})
     stream = load_rows(recipe, kind_of(recipe.model))
     assert stream.column_names == ["positive", "query"]
     assert sorted(row["query"] for row in islice(stream, 30)) == sorted(row["query"] for row in PAIRS)
