@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import shlex
@@ -72,32 +71,6 @@ def test_commands_that_are_named_exist():
         assert module in {*SUITES, "SUITE"}, module
         for option in re.findall(r"--[a-z][a-z-]+", arguments):
             assert f'"{option}"' in taken, (module, option)
-
-
-def test_limits_quote_the_lines_of_log():
-    """Each line that is quoted is one of the code, and each that the code logs is quoted; ... stands for names."""
-    texts, logged = [], []
-    for file in (ROOT / "pylate_fastmaxsim").rglob("*.py"):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        names = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.append(node.value)
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                names[node.targets[0].id] = node.value
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
-                "log_once",
-                "_logger.warning",
-                "logger.warning",
-            ):
-                line = names.get(getattr(node.args[0], "id", None), node.args[0])
-                logged += [line.value] if isinstance(line, ast.Constant) else []
-    page = PAGES["docs/limits.md"]
-    quoted = re.findall(r"`(.+?)`", "".join(re.findall(r"^\|(.+?) \| ", page, flags=re.MULTILINE)))
-    for part in (part.strip() for line in quoted for part in line.split("...")):
-        assert any(part in text for text in texts), part
-    for line in logged:
-        assert max(re.split("%[sd]", line), key=len).strip(" :;.")[:25] in page, line
 
 
 def test_every_trial_is_listed_by_its_key():

@@ -8,6 +8,7 @@ import importlib
 import io
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 import pylate_fastmaxsim
 
@@ -61,22 +62,30 @@ def main() -> None:
         parser.parse_args([name])
 
 
-def _run_command(name: str, arguments: Sequence[str]) -> None:
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of a command whose arguments are no script."""
     parser = argparse.ArgumentParser(f"fastmaxsim {name}", description=COMMANDS[name], allow_abbrev=False)
+    if name != "doctor":
+        getattr(_module(name), f"add_{name}_arguments")(parser)
+    return parser
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}")
+
+
+def _run_command(name: str, arguments: Sequence[str]) -> None:
     try:
+        options = command_parser(name).parse_intermixed_args(arguments)
         if name == "doctor":
-            parser.parse_args(arguments)
             from pylate_fastmaxsim.integrations.doctor import report
 
             print(report())
             return
-        command = importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}")
         from pylate_fastmaxsim.cli.terminal import report_errors
 
-        getattr(command, f"add_{name}_arguments")(parser)
-        options = parser.parse_intermixed_args(arguments)
         with report_errors():
-            getattr(command, f"run_{name}")(options)
+            getattr(_module(name), f"run_{name}")(options)
     except ModuleNotFoundError as error:
         missing = str(error.name).partition(".")[0]
         if missing not in _NEEDED:

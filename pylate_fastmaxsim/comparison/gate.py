@@ -132,9 +132,7 @@ class Gate:
 
 def current_device() -> torch.device:
     """The GPU of this process, or the CPU where it uses none."""
-    return (
-        torch.device("cuda", torch.cuda.currentcurrent_device()) if torch.cuda.is_initialized() else torch.device("cpu")
-    )
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
 
 def _synchronize() -> None:

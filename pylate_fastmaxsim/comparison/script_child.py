@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+import numpy
 import torch
 from torch.optim import optimizer as optimizers
 
@@ -182,15 +183,6 @@ def _lengthen_training(trainer: Any, steps: int) -> None:
         arguments.max_steps = steps
 
 
-def _seed() -> None:
-    """Seed what a script draws without a seed of its own, so that both runs draw the same."""
-    import numpy
-
-    random.seed(0)
-    numpy.random.seed(0)
-    torch.manual_seed(0)
-
-
 def script_comparison_parser(prog: str) -> argparse.ArgumentParser:
     """The options of ``fastmaxsim compare SCRIPT.py``."""
     parser = script_parser(prog, "Compare a training script with and without pylate-fastmaxsim.")
@@ -229,7 +221,10 @@ def main() -> None:
     gate = ScriptGate.from_environment(words[0], steps, warnings.messages)
     _patch_trainers(gate, LoopWatch(gate), folder, padded=mode == STOCK)
     show_log()
-    _seed()
+    # What a script draws without a seed of its own, both runs draw alike.
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
     try:
         if mode == FAST:
             run_accelerated(words, as_module, options)

@@ -167,7 +167,14 @@ def _side(embeddings, mask, of_queries: bool = False) -> TokenBatch:
     if isinstance(embeddings, list):
         if mask is not None:
             raise FallbackToHost("a list comes with a mask")
-        return _listed([_convert_to_tensor(sequence) for sequence in embeddings])
+        sequences = [_convert_to_tensor(sequence) for sequence in embeddings]
+        try:
+            batch = TokenBatch.from_list(sequences)
+        except ValueError:
+            batch = None
+        if batch is None or not batch.values.is_floating_point():
+            raise FallbackToHost("embeddings in a list are not all floating point [L, d] of one d, dtype and device")
+        return batch
     if not isinstance(embeddings, (Tensor, np.ndarray)):
         raise FallbackToHost(f"embeddings are of type {type(embeddings).__name__}")
     values = _convert_to_tensor(embeddings)
@@ -185,16 +192,6 @@ def _side(embeddings, mask, of_queries: bool = False) -> TokenBatch:
     if of_queries and mask.dtype != torch.bool:
         raise FallbackToHost("a mask of queries may weigh their tokens, because it is not bool")
     return TokenBatch.from_padded(values, mask.bool().expand(len(values), -1))
-
-
-def _listed(sequences: list[Tensor]) -> TokenBatch:
-    try:
-        batch = TokenBatch.from_list(sequences)
-    except ValueError:
-        batch = None
-    if batch is None or not batch.values.is_floating_point():
-        raise FallbackToHost("embeddings in a list are not all floating point [L, d] of one d, dtype and device")
-    return batch
 
 
 def _counts(queries, mask) -> Tensor:
