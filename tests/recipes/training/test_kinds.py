@@ -273,12 +273,17 @@ def logged_gradients(recipe_of, tmp_path: Path, kind: str, overrides: str, rows:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "rows"), [("loss.pooling.top_k=2", "pairs"), ("loss.name=distillation", "graded")]
+    ("overrides", "rows"),
+    [("loss.pooling={top_k: 1, start: 6, schedule: linear}", "pairs"), ("loss.name=distillation", "graded")],
 )
 def test_gradient_concentration_is_logged_and_changes_nothing(overrides, rows, recipe_of, tmp_path):
     # Of a distillation it is of scores only.
-    for entry in logged_gradients(recipe_of, tmp_path, LATE, overrides, rows):
+    logged = logged_gradients(recipe_of, tmp_path, LATE, f"training.learning_rate=0 {overrides}", rows)
+    for entry in logged:
         assert any("loss" in name for name in entry) == (rows == "pairs")
+    # The weights stay; where the pooling has a schedule, what is logged follows it.
+    distinct = {entry["gradient_concentration/score_gini"] for entry in logged}
+    assert len(distinct) == (3 if "schedule" in overrides else 1)
 
 
 @pytest.mark.e2e

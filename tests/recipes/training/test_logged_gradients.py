@@ -10,15 +10,13 @@ from pylate import losses, utils
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from torch.nn import functional as F
 
-from pylate_fastmaxsim import PooledScores, Softmax, TokenBatch, TopK, pooled_scores
+from pylate_fastmaxsim import Softmax, TokenBatch, pooled_scores
 from pylate_fastmaxsim.diagnostics.gradient_concentration import gradient_concentration
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration
 from tests.support.examples import example
 from tests.support.models import load_model
-from tests.support.tiny_recipe import text, tiny, write
+from tests.support.tiny_recipe import text
 
 PREFIX = "gradient_concentration/"
 
@@ -58,22 +56,6 @@ def test_the_script_of_the_docs_logs_what_the_function_measures(encoder, tmp_pat
     for figures in map(asdict, (of_score, of_loss)):
         of = figures.pop("of")
         assert {name: logs[0][f"{PREFIX}{of}_{name}"] for name in figures} == pytest.approx(figures, rel=1e-4)
-
-
-def test_the_pooling_is_that_of_the_loss_at_this_step(tmp_path):
-    loss = SimpleNamespace(score_metric=PooledScores(TopK(8)))
-    trainer = SimpleNamespace(train_dataset=Dataset.from_dict({"query": ["a"], "positive": ["b"]}), loss=loss)
-    file = write(tmp_path, tiny(tmp_path, training={"log_gradient_concentration": 5}))
-    batches = [TokenBatch.from_list([torch.randn(9, 4) for _ in range(3)]) for _ in range(2)]
-
-    def figures(*overrides):
-        recipe = load_recipe(file, overrides)
-        return kind_of(recipe.model).gradient_logger(recipe, trainer)._figures(*batches)
-
-    of_pooling = [figures("loss.pooling.top_k=2")]
-    loss.score_metric.pooling = TopK(1)
-    of_pooling.append(figures("loss.pooling.top_k=2"))
-    assert of_pooling[0] != of_pooling[1] == figures()
 
 
 def test_of_a_sharded_model_it_is_refused(tmp_path):
