@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from sentence_transformers import SparseEncoder
@@ -12,16 +9,13 @@ from sentence_transformers.sparse_encoder import losses
 
 from pylate_fastmaxsim.recipes.config.kinds import RegularizersSection, SpladeLoss
 from pylate_fastmaxsim.recipes.kinds.splade import KIND
-from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from tests.support.sparse_encoders import build_sparse_encoder
-from tests.support.splade_recipe import splade_over
-from tests.support.tiny_recipe import text, write
+from tests.support.tiny_recipe import text
 
-WEIGHTS = {"query_weight": 0.01, "document_weight": 0.02}
-KD = {"documents": ["a", "b", "c"], "scores": [0.2, 2.0, 1.0]}
+PAIR = {"query": text(0, 4), "positive": text(0, 9)}
 
 
 @pytest.fixture(scope="module")
@@ -76,42 +70,46 @@ def test_losses_are_those_that_the_recipe_names(model):
         assert list(found) == ["document_regularizer_loss"]
 
 
-def trainer_of(tmp_path: Path, saved: str, row: dict, **sections):
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    sections["data"] = {"files": [str(tmp_path / "rows.jsonl")]}
-    recipe = load_recipe(
-        write(tmp_path, splade_over(tmp_path, saved, **sections)),
-        ["evaluation.rows=0", "training.dataloader_drop_last=false"],
-    )
-    kind = kind_of(recipe.model)
-    arguments = training_arguments(recipe, kind)
-    model = load_model(recipe.model, arguments.device, recipe.training.seed)
-    return kind.build_trainer(recipe.loss, model, load_data(recipe).train, arguments)
+@pytest.fixture
+def trainer_of(recipe_of, saved):
+    """``trainer_of(row, overrides)``: the trainer of a recipe whose data is this row."""
+
+    def make(row: dict, overrides: str = "", name: str = saved):
+        overrides = f"model.build=null model.name_or_path={name} evaluation.rows=0 {overrides}".strip()
+        recipe = recipe_of("splade", f"{overrides} training.dataloader_drop_last=false", rows=[row])
+        kind = kind_of(recipe.model)
+        arguments = training_arguments(recipe, kind)
+        model = load_model(recipe.model, arguments.device, recipe.training.seed)
+        return kind.build_trainer(recipe.loss, model, load_data(recipe).train, arguments)
+
+    return make
 
 
-def test_documents_of_a_list_are_columns_and_go_their_route(saved, tmp_path):
-    sections = {"loss": {"name": "distillation"}, "model": {"inference_free": True}}
-    trainer = trainer_of(tmp_path, saved, {"query": "late query", **KD}, **sections)
-    features, labels = trainer.collect_features(next(iter(trainer.get_train_dataloader())))
+def first_batch(trainer):
+    return trainer.collect_features(next(iter(trainer.get_train_dataloader())))
+
+
+def test_documents_of_a_list_are_columns_and_go_their_route(trainer_of):
+    row = {"query": "late query", "documents": ["a", "b", "c"], "scores": [0.2, 2.0, 1.0]}
+    trainer = trainer_of(row, "loss.name=distillation model.inference_free=true")
+    features, labels = first_batch(trainer)
     assert [each["task"] for each in features] == ["query", *["document"] * 3]
     assert [trainer.model.tokenizer.decode(each["input_ids"][0][-2:-1]) for each in features[1:]] == ["a", "b", "c"]
-    assert labels.tolist() == [pytest.approx(KD["scores"])]
+    assert labels.tolist() == [pytest.approx(row["scores"])]
 
 
-def test_prompts_of_a_model_are_those_of_its_training(saved, tmp_path):
+def test_prompts_of_a_model_are_those_of_its_training(saved, trainer_of, tmp_path):
     model = SparseEncoder(saved, device="cpu")
     model.prompts = {"query": "rivers carry ", "document": "bees tell "}
     model.save_pretrained(str(tmp_path / "model"))
-    row = {"query": "late", "positive": "fused"}
-    trainer = trainer_of(tmp_path, str(tmp_path / "model"), row)
-    features, _ = trainer.collect_features(next(iter(trainer.get_train_dataloader())))
+    trainer = trainer_of({"query": "late", "positive": "fused"}, name=str(tmp_path / "model"))
+    features, _ = first_batch(trainer)
     expected = [trainer.model.tokenize([words])["input_ids"] for words in ("rivers carry late", "bees tell fused")]
     assert all(torch.equal(each["input_ids"], ids) for each, ids in zip(features, expected, strict=True))
 
 
-def test_weights_of_queries_have_their_learning_rate(saved, tmp_path):
-    sections = {"model": {"inference_free": True}, "training": {"query_learning_rate": 0.5}}
-    trainer = trainer_of(tmp_path, saved, {"query": text(0, 4), "positive": text(0, 9)}, **sections)
+def test_weights_of_queries_have_their_learning_rate(trainer_of):
+    trainer = trainer_of(PAIR, "model.inference_free=true training.query_learning_rate=0.5")
     trainer.create_optimizer()
     (weight,) = trainer.model[0].sub_modules["query"].parameters()
     rates = {id(each): group["lr"] for group in trainer.optimizer.param_groups for each in group["params"]}
@@ -119,16 +117,9 @@ def test_weights_of_queries_have_their_learning_rate(saved, tmp_path):
     assert len(rates) == len(list(trainer.model.parameters())) - 1
 
 
-def test_weights_follow_the_schedule_of_the_recipe(saved, tmp_path):
-    schedule = {"schedule": "linear", "warmup_ratio": 0.5}
-    row = {"query": text(0, 4), "positive": text(0, 9)}
-    trainer = trainer_of(
-        tmp_path,
-        saved,
-        row,
-        loss={"regularizers": WEIGHTS | schedule},
-        training={"max_steps": 8, "per_device_train_batch_size": 1, "save_steps": None},
-    )
+def test_weights_follow_the_schedule_of_the_recipe(trainer_of):
+    weights = "loss.regularizers={query_weight: 0.01, document_weight: 0.02, schedule: linear, warmup_ratio: 0.5}"
+    trainer = trainer_of(PAIR, f"{weights} training.max_steps=8 training.save_steps=null")
     seen, track = [], trainer.track_loss_components
 
     def tracked(loss):
