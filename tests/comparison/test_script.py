@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from pylate_fastmaxsim.comparison.script import SEVERAL_MACHINES, Ranks
 from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY, OutOfMemoryElsewhere
 from tests.support.compared_script import accelerated, compare, compared
 from tests.support.examples import training_example
+from tests.support.launcher import LAUNCH, WAYS
 
 STEPS = ("--steps", "12")
 
@@ -206,14 +208,7 @@ for step in range(100):
 @pytest.mark.process
 def test_two_processes_of_a_launcher_step_by_the_same_turns_until_one_is_out_of_memory(tmp_path):
     pytest.importorskip("accelerate")
-    launch = ("-m", "accelerate.commands.launch", "--num_processes=2", "--num_machines=1", "--multi_gpu")
-    launch += (
-        "--mixed_precision=no",
-        "--dynamo_backend=no",
-        "--main_process_port=0",
-        "-m",
-        "pylate_fastmaxsim.compare",
-    )
+    launch = ("-m", *LAUNCH, *WAYS["ddp"], "-m", "pylate_fastmaxsim.compare")
     found = compared(tmp_path, DISTRIBUTED, *STEPS, command=launch)
     stock, fast = found["runs"]["stock"], found["runs"]["fast"]
     # Both wait in vain for the step of the second process, so that each process is started alone, and waits again.
@@ -262,56 +257,41 @@ def test_nothing_to_compare_is_one_sentence(words, error, capsys):
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Two ranks of a launcher whose store is that of this process; each is asked for the machine it is on."""
+    """``ranks(*machines)``: two ranks of a launcher whose store is that of this process, each on its machine."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)  # finds a free port
-    for name, value in (
-        ("MASTER_ADDR", "127.0.0.1"),
-        ("MASTER_PORT", str(store.port)),
-        ("TORCHELASTIC_USE_AGENT_STORE", "True"),
-    ):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    here = threading.local()
+    monkeypatch.setattr(socket, "gethostname", lambda: here.machine)
 
-    def made(*machines):
-        monkeypatch.setattr(socket, "gethostname", lambda: machines[int(threading.current_thread().name)])
-        found = [None, None]
+    def make(rank: int, machine: str) -> Ranks | str:
+        here.machine = machine
+        try:
+            return Ranks({"RANK": str(rank), "WORLD_SIZE": "2"})
+        except ValueError as error:
+            return str(error)
 
-        def make(rank):
-            try:
-                found[rank] = Ranks({"RANK": str(rank), "WORLD_SIZE": "2"})
-            except ValueError as error:
-                found[rank] = str(error)
-
-        threads = [threading.Thread(target=make, args=[rank], name=str(rank)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found
-
-    yield made
+    with ThreadPoolExecutor(2) as pool:
+        yield lambda *machines: list(pool.map(make, range(2), machines))
     del store
 
 
 def test_several_machines_are_refused(ranks):
-    first, second = ranks("here", "there")
-    assert first == second == SEVERAL_MACHINES
+    assert ranks("here", "there") == [SEVERAL_MACHINES] * 2
 
 
 def test_ranks_exchange_values_and_hear_who_is_out_of_memory(ranks):
     first, second = ranks("here", "here")
-    heard = []
-    other = threading.Thread(target=lambda: heard.extend([second.gather(3), second.environment()]))
-    other.start()
-    assert first.gather({"steps": 4}) == [{"steps": 4}, 3]
-    variables = first.environment()
-    other.join()
-    assert heard == [[{"steps": 4}, 3], variables] and variables["MASTER_PORT"] != os.environ["MASTER_PORT"]
-    assert "TORCHELASTIC_USE_AGENT_STORE" not in variables
-    first.require_memory_elsewhere()
-    last = threading.Thread(target=second.gather, args=[OUT_OF_MEMORY])
-    last.start()
-    with pytest.raises(OutOfMemoryElsewhere):
-        while last.is_alive():
-            first.require_memory_elsewhere()
-    first.gather("finished")
-    last.join()
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(lambda: [second.gather(3), second.environment()])
+        assert first.gather({"steps": 4}) == [{"steps": 4}, 3]
+        variables = first.environment()
+        assert heard.result() == [[{"steps": 4}, 3], variables]
+        assert variables["MASTER_PORT"] != os.environ["MASTER_PORT"] and "TORCHELASTIC_USE_AGENT_STORE" not in variables
+        first.require_memory_elsewhere()
+        last = pool.submit(second.gather, OUT_OF_MEMORY)
+        with pytest.raises(OutOfMemoryElsewhere):
+            while not last.done():
+                first.require_memory_elsewhere()
+        first.gather("finished")

@@ -19,7 +19,7 @@ from transformers import Trainer
 
 from pylate_fastmaxsim.comparison.report import sweep_sentence
 from pylate_fastmaxsim.comparison.turns import Run, Turns
-from pylate_fastmaxsim.comparison.verdict import MODES, PHASES
+from pylate_fastmaxsim.comparison.verdict import MODES
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -44,19 +44,13 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path, monke
     comparison = json.loads((tmp_path / "out" / "compare.json").read_text())
     stock, fast = comparison["runs"]["stock"], comparison["runs"]["fast"]
     for run in (stock, fast):
-        assert run["status"] == "finished" and run["steps"] == len(run["losses"]) == 8
-        assert run["step_seconds"] > 0 and run["documents_per_second"] > 0
+        assert run["status"] == "finished" and run["steps"] == len(run["losses"]) == 8 and run["step_seconds"] > 0
         assert run["memory"]["peak"] >= run["memory"]["before"] > 50 * MEBIBYTE
-        assert 0 < run["ndcg@10"] <= 1
-        assert tuple(run["phases"]) == PHASES and all(seconds > 0 for seconds in run["phases"].values())
-    # What is measured is what trains: measuring does not keep the head from being fused, for one.
-    assert fast["warnings"] == []
     # Stock and fast begin with the same model, which is evaluated once.
     assert 0 < fast["untrained"]["ndcg@10"] <= 1 and "untrained" not in stock
     # Rows of 4 to 21 words in 64 places: most of what stock encodes is padding, little of what fast does.
-    assert stock["padding"] > 0.5 > fast["padding"] >= 0
+    assert stock["padding"] > 0.5 > fast["padding"] >= 0 and fast["warnings"] == []
     assert comparison["summary"]["largest_loss_difference"] < 1e-4
-    assert abs(comparison["summary"]["ndcg@10_difference"]) < 1e-6
     turns = comparison["summary"]["turns"]
     # 2 steps of warm-up and two blocks of 3.
     assert comparison["summary"]["speedup"] == turns["ratio"] > 0 and turns["pairs"] == 2 and turns["cpu_ratio"] > 0
