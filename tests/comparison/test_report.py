@@ -1,7 +1,5 @@
 """A comparison as a table, a picture and a page."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """``fastmaxsim compare train.py``: real scripts, and what is left of them."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """The ratio of two runs on a machine with other work, and when the verdict says that the machine was busy."""
 
-from __future__ import annotations
-
 import pytest
 
 from pylate_fastmaxsim.comparison.report import headline

@@ -1,7 +1,5 @@
 """Outputs of commands: regular files that are no inputs, and whole or as before."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What tests of comparisons read and make: reports, and the steps of a run."""
 
-from __future__ import annotations
-
 import base64
 from html.parser import HTMLParser
 from unittest.mock import patch

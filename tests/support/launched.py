@@ -3,8 +3,6 @@
 Both processes note each file that they write.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

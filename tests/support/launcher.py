@@ -1,7 +1,5 @@
 """``accelerate launch`` of launched.py in two processes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

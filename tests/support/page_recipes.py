@@ -1,7 +1,5 @@
 """The shipped recipes for images of pages, over tiny models, processors and pages that are made on the spot."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

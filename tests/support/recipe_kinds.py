@@ -1,7 +1,5 @@
 """The kinds of models that recipes train in this environment, and a tiny recipe of each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import sentence_transformers

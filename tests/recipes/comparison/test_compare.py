@@ -1,7 +1,5 @@
 """Stock against fast: both really run, and what goes wrong in one of them is said or shown."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,7 +1,5 @@
 """Where a step's time goes: a part that is made slow shows under its own name, and nowhere else."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 

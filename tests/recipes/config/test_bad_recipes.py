@@ -1,7 +1,5 @@
 """What a recipe gets wrong is one sentence that names the key, before anything is loaded or written."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The recipes that come with the package: all are valid, and each trains on stand-ins of the model and data it names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """``fastmaxsim robustness``: what it measures on which data, what it writes, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

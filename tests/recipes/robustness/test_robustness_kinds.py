@@ -1,7 +1,5 @@
 """``fastmaxsim robustness`` of a model of each kind, on a collection."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

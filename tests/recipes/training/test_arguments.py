@@ -1,7 +1,5 @@
 """What this machine cannot train is one sentence, before anything is written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

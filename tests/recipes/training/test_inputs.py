@@ -1,7 +1,5 @@
 """What is made before a training, which rows it is trained on, which are held out, and recipes that do not fit theirs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What holds for recipes of every kind of model, end to end, whatever host trains it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Training under ``accelerate launch`` with two processes, by DDP and FSDP, goes on after an interrupt."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

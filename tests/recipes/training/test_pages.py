@@ -1,7 +1,5 @@
 """Recipes for images of pages: what they refuse, and how pages are ranked; see test_kinds.py for their training."""
 
-from __future__ import annotations
-
 import json
 import sys
 

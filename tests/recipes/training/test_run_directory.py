@@ -1,7 +1,5 @@
 """A run directory: which checkpoints a run goes on from, and which it refuses."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The losses, columns, prompts and learning rates of a SPLADE that a recipe trains; see test_kinds.py for whole trainings."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sentence_transformers import SparseEncoder

@@ -1,7 +1,5 @@
 """Rows that are streamed: the same training as from a table, endless, resumed exactly, and one sentence for what cannot be."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from itertools import islice

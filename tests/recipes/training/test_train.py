@@ -1,7 +1,5 @@
 """Training: the model is saved first and whole, errors are one sentence, and epochs may be uneven."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
