@@ -43,7 +43,7 @@ def ending_with(error: BaseException):
 def test_the_command_trains_saves_and_evaluates(tmp_path):
     file = write(tmp_path, tiny(tmp_path, training={"max_steps": 4}, fast={"enabled": True}))
     arguments = [sys.executable, "-m", "pylate_fastmaxsim.cli", "train", str(file), "--set", "name=first"]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and not fell_back(done.stdout + done.stderr), done.stderr[-2000:]
     assert "first: trained" in done.stdout
     result = json.loads((tmp_path / "out" / "train.json").read_text())
