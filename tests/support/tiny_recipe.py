@@ -75,6 +75,18 @@ def write(directory: Path, recipe: dict, name: str = "tiny") -> Path:
     return file
 
 
+def list_rows(count: int = 40) -> list[dict]:
+    """Rows with lists of positives and of negatives, which differ in length."""
+    return [
+        {
+            "question": text(n, 4),
+            "pos": [f"{text(n, 9)} {n}"] * (1 + n % 2),
+            "neg": [text(n + k, 7) for k in range(1 + n % 3)],
+        }
+        for n in range(count)
+    ]
+
+
 def hub_dataset(folder: Path, **subsets: list[dict]) -> Path:
     """A folder laid out as a data set on the Hub: a card that names the subsets, and their Parquet files."""
     configs = []

@@ -24,7 +24,7 @@ from tests.support.comparisons import Page, take_turns_here
 from tests.support.page_recipes import PAGES
 from tests.support.recipe_kinds import LATE, TRAINED
 from tests.support.recipe_runs import command, interrupt, same_model
-from tests.support.tiny_recipe import fell_back, text
+from tests.support.tiny_recipe import fell_back, list_rows, text
 
 ROWS = {
     "pairs": None,
@@ -37,10 +37,7 @@ ROWS = {
         }
         for i in range(40)
     ],
-    "lists": [
-        {"question": text(i, 4), "pos": [f"{text(i, 9)} {i}"], "neg": [text(i + k, 7) for k in range(1 + i % 3)]}
-        for i in range(40)
-    ],
+    "lists": list_rows(),
 }
 # kind | loss | the loss that it is equal to, if any | rows | overrides
 LOSSES = """

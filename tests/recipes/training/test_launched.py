@@ -9,13 +9,9 @@ from safetensors.torch import load_file
 from pylate_fastmaxsim.recipes.load import dump_recipe
 from tests.support.launcher import launch
 from tests.support.page_recipes import PAGES
-from tests.support.tiny_recipe import fell_back, text
+from tests.support.tiny_recipe import fell_back, list_rows
 
 LAYERS = {"colqwen2": "Qwen2VLDecoderLayer", "colpali": "GemmaDecoderLayer"}
-LISTS = [
-    {"question": text(n, 4), "pos": [f"{text(n, 9)} {n}"], "neg": [text(n + k, 7) for k in range(1 + n % 3)]}
-    for n in range(30)
-]
 # With dropout, so that each process must go on with its own random numbers.
 TEXTS = {
     "contrastive": "",
@@ -35,7 +31,7 @@ def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(mode, kind,
     for name, overrides in recipes.items():
         streamed = name == "streamed"
         given = f"{few} fast.enabled=true {overrides}{encoder('bert') if streamed else ''}".strip()
-        recipe = recipe_of(kind, given, name, LISTS if streamed else None)
+        recipe = recipe_of(kind, given, name, list_rows() if streamed else None)
         files.append(tmp_path / f"{name}.yaml")
         files[-1].write_text(dump_recipe(recipe))
     done = launch(mode, tmp_path, files, LAYERS.get(kind, "ModernBertEncoderLayer"))

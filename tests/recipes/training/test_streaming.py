@@ -21,17 +21,10 @@ from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.training.train import train
 from tests.support.comparisons import RecordingGate
 from tests.support.recipe_runs import interrupt, same_model
-from tests.support.tiny_recipe import hub_dataset, text, tiny, write
+from tests.support.tiny_recipe import hub_dataset, list_rows, text, tiny, write
 
 PAIRS = [{"query": text(n, 4), "positive": f"{text(n, 4 + n % 17)} number {n}"} for n in range(30)]
-LISTS = [
-    {
-        "question": text(n, 4),
-        "pos": [f"{text(n, 9)} {n}"] * (1 + n % 2),
-        "neg": [text(n + k, 7) for k in range(1 + n % 3)],
-    }
-    for n in range(20)
-]
+LISTS = list_rows(20)
 TAUGHT = [{"query": text(n, 4), "documents": [text(n, 5), text(n + 1, 6), "a"], "scores": [3, 2, n]} for n in range(20)]
 UNEVEN = [
     row | {key: row[key] + [0.5 if key == "scores" else "b"] * (n % 2) for key in ("documents", "scores")}

@@ -24,7 +24,7 @@ from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
 from tests.support.case_tables import cases
 from tests.support.power_cut import states
 from tests.support.recipe_runs import command, interrupt, same_model
-from tests.support.tiny_recipe import fell_back, json_lines, split_overrides, text, tiny, write
+from tests.support.tiny_recipe import fell_back, split_overrides, text, tiny, write
 
 
 def without_checkpoints(folder: Path, output: str = "out") -> Path:
@@ -81,11 +81,9 @@ def test_the_model_is_saved_before_it_is_evaluated(tmp_path, monkeypatch, caplog
 
 def test_kills_and_power_cuts_leave_a_model_whole_and_no_metrics_of_another(tmp_path, monkeypatch):
     recipe, out, given = load_recipe(without_checkpoints(tmp_path)), tmp_path / "out", []
-    replace_folder, append_recipe, evaluated = training.replace_folder, training.append_recipe, training.evaluate
+    replace_folder, evaluated = training.replace_folder, training.evaluate
     monkeypatch.setattr(training, "replace_folder", lambda *args: given.extend(args) or replace_folder(*args))
-    monkeypatch.setattr(
-        training, "evaluate", lambda recipe, model, data: given.append(model) or evaluated(recipe, model, data)
-    )
+    monkeypatch.setattr(training, "evaluate", lambda *args: given.append(args[1]) or evaluated(*args))
     training.train(recipe)
     folder, write_model, model = given
     (folder / "adapter_config.json").write_text("{}")  # of a model of other files
@@ -104,15 +102,12 @@ def test_kills_and_power_cuts_leave_a_model_whole_and_no_metrics_of_another(tmp_
         patch.setattr(training, "append_recipe", ending_with(OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(OSError, match="No space left"):
             replace_folder(folder, write_model)
-    assert files(content()) == files(before) and append_recipe is training.append_recipe
+    assert files(content()) == files(before)
     found = states(out, lambda: replace_folder(folder, write_model), cuts=5)
     after = content()
-    assert "model/adapter_config.json" not in after and {path.name for path in out.iterdir()} == {
-        "model",
-        "prepared",
-        "recipe-of-checkpoints.yaml",
-        training.LOCK_FILE,
-    }
+    assert "model/adapter_config.json" not in after
+    left = sorted(path.name for path in out.iterdir())
+    assert left == ["model", "prepared", "recipe-of-checkpoints.yaml", training.LOCK_FILE]
     assert files(before) != files(after) and len(found) > 50
     for _, state in found:
         assert files(state) in (files(before), files(after)) and len(files(state)) > 5
@@ -171,12 +166,9 @@ def test_errors_in_a_step_say_what_is_kept_and_leave_ctrl_c_as_it_was(tmp_path, 
 def test_a_recipe_without_a_single_batch_is_not_called_trained(tmp_path):
     # Three positives between all rows: no four of them make a batch without duplicates.
     section = {"max_steps": 3, "save_steps": None, "batch_sampler": "no_duplicates"}
-    file, out = write(tmp_path, tiny(tmp_path, training=section)), tmp_path / "out"
     rows = [{"query": f"what is class {i}", "positive": ("yes", "no", "maybe")[i % 3]} for i in range(60)]
-    json_lines(tmp_path / "pairs.jsonl", rows)
-    with pytest.raises(
-        RecipeError, match="with training.batch_sampler no_duplicates leaves no batch of the rows of data"
-    ):
+    file, out = write(tmp_path, tiny(tmp_path, rows=rows, training=section)), tmp_path / "out"
+    with pytest.raises(RecipeError, match="batch_sampler no_duplicates leaves no batch of the rows of data"):
         training.train(load_recipe(file))
     assert not (out / "model").exists() and not (out / "train.json").exists()
     assert training.train(load_recipe(file, ["training.dataloader_drop_last=false"]))["steps"] == 3
@@ -221,10 +213,9 @@ def test_the_result_of_a_run_that_diverged_is_json(tmp_path):
 def uneven(folder: Path, name: str, **section):
     """A recipe whose epochs have fewer batches than rows would fill: a third of the 36 rows has the same query."""
     options = {"batch_sampler": "no_duplicates", "max_steps": None, "num_train_epochs": 3, "save_steps": 4}
-    values = tiny(folder, name, training=options | section, evaluation={"rows": 0})
     queries = ["what is late interaction" if row < 12 else f"{text(row, 4)} number {row}" for row in range(36)]
     rows = [{"query": query, "positive": f"{text(row, 9)} number {row}"} for row, query in enumerate(queries)]
-    json_lines(folder / "pairs.jsonl", rows)
+    values = tiny(folder, name, rows=rows, training=options | section, evaluation={"rows": 0})
     return load_recipe(write(folder, values))
 
 
