@@ -83,7 +83,14 @@ class Spread:
                 f"{section}.{key} needs a column of negatives behind the positive, but the columns are {self.query} and "
                 f"{self.positive}."
             )
-        self._require_systems(first)
+        for system in data.negatives or ():
+            for name in self.others:
+                there = list(first[name]) if _by_system(first[name]) else []
+                if system not in there:
+                    raise RecipeError(
+                        f"{section}.negatives must name systems that {name!r} has in the first row "
+                        f"({', '.join(there) or 'it has none'}), got {system}."
+                    )
         self.given = data.negatives_per_query is not None
         self.count = data.negatives_per_query if self.given else len(self.negatives(0, first))
 
@@ -103,17 +110,6 @@ class Spread:
             lists = [row[name].get(system) for system in self.data.negatives or row[name]]
             found += dict.fromkeys(text for each in lists for text in self._texts(number, name, each))
         return found
-
-    def _require_systems(self, first: dict[str, Any]) -> None:
-        """Refuse ``data.negatives`` that the first row does not have."""
-        for system in self.data.negatives or ():
-            for name in self.others:
-                there = list(first[name]) if _by_system(first[name]) else []
-                if system not in there:
-                    raise RecipeError(
-                        f"{self.section}.negatives must name systems that {name!r} has in the first row "
-                        f"({', '.join(there) or 'it has none'}), got {system}."
-                    )
 
     def __call__(self, batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
         rows = []

@@ -22,13 +22,7 @@ from pylate_fastmaxsim.recipes.data.lists import (
     spread_lists,
     text_key_of,
 )
-from pylate_fastmaxsim.recipes.data.tables import (
-    load_files,
-    load_table,
-    loading,
-    open_text,
-    require_text_columns,
-)
+from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, loading, open_text, require_text_columns
 from pylate_fastmaxsim.recipes.data.text import check_first, is_id_column
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type, parse_json

@@ -46,7 +46,12 @@ def check_first(recipe: Recipe, row: dict[str, Any]) -> None:
     """
     query, *others = row
     if recipe.data.columns is None:
-        require_query_first(others, query)
+        named = next(filter(names_queries, others), None)
+        if named and not names_queries(query):
+            raise RecipeError(
+                f"data.columns must be given where the data has {query!r} before {named!r}, because the first column is the "
+                "query."
+            )
         if others:
             require_positive_first("data", others, query)
     labels = [column for column in row if column in LABEL_COLUMNS]
@@ -79,8 +84,17 @@ def fit_to_loss(recipe: Recipe, dataset: Dataset, labels: list[str]) -> Dataset:
     """Refuse columns that do not fit the loss; ``labels`` are those that the collator reads as scores, which become floats."""
     columns = dataset.column_names
     if recipe.loss.name == "distillation":
-        require_scored_documents(dataset, labels)
-        return scores_as_floats(dataset)
+        query, *others = columns
+        if len(others) != 2 or labels != others[1:]:
+            raise RecipeError(
+                f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
+            )
+        require_text_columns(dataset, [query], "data")
+        require_a_score_each(dataset, *others)
+        scores = others[1]
+        if "int" in dataset.features[scores].feature.dtype:  # on which PyLate's loss fails
+            dataset = dataset.cast_column(scores, Sequence(Value("float32")))
+        return dataset
     if len(columns) < 2:
         raise RecipeError(
             f"data.columns must be the query, its positive and any negatives, got [{', '.join(columns)}]; "
@@ -90,40 +104,12 @@ def fit_to_loss(recipe: Recipe, dataset: Dataset, labels: list[str]) -> Dataset:
     return dataset
 
 
-def require_scored_documents(dataset: Dataset, labels: list[str]) -> None:
-    """Refuse columns other than a query, its documents and their scores, which alone are ``labels`` for the collator."""
-    query, *others = dataset.column_names
-    if len(others) != 2 or labels != others[1:]:
-        raise RecipeError(
-            f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(dataset.column_names)}]."
-        )
-    require_text_columns(dataset, [query], "data")
-    require_a_score_each(dataset, *others)
-
-
 def query_named(dataset: Dataset) -> Dataset:
     """The rows with a name for the first column by which PyLate's collator recognises queries."""
     query, *documents = dataset.column_names
     if is_id_column(query) or is_query_column(query):
         return dataset
     return dataset.rename_column(query, "query") if "query" not in documents else dataset
-
-
-def scores_as_floats(dataset: Dataset) -> Dataset:
-    """Scores, the last column, as floats: PyLate's loss fails on integers."""
-    scores = dataset.column_names[-1]
-    if "int" not in dataset.features[scores].feature.dtype:
-        return dataset
-    return dataset.cast_column(scores, Sequence(Value("float32")))
-
-
-def require_query_first(documents: list[str], query: str) -> None:
-    """Refuse an order of columns in which a document would be trained as the query."""
-    named = next(filter(names_queries, documents), None)
-    if named and not names_queries(query):
-        raise RecipeError(
-            f"data.columns must be given where the data has {query!r} before {named!r}, because the first column is the query."
-        )
 
 
 def names_queries(column: str) -> bool:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.data.rows import load_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import load_nano_beir
-from pylate_fastmaxsim.recipes.files import make_directory
+from pylate_fastmaxsim.recipes.files import made_directory
 from pylate_fastmaxsim.recipes.models.from_scratch import build_model, build_token_table
 from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
 from pylate_fastmaxsim.recipes.training.run_directory import remove_checkpoints
@@ -64,7 +63,6 @@ def _make(recipe: Recipe, root: Path, directory: Path, anew: bool) -> None:
     kind = kind_of(recipe.model)
     if recipe.model.name_or_path is not None:
         load_model(recipe.model, "cpu", recipe.training.seed)  # its errors come before anything is written
-    made = make_directory("output_dir", root)
 
     def write(scratch: Path) -> None:
         scratch.mkdir()
@@ -80,13 +78,8 @@ def _make(recipe: Recipe, root: Path, directory: Path, anew: bool) -> None:
             # Before what they need, and after what may fail.
             remove_checkpoints(Path(recipe.output_dir))
 
-    try:
+    with made_directory("output_dir", root):  # a recipe that cannot run leaves nothing behind
         replace_folder(directory, write)
-    except BaseException:
-        for path in made:  # a recipe that cannot run leaves nothing behind
-            with suppress(OSError):
-                path.rmdir()
-        raise
 
 
 def load_data(recipe: Recipe) -> RecipeData:
