@@ -281,7 +281,7 @@ def test_gradients_of_pages_are_those_of_the_pooling_of_the_loss(recipe_of, tmp_
 # kind | overrides | how much of what stock encodes is padding
 COMPARED = """
 colbert | loss.pooling={softmax: 0.05, start: 1.0, schedule: cosine} | 5
-colbert | loss.name=cached_contrastive loss.mini_batch_size=2 | 5
+colbert | loss.name=cached_contrastive loss.mini_batch_size=2 fast.stock_masking=true | 3
 multi_vector | loss.temperature=0.5 | 2
 splade | training.max_steps=4 | 2
 colqwen2 | fast.enabled=true | 0
@@ -323,6 +323,8 @@ def test_a_comparison_measures_what_trains(kind, overrides, less, recipe_of, tmp
         assert stock["environment"]["colpali-engine"] == version("colpali-engine")
     else:
         assert 0.1 < stock["padding"] > int(less) * fast["padding"] >= 0
+        # Of 64 places, and what GradCache encodes twice counts once.
+        assert kind != "colbert" or 0.5 < stock["padding"] < 0.8
     if kind == "splade":
         assert 0 < fast["flops"] < fast["document_nonzeros"] and fast["query_nonzeros"] > 0 < fast["untrained"]["flops"]
         assert "FLOPS" in done.stdout and "Non-zeros of a query" in page.text
