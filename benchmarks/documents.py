@@ -13,10 +13,10 @@ from benchmarks.harness.tables import table
 from benchmarks.harness.turns import speed
 from benchmarks.operators import attention, compressed_operators, pooling_operators, splade_head
 from benchmarks.operators.table import docs_table
-from benchmarks.quality import compressed_fidelity, cranfield, first_stage_cranfield, static_cranfield
+from benchmarks.quality import compressed_fidelity, first_stage_cranfield, static_cranfield
 from benchmarks.quality.pooling_study_report import tables as pooling_study_tables
 from benchmarks.retrieval import corpus_search, sparse_search
-from benchmarks.training import ceilings, lengths, losses, multi_vector_step, page_step, splade_step, train_step
+from benchmarks.training import ceilings, lengths, multi_vector_step, page_step, splade_step, train_step
 from benchmarks.training.steps import mark_of_runs
 from benchmarks.training.train_step import PATHS, cell_name, row_title
 from pylate_fastmaxsim.integrations.options import OPTIONS
@@ -24,12 +24,6 @@ from pylate_fastmaxsim.integrations.options import OPTIONS
 
 def results(name: str) -> dict:
     return load(RESULTS / f"{name}.json")
-
-
-def train_step_tables() -> str:
-    cells = results("train_step")["cells"]
-    tables = (train_step.markdown_table(cells, checkpointing) for checkpointing in (False, True))
-    return "\n\nWith gradient checkpointing:\n\n".join(tables)
 
 
 def summary_table() -> str:
@@ -94,25 +88,6 @@ def compared(title: str, stock: dict, peer: dict | None, ours: dict) -> list[str
     return [title, *entries, *ratios]
 
 
-def head_table() -> str:
-    """From hidden states to scores, forward and backward."""
-    ours, lik, flash = "this package", "late-interaction-kernels", "flash-maxsim"
-    apart = "Linear, then normalisation"
-    rows = {
-        "fast": (f"fused, of {ours}", ours),
-        "fast-unfused": (apart, ours),
-        "lik": (apart, lik),
-        "flash": (apart, flash),
-        "lik-fused": (f"fused, of {lik}", lik),
-    }
-    lines = []
-    for name, titles in rows.items():
-        cell = results("head")["cells"][f"in-batch/{name}"]["forward_backward"]
-        entries = [*titles, f"{cell['ms']:.2f} ms", f"{cell['peak_bytes'] / 2**20:,.0f} MiB"]
-        lines.append(entries)
-    return table(["projection and normalisation", "MaxSim", "time", "memory"], lines)
-
-
 def multi_vector_step_table() -> str:
     """Steps with all texts in one mini-batch."""
     rows = [("stock", False), ("flash", False), ("both", False), ("fast", False), ("fast", True)]
@@ -121,7 +96,7 @@ def multi_vector_step_table() -> str:
 
 def multi_vector_gradcache_table() -> str:
     """Steps of GradCache, in mini-batches of texts and of tokens."""
-    rows = [("stock", False, 32), ("flash", False, 32), ("fast", False, 32), ("stock", False, 128)]
+    rows = [("stock", False, 32), ("fast", False, 32), ("stock", False, 128)]
     for tokens in (9600, 38400):
         rows += [(path, compiled, 32, tokens) for path, compiled in (("flash", False), ("fast", False), ("fast", True))]
     return multi_vector_step.markdown_table(results("multi_vector_gradcache")["cells"], rows)
@@ -244,6 +219,12 @@ def cells_of(name: str, *patterns: str) -> dict:
 def tables() -> dict[str, dict[str, str]]:
     """The tables of each document, by the name that marks their place."""
     compressed = cells_of("compressed_operators", "256x32.512x300/*", "1x32.10000x300/*")
+    attended = cells_of(
+        "attention", "256 queries*", "1024 doc*", "256 documents of 150, window*", "136 texts*", "40 texts*"
+    )
+    pooled = cells_of("pooling_operators", "256x32.512x300/*", "64x128.64x1024/*")
+    splade_cells = cells_of("splade_head", "256x256*", "32x512*", "128x256, 250k*", "512x256, 250k*")
+    static = cells_of("static_cranfield", "BM25", "encoder", "MaxSim", "threshold=[14568]*", "threshold=0.[468]*")
     first_stage = cells_of(
         "first_stage_cranfield", "BM25", "static, 0.6", "static, IDF, 0.6", "static, BM25's weights, 0.6"
     )
@@ -255,10 +236,10 @@ def tables() -> dict[str, dict[str, str]]:
         },
         "docs/sentence_transformers.md": {
             "multi-vector-table": multi_vector_step_table(),
-            "splade-head-table": parts(splade_head.markdown(results("splade_head")), 0, 1),
+            "splade-head-table": parts(splade_head.markdown(splade_cells), 0, 1),
         },
         "docs/benchmarks.md": {
-            "train-step-table": train_step_tables(),
+            "train-step-table": train_step.markdown_table(results("train_step")["cells"], False),
             "h100-table": h100_table(),
             "lengths-table": lengths.markdown(results("lengths")),
             "encoders-table": encoders_table(),
@@ -266,17 +247,15 @@ def tables() -> dict[str, dict[str, str]]:
             "splade-step-table": splade_step.markdown(results("splade_step")),
             "page-step-table": page_step.markdown(results("page_step")),
             "operators-table": docs_table(results("operators")),
-            "head-table": head_table(),
-            "losses-table": "\n\n".join(
-                suite.markdown(results(name)) for name, suite in (("losses", losses), ("ceilings", ceilings))
-            ),
+            "losses-table": ceilings.markdown(results("ceilings")),
             "long-documents-table": long_documents_table(),
-            "corpus-search-table": corpus_search.markdown(results("corpus_search")),
+            "corpus-search-table": corpus_search.markdown(
+                cells_of("corpus_search", "*/write", "*/read", "*/streamed", "stock*")
+            ),
             "quickstart-table": quickstart_table(),
-            "cranfield-table": cranfield.markdown(results("cranfield")),
         },
         "docs/kernels.md": {
-            "attention-table": attention.windows_table(attention.of_table(results("attention"), "rows")),
+            "attention-table": attention.windows_table(attention.of_table(attended, "rows")),
         },
         "docs/distributed.md": {
             "two-gpus-table": two_gpus_table(),
@@ -287,12 +266,12 @@ def tables() -> dict[str, dict[str, str]]:
             "compressed-fidelity-table": compressed_fidelity.markdown(results("compressed_fidelity")),
         },
         "docs/losses.md": {
-            "pooling-operators-table": parts(pooling_operators.docs_table(results("pooling_operators")), 0, 1, 2),
+            "pooling-operators-table": parts(pooling_operators.docs_table(pooled), 0, 1, 2),
             "pooling-checks-table": pooling_study_tables(results("pooling_study"))["pooling-checks-table"],
         },
         "docs/sparse.md": {
             "sparse-search-table": parts(sparse_search.markdown(results("sparse_search")), 0, 1, 2, 3),
-            "static-cranfield-table": static_cranfield.markdown(results("static_cranfield")),
+            "static-cranfield-table": parts(static_cranfield.markdown(static), 0, 1, 2),
         },
         "docs/recipes.md": {"first-stage-table": first_stage_cranfield.markdown(first_stage)},
     }
