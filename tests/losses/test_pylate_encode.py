@@ -13,8 +13,8 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim import encode, maxsim
 from tests.support.compared import assert_equal, batch_of, run
 from tests.support.encoded import calls_of, tokens_of
+from tests.support.examples import example
 from tests.support.models import collated, features, load_model, sentences
-from tests.support.paths import ROOT
 
 
 class ByHand(nn.Module):
@@ -83,9 +83,8 @@ def test_documents_of_one_column_are_those_of_their_queries(model):
 
 
 def test_the_loss_of_the_docs(model, mode):
-    script = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
     names: dict = {}
-    exec(script, names)
+    exec(example("loss-by-hand"), names)
     batch, labels = batch_of(model, columns=3), torch.rand(6, 3, dtype=torch.float64)
     stock = run(ByHand(model), batch, labels)
     pylate_fastmaxsim.enable()
