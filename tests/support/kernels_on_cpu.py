@@ -7,6 +7,7 @@ import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from unittest.mock import patch
 
 from pylate_fastmaxsim import kernels
@@ -17,7 +18,8 @@ from pylate_fastmaxsim.ops.operands import KERNEL_DTYPES
 def kernels_on_cpu() -> Iterator[None]:
     # All modules with kernels are there to be patched.
     for folder in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
-        importlib.import_module(folder.name)
+        if find_spec(f"{folder.name}.launch"):
+            importlib.import_module(f"{folder.name}.launch")
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.startswith("pylate_fastmaxsim.") and hasattr(module, "runs_kernels"):

@@ -31,7 +31,7 @@ def ragged(
     if integers:
         values = torch.randint(-2, 3, (row, dim), generator=generator).to(dtype)
     else:
-        values = (torch.randn(row, dim, generator=generator) * dim**-0.5).to(dtype)
+        values = (torch.randn(row, dim, generator=generator) * max(1, dim) ** -0.5).to(dtype)
     keep = torch.rand(row, generator=generator) < 0.6 if masked else torch.ones(row, dtype=torch.bool)
     used = torch.zeros(row, dtype=torch.bool)
     for start, length in zip(starts.tolist(), lengths, strict=True):
