@@ -32,6 +32,14 @@ def test_random_shapes(name, capsys):
     assert random_shapes.main(["--operator", name, *SHAPES]) == 0, capsys.readouterr().out
 
 
+def test_a_wrong_forward_is_found_and_repeated(monkeypatch, capsys):
+    right = blocked.forward
+    monkeypatch.setattr(blocked, "forward", lambda operands, *rest: right(operands._replace(d_keep=None), *rest))
+    assert random_shapes.main(["--operator", "maxsim", *SHAPES]) == 1
+    number = capsys.readouterr().out.split("FAILED ")[1].split(":")[0]
+    assert random_shapes.main(["--operator", "maxsim", *SHAPES[2:], "--start", number, "--count", "1"]) == 1
+
+
 # A mean and a quotient round.
 @pytest.mark.parametrize(
     "name, tolerance",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pylate_fastmaxsim import LogSumExp, Softmax, TokenBatch, TopK, maxsim, pooled_scores, reference
 from pylate_fastmaxsim.cpu import compressed as blocked_compressed
@@ -12,7 +14,6 @@ from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.cpu import projection as blocked_projection
 from pylate_fastmaxsim.cpu import splade as blocked_splade
 from pylate_fastmaxsim.cpu import xtr as blocked_xtr
-from tests.support.largest_tensor import LargestTensor
 from tests.support.operators import OPERATORS, check, check_rows_without_a_gradient, outcome, problem, random_gradient
 from tests.support.ragged_batches import CANDIDATES, batches
 
@@ -169,6 +170,18 @@ def test_a_projection_takes_any_leading_dimensions_and_nothing(shape):
 
 def test_projected_rows_without_a_gradient_are_not_read():
     check_rows_without_a_gradient(problem("project", documents=(40,), masked=False, gapless=True))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the bytes of the largest tensor that any operation gives back."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        sizes = [leaf.untyped_storage().nbytes() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.bytes = max([self.bytes, *sizes])
+        return result
 
 
 @pytest.mark.parametrize("name, layout", [("maxsim", "all"), ("maxsim", "own"), ("int8", "all"), ("residual", "all")])
