@@ -122,6 +122,11 @@ ROWS = {
         *rows(["maxsim", "xtr 100, retrieved"], RAGGED, dim=200, layout="shared", floor=True),
         *rows(["xtr 1", "xtr 5000", "xtr 5, retrieved", "xtr 5000, retrieved"], RAGGED, dim=48),
     ],
+    # Of short documents, whose maxima are below 0 now and then.
+    "floors": [
+        *rows(["maxsim", "xtr 12"], {"queries": (6, 3), "documents": (1,) * 12}, dim=2, masked=False, floor=True),
+        *rows(["maxsim"], {"queries": (6, 3), "documents": (1,) * 12}, dim=2, masked=False, floor=True, layout="shared"),
+    ],
     "half": [
         *rows(["maxsim", "xtr 12"], {}, dtype=torch.bfloat16, dim=48),
         *rows(["maxsim"], {}, dtype=torch.float16, dim=48, layout="shared"),
