@@ -11,12 +11,11 @@ from benchmarks.harness.paths import RESULTS, ROOT
 from benchmarks.harness.records import load
 from benchmarks.harness.tables import table
 from benchmarks.harness.turns import speed
-from benchmarks.operators import attention, compressed_operators, pooling_operators, splade_head
+from benchmarks.operators import compressed_operators, pooling_operators
 from benchmarks.operators.table import docs_table
-from benchmarks.quality import compressed_fidelity, cranfield, first_stage_cranfield, static_cranfield
-from benchmarks.quality.pooling_study_report import tables as pooling_study_tables
+from benchmarks.quality import compressed_fidelity, first_stage_cranfield
 from benchmarks.retrieval import corpus_search, sparse_search
-from benchmarks.training import ceilings, lengths, losses, multi_vector_step, page_step, splade_step, train_step
+from benchmarks.training import ceilings, lengths, multi_vector_step, page_step, splade_step, train_step
 from benchmarks.training.steps import mark_of_runs
 from benchmarks.training.train_step import PATHS, cell_name, row_title
 from pylate_fastmaxsim.integrations.options import OPTIONS
@@ -24,12 +23,6 @@ from pylate_fastmaxsim.integrations.options import OPTIONS
 
 def results(name: str) -> dict:
     return load(RESULTS / f"{name}.json")
-
-
-def train_step_tables() -> str:
-    cells = results("train_step")["cells"]
-    tables = (train_step.markdown_table(cells, checkpointing) for checkpointing in (False, True))
-    return "\n\nWith gradient checkpointing:\n\n".join(tables)
 
 
 def summary_table() -> str:
@@ -67,20 +60,6 @@ def padding_table() -> str:
     return table(["padding", *shares], [[title, *entries] for title, entries in rows.items()])
 
 
-def h100_table() -> str:
-    """Uncompiled steps on an H100, also at PyLate's default document_length."""
-    lines = []
-    for name, batch, length in (
-        ("train_step_h100", 128, 300),
-        ("step_180_tokens_h100", 128, 180),
-        ("step_180_tokens_h100", 256, 180),
-    ):
-        cells = results(name)["cells"]
-        stock, *peers, ours = (cells[cell_name(path, batch, False, False)] for path in PATHS)
-        lines.append(compared(f"{batch}, {length}", stock, min(peers, key=itemgetter("step_ms")), ours))
-    return table(["queries, `document_length`", "stock", "best peer", "this package", "speed", "memory"], lines)
-
-
 def gpu(cell: dict) -> str:
     """The short name of the GPU that measured a cell."""
     return re.search(r"\b[A-Z]\d+\b|$", cell["environment"]["device"])[0] or cell["environment"]["device"]
@@ -94,37 +73,10 @@ def compared(title: str, stock: dict, peer: dict | None, ours: dict) -> list[str
     return [title, *entries, *ratios]
 
 
-def head_table() -> str:
-    """From hidden states to scores, forward and backward."""
-    ours, lik, flash = "this package", "late-interaction-kernels", "flash-maxsim"
-    apart = "Linear, then normalisation"
-    rows = {
-        "fast": (f"fused, of {ours}", ours),
-        "fast-unfused": (apart, ours),
-        "lik": (apart, lik),
-        "flash": (apart, flash),
-        "lik-fused": (f"fused, of {lik}", lik),
-    }
-    lines = []
-    for name, titles in rows.items():
-        cell = results("head")["cells"][f"in-batch/{name}"]["forward_backward"]
-        entries = [*titles, f"{cell['ms']:.2f} ms", f"{cell['peak_bytes'] / 2**20:,.0f} MiB"]
-        lines.append(entries)
-    return table(["projection and normalisation", "MaxSim", "time", "memory"], lines)
-
-
 def multi_vector_step_table() -> str:
     """Steps with all texts in one mini-batch."""
     rows = [("stock", False), ("flash", False), ("both", False), ("fast", False), ("fast", True)]
     return multi_vector_step.markdown_table(results("multi_vector_step")["cells"], rows)
-
-
-def multi_vector_gradcache_table() -> str:
-    """Steps of GradCache, in mini-batches of texts and of tokens."""
-    rows = [("stock", False, 32), ("flash", False, 32), ("fast", False, 32), ("stock", False, 128)]
-    for tokens in (9600, 38400):
-        rows += [(path, compiled, 32, tokens) for path, compiled in (("flash", False), ("fast", False), ("fast", True))]
-    return multi_vector_step.markdown_table(results("multi_vector_gradcache")["cells"], rows)
 
 
 def two_gpus_table() -> str:
@@ -212,22 +164,6 @@ def number(value: float | None, pattern: str) -> str:
     return "NaN" if value is None else format(value, pattern)
 
 
-def long_documents_table() -> str:
-    lines = []
-    for batch in (16, 128):
-        comparison = results(f"long_documents_{batch}")
-        runs, summary = comparison["runs"], comparison["summary"]
-        entries = [
-            f"{run['step_seconds']:.1f} s, {run['memory']['peak'] / 2**30:.1f} GiB"
-            if run["status"] == "finished"
-            else run["status"]
-            for run in (runs["stock"], runs["fast"])
-        ]
-        ratios = [f"{summary['speedup']:.2f}x", f"{summary['peak_memory']:.0%}"] if summary["speedup"] else ["", ""]
-        lines.append([str(batch), *entries, *ratios])
-    return table(["queries", "PyLate", "this package", "speed", "memory"], lines)
-
-
 def parts(text: str, *places: int) -> str:
     """Some of the titles and tables that a suite prints, by their places."""
     blocks = text.split("\n\n")
@@ -244,6 +180,8 @@ def cells_of(name: str, *patterns: str) -> dict:
 def tables() -> dict[str, dict[str, str]]:
     """The tables of each document, by the name that marks their place."""
     compressed = cells_of("compressed_operators", "256x32.512x300/*", "1x32.10000x300/*")
+    compared_steps = cells_of("train_step", "*/compile=0/*", "stock/*", "fast/*")["cells"]
+    pooled = cells_of("pooling_operators", "256x32.512x300/*")
     first_stage = cells_of(
         "first_stage_cranfield", "BM25", "static, 0.6", "static, IDF, 0.6", "static, BM25's weights, 0.6"
     )
@@ -255,28 +193,31 @@ def tables() -> dict[str, dict[str, str]]:
         },
         "docs/sentence_transformers.md": {
             "multi-vector-table": multi_vector_step_table(),
-            "splade-head-table": parts(splade_head.markdown(results("splade_head")), 0, 1),
         },
         "docs/benchmarks.md": {
-            "train-step-table": train_step_tables(),
-            "h100-table": h100_table(),
+            "train-step-table": train_step.markdown_table(compared_steps, False),
             "lengths-table": lengths.markdown(results("lengths")),
             "encoders-table": encoders_table(),
-            "multi-vector-gradcache-table": multi_vector_gradcache_table(),
             "splade-step-table": splade_step.markdown(results("splade_step")),
             "page-step-table": page_step.markdown(results("page_step")),
-            "operators-table": docs_table(results("operators")),
-            "head-table": head_table(),
-            "losses-table": "\n\n".join(
-                suite.markdown(results(name)) for name, suite in (("losses", losses), ("ceilings", ceilings))
+            "operators-table": docs_table(
+                cells_of(
+                    "operators",
+                    "host",
+                    "in-batch-[23]/*",
+                    "colpali*",
+                    "kd/*",
+                    "rerank-10000/*",
+                    "ragged/*",
+                    "ragged-4096/*",
+                    "fp32*",
+                )
             ),
-            "long-documents-table": long_documents_table(),
-            "corpus-search-table": corpus_search.markdown(results("corpus_search")),
+            "losses-table": ceilings.markdown(results("ceilings")),
+            "corpus-search-table": corpus_search.markdown(
+                cells_of("corpus_search", "*/write", "*/read", "*/streamed", "stock*")
+            ),
             "quickstart-table": quickstart_table(),
-            "cranfield-table": cranfield.markdown(results("cranfield")),
-        },
-        "docs/kernels.md": {
-            "attention-table": attention.windows_table(attention.of_table(results("attention"), "rows")),
         },
         "docs/distributed.md": {
             "two-gpus-table": two_gpus_table(),
@@ -284,15 +225,13 @@ def tables() -> dict[str, dict[str, str]]:
         },
         "docs/corpora.md": {
             "compressed-operators-table": compressed_operators.docs_table(compressed),
-            "compressed-fidelity-table": compressed_fidelity.markdown(results("compressed_fidelity")),
+            "compressed-fidelity-table": parts(compressed_fidelity.markdown(results("compressed_fidelity")), 1),
         },
         "docs/losses.md": {
-            "pooling-operators-table": parts(pooling_operators.docs_table(results("pooling_operators")), 0, 1, 2),
-            "pooling-checks-table": pooling_study_tables(results("pooling_study"))["pooling-checks-table"],
+            "pooling-operators-table": parts(pooling_operators.docs_table(pooled), 0, 1, 2),
         },
         "docs/sparse.md": {
-            "sparse-search-table": parts(sparse_search.markdown(results("sparse_search")), 0, 1, 2, 3),
-            "static-cranfield-table": static_cranfield.markdown(results("static_cranfield")),
+            "sparse-search-table": parts(sparse_search.markdown(results("sparse_search")), 0, 1),
         },
         "docs/recipes.md": {"first-stage-table": first_stage_cranfield.markdown(first_stage)},
     }
