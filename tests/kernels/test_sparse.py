@@ -1,4 +1,4 @@
-"""The CUDA C++ of sparse search, run on a CPU thread by thread: what it computes, without a GPU."""
+"""The CUDA C++ of sparse search, run on a CPU thread by thread and on a GPU, against the definition."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ DOCUMENTS, THREADS = 512, 64
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
+def compiled(tmp_path_factory):
     return emulated_engine(tmp_path_factory.mktemp("emulated"), DOCUMENTS, THREADS)
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
+@pytest.fixture
+def engine(compiled, monkeypatch):
     monkeypatch.setattr(postings, "DOCUMENTS_PER_BLOCK", DOCUMENTS)
     monkeypatch.setattr(launch, "DOCUMENTS_PER_BLOCK", DOCUMENTS)
+    return compiled
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -35,8 +36,10 @@ def test_bits_are_those_of_the_definition(case, engine):
     check(case, "cpu", engine)
 
 
-def test_removed_documents_are_not_found(engine):
+def test_removed_documents_known_scores_and_order(engine):
     check_removed("cpu", engine)
+    check_at_least("cpu", engine)
+    check_order("cpu", engine)
 
 
 def test_removing_keeps_the_postings(engine, monkeypatch):
@@ -46,14 +49,6 @@ def test_removing_keeps_the_postings(engine, monkeypatch):
     monkeypatch.setattr(launch, "make_postings", None)
     blocks.set(0, *rows, torch.zeros(500, dtype=torch.bool))
     assert blocks.search(rows[0][:9], *rows[1:], 1)[1].eq(-1).all()
-
-
-def test_sums_are_in_the_order_of_terms(engine):
-    check_order("cpu", engine)
-
-
-def test_known_scores_lose_nothing(engine):
-    check_at_least("cpu", engine)
 
 
 @pytest.mark.parametrize(
@@ -126,3 +121,45 @@ def test_kernels_that_cannot_be_compiled_are_an_error_of_one_sentence(module, re
         ImportError, match=rf"^sparse search: .*\({reason}.*\); run `pip install cuda-bindings`, [^\n]*$"
     ):
         launch.DeviceBlocks(30, "cuda")
+
+
+# Blocks are of 16,384 documents here.
+LARGE = {
+    "several blocks": Case(60_000, 20, 500, 30, 100),
+    "equal scores in masses": Case(150_000, 3, 3, 2, 7, "equal", everywhere=True),
+    "wide vocabulary": Case(20_000, 5, 250_000, 60, 50, dtype=torch.float16),
+    "deep": Case(40_000, 3, 300, 30, 4096),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "case", [*CASES.values(), *LARGE.values()], ids=[*CASES, *(f"large, {name}" for name in LARGE)]
+)
+def test_bits_on_a_gpu(case):
+    check(case, "cuda", None)
+
+
+@pytest.mark.cuda
+def test_on_a_gpu(monkeypatch):
+    check_removed("cuda", None)
+    check_at_least("cuda", None)
+    check_order("cuda", None)
+    monkeypatch.setattr(launch, "ROOM", 0)
+    for case in (Case(150_000, 4, 60, 20, 300, "rising"), LARGE["equal scores in masses"]):
+        check(case, "cuda", None)
+
+
+@pytest.mark.cuda
+def test_the_same_bits_every_time_and_for_any_batch():
+    case = LARGE["several blocks"]
+    queries, documents = drawn(case)
+    blocks = blocks_of(documents, "cuda", None)
+    own = queries.to("cuda")
+    first = blocks.search(own.offsets, own.terms, own.weights, case.k)
+    for _ in range(5):
+        assert all(map(torch.equal, first, blocks.search(own.offsets, own.terms, own.weights, case.k)))
+    for query in range(len(queries)):
+        one = queries.select(torch.tensor([query])).to("cuda")
+        alone = blocks.search(one.offsets, one.terms, one.weights, case.k)
+        assert all(torch.equal(row[query], single[0]) for row, single in zip(first, alone, strict=True))
