@@ -17,10 +17,10 @@ TINY_STEPS = "--compile no --layers 1 --different 1 --warmup 1 --batches 2 --ste
 CORPUS = "--folder {folder}/corpora --passages 400 --queries 3 --dim 16 --mean 20 --k 10 --centroids 64"
 RUNS = {
     "operators": ("--shapes tiny --competitors fast einsum --only tiny*", 6, "| tiny: 3 x 4 against 5 x 8"),
-    "head": ("--only tiny*/fast*", 4, "| tiny fast forward_backward |"),
+    "head": ("--only tiny*/fast*", 4, "| tiny/fast forward_backward |"),
     "xtr": ("", 1, "| tiny fast forward_backward |"),
     "pooling_operators": ("--only */fast */ragged */einsum", 13, "| 3x8 against 5x24 | `LogSumExp(0.1)` |"),
-    "splade_head": ("--only tiny/stock tiny/fast tiny/padded", 3, "| tiny fast dense forward |"),
+    "splade_head": ("--only tiny/stock tiny/fast tiny/padded", 3, "| tiny/fast dense forward |"),
     "compressed_operators": ("--only */fast/* */naive/*", 22, "| 3x4 against 5x9 | fp8 |"),
     "train_step": (
         f"{TINY_STEPS} 2 --checkpointing no --paths stock fast --alone",
