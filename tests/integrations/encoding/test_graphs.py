@@ -73,38 +73,27 @@ def test_batches_of_changing_sizes(encoder, family, recorded):
     assert encoder_of(model)._compiled_call_impl is None
 
 
-def test_gradients_accumulate(model, recorded):
-    first, second = (batch_of(model, seed=seed) for seed in range(2))
-    loss_function = losses.Contrastive(model)
+@pytest.mark.parametrize("together", [False, True])
+def test_gradients_of_two_batches(model, recorded, together):
+    """One after the other, or both forwards before the backward of their sum."""
+    batches, loss_function = [batch_of(model, seed=seed) for seed in range(2)], losses.Contrastive(model)
 
     def step():
         model.zero_grad()
-        for batch in (first, second):
-            loss_function([dict(column) for column in batch], None).backward()
-        return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+        found = []
+        for batch in batches:
+            found.append(loss_function([dict(column) for column in batch], None))
+            if not together:
+                found[-1].backward()
+        if together:
+            sum(found).backward()
+        gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+        return sum(found).detach(), gradients
 
     expected = step()
     with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
         for _ in range(3):
-            assert_equal((torch.ones(()), step()), (torch.ones(()), expected))
-    assert "forward" in recorded
-
-
-def test_two_forwards_before_their_backwards(model, recorded):
-    first, second = (batch_of(model, seed=seed) for seed in range(2))
-    loss_function = losses.Contrastive(model)
-
-    def together():
-        model.zero_grad()
-        both = [loss_function([dict(column) for column in batch], None) for batch in (first, second)]
-        sum(both).backward()
-        gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
-        return sum(both).detach(), gradients
-
-    expected = together()
-    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
-        for _ in range(3):
-            assert_equal(together(), expected)
+            assert_equal(step(), expected)
     assert "forward" in recorded
 
 
