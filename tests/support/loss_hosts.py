@@ -97,12 +97,18 @@ class PyLate:
     def batch_for(self, name: str, model) -> list[dict]:
         return one_column(model) if name == "distillation" else batch_of(model)
 
-    def with_gradcache(self, model) -> tuple[nn.Module, nn.Module]:
+    def with_gradcache(self, model, **options) -> tuple[nn.Module, nn.Module]:
         """A loss with GradCache, and the one of the whole batch."""
         from pylate import losses
 
-        cached = losses.CachedContrastive(model, mini_batch_size=2, size_average=False)
-        return cached, losses.Contrastive(model, size_average=False)
+        cached = losses.CachedContrastive(model, mini_batch_size=2, size_average=False, **options)
+        return cached, losses.Contrastive(model, size_average=False, **options)
+
+    def gathered(self, model, ranks: int) -> tuple[nn.Module, float]:
+        """The contrastive loss over the documents of all ranks with temperature 0.5, and how many times that it is."""
+        from pylate import losses
+
+        return losses.Contrastive(model, gather_across_devices=True, temperature=0.5), float(ranks)
 
     def both(self, model) -> nn.Module:
         """What ContrastiveDistillation computes with ``OPTIONS``."""
@@ -171,11 +177,16 @@ class MultiVector:
     def batch_for(self, name: str, model) -> list[dict]:
         return batch_of(model)
 
-    def with_gradcache(self, model) -> tuple[nn.Module, nn.Module]:
+    def with_gradcache(self, model, **options) -> tuple[nn.Module, nn.Module]:
         from sentence_transformers.multi_vector_encoder import losses
 
-        cached = losses.CachedMultiVectorMultipleNegativesRankingLoss(model, mini_batch_size=3)
-        return cached, self.loss("contrastive", model)
+        cached = losses.CachedMultiVectorMultipleNegativesRankingLoss(model, mini_batch_size=3, **options)
+        return cached, losses.MultiVectorMultipleNegativesRankingLoss(model, **options)
+
+    def gathered(self, model, ranks: int) -> tuple[nn.Module, float]:
+        from sentence_transformers.multi_vector_encoder import losses
+
+        return losses.MultiVectorMultipleNegativesRankingLoss(model, scale=2.0, gather_across_devices=True), 1.0
 
     def both(self, model) -> nn.Module:
         from sentence_transformers.multi_vector_encoder import losses
