@@ -83,10 +83,6 @@ CHANGES |= {
 }
 
 
-def copied(batch):
-    return [{key: value.clone() for key, value in column.items()} for column in batch]
-
-
 def lines(caplog) -> list[str]:
     return [message for message in caplog.messages if "is not accelerated" in message]
 
@@ -96,27 +92,23 @@ def lines(caplog) -> list[str]:
 def test_a_model_that_changes_masks(model, caplog, change, loss_class, collate):
     loss_function, labels = loss_class(model), torch.rand(6, 2, dtype=torch.float64)
     texts = [sentences(6, longest=8), sentences(12 if loss_class is losses.Distillation else 6, seed=1)]
-
-    def batch(collate):
-        if len(texts[1]) == 12:
-            collate = features  # its collator takes lists
-        return collate(model, *texts)
-
-    plain = run(loss_function, batch(features), labels)[0]
+    if loss_class is losses.Distillation:
+        collate = features  # the collator takes lists
+    plain = run(loss_function, features(model, *texts), labels)[0]
     change(model)
-    stock = run(loss_function, batch(features), labels)
+    stock = run(loss_function, features(model, *texts), labels)
     assert stock[0] != plain or loss_class is CACHED
     pylate_fastmaxsim.enable(stock_masking=True, padding_free=collate is collated)
     with torch.no_grad():
-        loss_function(batch(collate), labels)  # in training still, but without gradients
+        loss_function(collate(model, *texts), labels)  # in training still, but without gradients
         model.eval()
-        loss_function(batch(collate), labels)  # says nothing of training, in which pruning is learned
+        loss_function(collate(model, *texts), labels)  # says nothing of training, in which pruning is learned
     model.train()
     for _ in range(2):
-        assert_equal(run(loss_function, batch(collate), labels), stock)
+        assert_equal(run(loss_function, collate(model, *texts), labels), stock)
     said = lines(caplog)
     assert len(said) == (loss_class is not CACHED)
-    assert all(type(loss_function).__name__ + " is not" in line for line in said)
+    assert all(f"{type(loss_function).__name__} is not" in line for line in said)
     assert all("the model changes input_ids or attention_mask" in line for line in said)
 
 
