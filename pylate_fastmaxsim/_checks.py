@@ -1,7 +1,5 @@
 """Checks of arguments, and of how a call runs, that all operators share."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Sparse vectors in JSON lines, as Anserini and Pyserini read them: an id, and the weight of each token."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """Peak memory of a part of a process: allocated on the GPU, or resident on a CPU."""
 
-from __future__ import annotations
-
 import resource
 import sys
 from contextlib import suppress

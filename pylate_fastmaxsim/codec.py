@@ -6,8 +6,6 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -227,11 +225,14 @@ class ResidualCodec:
         order = torch.randperm(count, generator=generator).to(sample.device)
         held_out = min(held_out, count - centroids)
         vectors = _directions(sample.detach())[0]
-        with _preserved_seeds():
+        # fastkmeans seeds the generators of PyTorch and NumPy.
+        state = np.random.get_state()  # noqa: NPY002
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
             means = FastKMeans(
                 dim, centroids, niter=iterations, seed=seed, max_points_per_centroid=256, device=sample.device
             )
             means.train(vectors[order[held_out:]].float().cpu().numpy())
+        np.random.set_state(state)  # noqa: NPY002
         means = F.normalize(torch.from_numpy(means.centroids).to(sample.device), dim=-1).half()
         vectors = vectors[order[:held_out]]
         residuals = (vectors - means[_nearest(vectors, means)]).float().flatten()
@@ -403,12 +404,3 @@ def _nearest(vectors: Tensor, centroids: Tensor) -> Tensor:
 def _inverse(sums: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(sums, dim=-1)
     return torch.where(norms > 0, 1 / norms, 0)
-
-
-@contextmanager
-def _preserved_seeds() -> Iterator[None]:
-    """Leave the generators of PyTorch and NumPy, which fastkmeans seeds, as they were."""
-    state = np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        yield
-    np.random.set_state(state)  # noqa: NPY002

@@ -288,7 +288,10 @@ def compress(
     document, live = _documents_of_rows(batch, len(values))
     if batch.keep is not None:
         live = live & batch.keep
-    largest = _largest(values, live)
+    # The largest magnitude of each row that counts.
+    largest = torch.empty(len(values), dtype=torch.float32, device=values.device)
+    for rows in chunks(*values.shape):
+        largest[rows] = _live(values, live, rows).abs_().amax(dim=1)
     if not bool(largest.isfinite().all()):
         raise ValueError(
             "compress: token vectors must be finite in float32, got NaN or infinity in a token that counts."
@@ -355,14 +358,6 @@ def _documents_of_rows(batch: TokenBatch | CompressedBatch, rows: int) -> tuple[
 def _live(values: Tensor, live: Tensor, rows: slice) -> Tensor:
     """Rows in float32, zeros where they do not count."""
     return values[rows].float().where(live[rows, None], 0)
-
-
-def _largest(values: Tensor, live: Tensor) -> Tensor:
-    """Largest magnitude of each row that counts, float32 ``[T]``."""
-    largest = torch.empty(len(values), dtype=torch.float32, device=values.device)
-    for rows in chunks(*values.shape):
-        largest[rows] = _live(values, live, rows).abs_().amax(dim=1)
-    return largest
 
 
 def _largest_of_documents(largest: Tensor, document: Tensor, live: Tensor, batch: TokenBatch) -> Tensor:

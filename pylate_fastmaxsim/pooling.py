@@ -1,7 +1,5 @@
 """Poolings of a query token's similarities to the tokens of a document, and their definitions in plain PyTorch."""
 
-from __future__ import annotations
-
 import numbers
 from dataclasses import dataclass
 

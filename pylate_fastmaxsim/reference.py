@@ -3,8 +3,6 @@
 Everything is padded, and the whole similarity tensor or score matrix is held.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

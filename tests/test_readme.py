@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import shlex
@@ -15,12 +14,9 @@ from benchmarks.harness.suite import SUITES
 from pylate_fastmaxsim.cli import COMMANDS
 from pylate_fastmaxsim.integrations.hosts import find_replacements
 from pylate_fastmaxsim.integrations.options import OPTIONS
+from tests.support.examples import PAGES
 from tests.support.paths import ROOT
 
-PAGES = {
-    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in (*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-}
 README = PAGES["README.md"]
 EVERYTHING = "\n".join(text for name, text in PAGES.items() if name != "CHANGELOG.md")
 
@@ -77,32 +73,6 @@ def test_commands_that_are_named_exist():
             assert f'"{option}"' in taken, (module, option)
 
 
-def test_limits_quote_the_lines_of_log():
-    """Each line that is quoted is one of the code, and each that the code logs is quoted; ... stands for names."""
-    texts, logged = [], []
-    for file in (ROOT / "pylate_fastmaxsim").rglob("*.py"):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        names = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.append(node.value)
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                names[node.targets[0].id] = node.value
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
-                "log_once",
-                "_logger.warning",
-                "logger.warning",
-            ):
-                line = names.get(getattr(node.args[0], "id", None), node.args[0])
-                logged += [line.value] if isinstance(line, ast.Constant) else []
-    page = PAGES["docs/limits.md"]
-    quoted = re.findall(r"`(.+?)`", "".join(re.findall(r"^\|(.+?) \| ", page, flags=re.MULTILINE)))
-    for part in (part.strip() for line in quoted for part in line.split("...")):
-        assert any(part in text for text in texts), part
-    for line in logged:
-        assert max(re.split("%[sd]", line), key=len).strip(" :;.")[:25] in page, line
-
-
 def test_every_trial_is_listed_by_its_key():
     from benchmarks.harness.records import load
 
@@ -153,118 +123,3 @@ def test_layers_to_wrap_are_those_of_transformers():
         assert arguments.training_script == "pylate_fastmaxsim.cli" and arguments.module
         command, recipe = arguments.training_script_args
         assert command == "train" and (ROOT / recipe).is_file()
-
-
-def examples(name: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", PAGES[name], flags=re.DOTALL)
-
-
-def test_examples_of_the_operators_run(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    [operator, sparse], [search, in_place] = examples("README.md"), examples("docs/operators.md")
-    names: dict = {}
-    exec(operator, names)
-    assert names["scores"].shape == (4, 3) and names["pairs"].shape == (4, 1)
-    exec(search, names)
-    assert names["best"].shape == names["positions"].shape == (4, 2)
-    exec(in_place, names)
-    assert names["scores"].shape == (8, 3)
-    exec(sparse, names)
-    assert (names["scores"].tolist(), names["positions"].tolist()) == ([[3.0, 2.0]], [[2, 0]])
-
-
-def test_the_example_of_compressed_documents_runs(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    script, corpora, *_ = examples("docs/compressed.md")
-    names: dict = {}
-    exec(script, names)
-    assert names["scores"].argmax(dim=1).tolist() == [0, 2] and names["some"].shape == (2, 2)
-    assert names["vectors"].values.dtype == torch.bfloat16
-    assert names["documents"].values.nbytes > 3 * names["small"].nbytes > 6 * names["smaller"].nbytes
-    exec(corpora, names)
-    assert names["positions"][:, 0].tolist() == [7, 130] and names["coarse"].nbytes < names["fine"].nbytes / 6
-
-
-def test_the_example_of_an_index_of_plaid_runs(monkeypatch, tmp_path):
-    pytest.importorskip("pylate")
-    monkeypatch.chdir(tmp_path)
-    names: dict = {}
-    exec(examples("docs/compressed.md")[-1], names)
-    assert [found[0] for found in names["exhaustive"]] == [found[0] for found in names["pruned"]] == ["d7", "d130"]
-
-
-def test_the_script_with_the_flag_trains(encoder, monkeypatch, tmp_path):
-    pytest.importorskip("pylate")
-    pytest.importorskip("datasets")
-    [script] = examples("docs/pylate.md")
-    for here, there in (
-        ('"answerdotai/ModernBERT-base"', repr(encoder("modernbert"))),
-        ("bf16=True", f"bf16=True, use_cpu={not torch.cuda.is_available()}"),
-    ):
-        assert here in script
-        script = script.replace(here, there)
-    monkeypatch.chdir(tmp_path)
-    names: dict = {}
-    try:
-        exec(script, names)
-    finally:
-        pylate_fastmaxsim.disable()
-    assert names["trainer"].state.global_step == 1
-
-
-def test_the_example_of_sparse_search_finds_documents(encoder, monkeypatch, tmp_path):
-    pytest.importorskip("sentence_transformers")
-    from sentence_transformers import SparseEncoder
-    from sentence_transformers.sparse_encoder.models import MLMTransformer, SpladePooling
-
-    script, *_ = examples("docs/sparse.md")
-    model = '"naver/splade-v3"'
-    assert model in script
-    monkeypatch.chdir(tmp_path)
-    SparseEncoder(modules=[MLMTransformer(encoder("bert")), SpladePooling()]).save("model")
-    names: dict = {}
-    exec(script.replace(model, '"model"'), names)
-    assert names["scores"].shape == names["positions"].shape == (1, 2)
-    assert sorted(names["positions"][0].tolist()) == [0, 1] and len(names["index"]) == 3
-
-
-def test_the_examples_of_static_late_interaction_find_documents(monkeypatch, tmp_path):
-    pytest.importorskip("sentence_transformers")
-    model2vec = pytest.importorskip("model2vec", reason="needs model2vec: pip install model2vec")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    script, bm25 = examples("docs/static.md")
-    model = '"minishlab/potion-retrieval-32M"'
-    assert model in script
-    monkeypatch.chdir(tmp_path)
-    words = {
-        word: number for number, word in enumerate(("[UNK]", "bees", "Bees", "dance", "dancing", "Bread", "bread"))
-    }
-    tokenizer = Tokenizer(models.WordLevel(words, "[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    model2vec.StaticModel(torch.eye(7)[[0, 1, 1, 3, 3, 5, 5]].numpy(), tokenizer).save_pretrained("table")
-    names: dict = {}
-    exec(script.replace(model, '"table"'), names)
-    assert names["positions"].tolist() == [[0, 1], [1, 0]] and len(names["index"]) == 2
-    exec(bm25, names)
-    assert names["scores"].shape == (2, 2)
-
-
-def test_the_example_of_the_head_of_splade_runs():
-    script, *_ = examples("docs/splade.md")
-    names: dict = {}
-    exec(script, names)
-    assert names["values"].shape == (3, 1000) and names["weight"].grad is not None
-
-
-def test_the_losses_with_other_poolings_train(encoder):
-    pytest.importorskip("pylate")
-    script, *_ = examples("docs/pooling.md")
-    model = '"answerdotai/ModernBERT-base"'
-    assert model in script
-    names: dict = {}
-    try:
-        exec(script.replace(model, repr(encoder("modernbert"))), names)
-    finally:
-        pylate_fastmaxsim.disable()
-    assert all(weight.grad is not None for weight in names["model"][1].parameters())

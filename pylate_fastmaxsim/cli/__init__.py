@@ -3,13 +3,12 @@
 ``run``, ``doctor`` and ``compare`` of a script need no extra, all others [recipes].
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import io
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 import pylate_fastmaxsim
 
@@ -44,49 +43,49 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The terminal's encoding may lack letters of names and paths; stderr already escapes them.
         sys.stdout.reconfigure(errors="replace")
-    if name == "compare" and names_script(arguments):
+    # Of a script or a module, not of a recipe.
+    if name == "compare" and any(word == "-m" or (word.endswith(".py") and "=" not in word) for word in arguments):
         from pylate_fastmaxsim.comparison.script import compare_script
 
         compare_script(arguments)
     elif name in COMMANDS:
         _run_command(name, arguments)
     else:
+        title = "Train late-interaction and SPLADE models without padding, similarity tensors and vocabulary logits."
+        width = max(map(len, COMMANDS))
+        overview = "\n".join([title, "", *(f"  {each:{width}}  {text}" for each, text in COMMANDS.items())])
         parser = argparse.ArgumentParser(
-            "fastmaxsim", description=_overview(), formatter_class=argparse.RawTextHelpFormatter
+            "fastmaxsim", description=overview, formatter_class=argparse.RawTextHelpFormatter
         )
         parser.add_argument("--version", action="version", version=f"pylate-fastmaxsim {pylate_fastmaxsim.__version__}")
         parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="fastmaxsim COMMAND --help says more")
         parser.parse_args([name])
 
 
-def names_script(arguments: Sequence[str]) -> bool:
-    """True if the arguments of ``compare`` are those of a script or a module, not of a recipe."""
-    return any(word == "-m" or (word.endswith(".py") and "=" not in word) for word in arguments)
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of a command whose arguments are no script."""
+    parser = argparse.ArgumentParser(f"fastmaxsim {name}", description=COMMANDS[name], allow_abbrev=False)
+    if name != "doctor":
+        getattr(_module(name), f"add_{name}_arguments")(parser)
+    return parser
 
 
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = (f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
-    title = "Train late-interaction and SPLADE models without padding, similarity tensors and vocabulary logits."
-    return "\n".join([title, "", *lines])
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}")
 
 
 def _run_command(name: str, arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(f"fastmaxsim {name}", description=COMMANDS[name], allow_abbrev=False)
     try:
+        options = command_parser(name).parse_intermixed_args(arguments)
         if name == "doctor":
-            parser.parse_args(arguments)
             from pylate_fastmaxsim.integrations.doctor import report
 
             print(report())
             return
-        command = importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}")
         from pylate_fastmaxsim.cli.terminal import report_errors
 
-        getattr(command, f"add_{name}_arguments")(parser)
-        options = parser.parse_intermixed_args(arguments)
         with report_errors():
-            getattr(command, f"run_{name}")(options)
+            getattr(_module(name), f"run_{name}")(options)
     except ModuleNotFoundError as error:
         missing = str(error.name).partition(".")[0]
         if missing not in _NEEDED:

@@ -1,7 +1,5 @@
 """``fastmaxsim check``: whether an index, a corpus or a static model is as it was written."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

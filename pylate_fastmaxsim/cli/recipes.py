@@ -54,7 +54,7 @@ def run_train(options: argparse.Namespace) -> None:
     """Train, and print a table of the metrics."""
     recipe = _load(options)
     from pylate_fastmaxsim._memory import is_out_of_memory
-    from pylate_fastmaxsim.recipes.tables import training_table
+    from pylate_fastmaxsim.cli.tables import training_table
     from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
     from pylate_fastmaxsim.recipes.training.train import train
 
@@ -108,8 +108,8 @@ def run_mine(options: argparse.Namespace) -> None:
     recipe = _load(options)
     from accelerate import PartialState
 
+    from pylate_fastmaxsim.cli.tables import mining_table
     from pylate_fastmaxsim.recipes.mining.mine import mine
-    from pylate_fastmaxsim.recipes.tables import mining_table
 
     quiet_libraries()
     with report_interruption(

@@ -1,7 +1,5 @@
 """``fastmaxsim robustness``: a trained model on longer documents and on documents with injected tokens."""
 
-from __future__ import annotations
-
 import argparse
 
 from pylate_fastmaxsim.cli.terminal import (

@@ -1,7 +1,5 @@
 """``fastmaxsim search`` and ``evaluate``: the results of models on a collection."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
@@ -77,9 +75,9 @@ def kept_documents(index: Path | None) -> str:
 
 def run_search(options: argparse.Namespace) -> None:
     """Search, and print metrics and times."""
+    from pylate_fastmaxsim.cli.tables import search_table
     from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
     from pylate_fastmaxsim.recipes.search.run import Options, search
-    from pylate_fastmaxsim.recipes.tables import search_table
     from pylate_fastmaxsim.recipes.targets import load_searched_collection
 
     sources = options.corpus, options.queries, options.qrels
@@ -123,10 +121,10 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_evaluate(options: argparse.Namespace) -> None:
     """Evaluate, and print the metrics, the tests and where indexes and run files are."""
+    from pylate_fastmaxsim.cli.tables import metrics_table, pairs_table
     from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
     from pylate_fastmaxsim.recipes.search.evaluate import evaluate
     from pylate_fastmaxsim.recipes.search.run import Options
-    from pylate_fastmaxsim.recipes.tables import metrics_table, pairs_table
     from pylate_fastmaxsim.recipes.targets import find_collection, find_targets
 
     quiet_libraries()

@@ -1,7 +1,5 @@
 """Arguments, output, errors in one sentence and progress bars that commands share."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import math

@@ -20,6 +20,11 @@ COLORS = {"stock": "#9aa0a6", "fast": "#d9480f"}
 LINES = {"stock": {"linewidth": 3.5, "alpha": 0.8}, "fast": {"linewidth": 1.3}}
 PHASE_COLORS = dict(zip(PHASES, ("#74b816", "#1c7ed6", "#d9480f", "#7048e8", "#868e96"), strict=True))
 TOKEN_COLORS = {"documents": "#1c7ed6", "queries": "#99c9ef", "padding": "#dee2e6"}
+# Of the bars that are cut into parts: the colours of these, and the title.
+STACKED = {
+    "phases": (PHASE_COLORS, "seconds of a step"),
+    "tokens_per_step": (TOKEN_COLORS, "tokens that the encoder computed in a step"),
+}
 
 
 def draw_overview(runs: dict[str, Any], figure: Figure) -> None:
@@ -38,16 +43,6 @@ def draw_overview(runs: dict[str, Any], figure: Figure) -> None:
         _draw_bars(axes, "padding in documents\nencoded (%)", runs, padding)
 
 
-def draw_phases(runs: dict[str, Any], figure: Figure) -> None:
-    """One bar per run, cut into the phases of a step."""
-    _draw_stacked(figure, runs, "phases", PHASE_COLORS, "seconds of a step")
-
-
-def draw_tokens(runs: dict[str, Any], figure: Figure) -> None:
-    """One bar per run: what the encoder was given, and how much of it was padding."""
-    _draw_stacked(figure, runs, "tokens_per_step", TOKEN_COLORS, "tokens that the encoder computed in a step")
-
-
 def draw_sweep(points: dict[str, list[dict[str, Any]]], capacity: int | None, figure: Figure) -> None:
     """Step time and peak memory against batch size; a cross is the first size that ran out of memory.
 
@@ -61,7 +56,9 @@ def draw_sweep(points: dict[str, list[dict[str, Any]]], capacity: int | None, fi
     time.legend(frameon=False, loc="upper left")
 
 
-def _draw_stacked(figure: Figure, runs: dict[str, Any], key: str, colors: dict[str, str], title: str) -> None:
+def draw_stacked(key: str, runs: dict[str, Any], figure: Figure) -> None:
+    """One bar per run, cut into what it has of ``key``, one of STACKED."""
+    colors, title = STACKED[key]
     parts = {mode: run[key] for mode, run in runs.items() if key in run}
     axes = figure.add_subplot()
     for place, values in enumerate(parts.values()):

@@ -64,7 +64,7 @@ class Gate:
         """Wait for a turn, if this process has none: before its first step."""
         if not self._left:
             if self._memory is None:
-                self._memory = PeakMemory(_device())
+                self._memory = PeakMemory(current_device())
             self._send(ready=True)
             self._wait()
 
@@ -113,7 +113,7 @@ class Gate:
             for step in self._steps
         ]
         self._steps = []
-        device = _device()
+        device = current_device()
         return {
             "seconds": seconds,
             "cpu_seconds": cpu,
@@ -130,7 +130,8 @@ class Gate:
             os._exit(1)
 
 
-def _device() -> torch.device:
+def current_device() -> torch.device:
+    """The GPU of this process, or the CPU where it uses none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
 

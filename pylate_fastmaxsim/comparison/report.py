@@ -1,7 +1,5 @@
 """The result of a comparison: rows and sentences, a table for the terminal, a picture and a page."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -269,11 +267,11 @@ def _sections(comparison: dict[str, Any]) -> list[Section]:
             "its rows; encode is every forward of the encoder; score is the rest of the loss; optimise is all that follows "
             "the backward."
         )
-        phases = partial(figures.draw_phases, runs)
+        phases = partial(figures.draw_stacked, "phases", runs)
         sections.append(Section("Where a step's time goes", note, [HEADER, *rows], phases, (8.5, 2.3)))
     if rows := groups["padding"]:
         note = "Tokens that the encoder computed; padding takes time and memory and changes nothing."
-        tokens = partial(figures.draw_tokens, runs)
+        tokens = partial(figures.draw_stacked, "tokens_per_step", runs)
         sections.append(Section("What was padded away", note, [HEADER, *rows], tokens, (8.5, 2.3)))
     if rows := groups["quality"]:
         note = (

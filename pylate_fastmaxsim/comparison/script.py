@@ -144,13 +144,10 @@ class Ranks:
         """
         variables = dict(os.environ)
         if self.size > 1:
-            [port, *_] = self.gather(_free_port())
+            with socket.socket() as found:
+                found.bind(("127.0.0.1", 0))
+                free = found.getsockname()[1]
+            [port, *_] = self.gather(free)
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             variables.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         return variables
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]

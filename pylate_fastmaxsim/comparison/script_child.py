@@ -4,8 +4,6 @@ A step is one of the optimizer. transformers' Trainer is given a callback; in an
 first is gate. The process is ended behind the last measured step, so that the script saves nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import math
@@ -20,11 +18,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+import numpy
 import torch
 from torch.optim import optimizer as optimizers
 
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.comparison.gate import Gate, KeptWarnings
+from pylate_fastmaxsim.comparison.gate import Gate, KeptWarnings, current_device
 from pylate_fastmaxsim.comparison.trainer import count_tokens, measure_steps
 from pylate_fastmaxsim.comparison.turns import FINISHED, OUT_OF_MEMORY
 from pylate_fastmaxsim.comparison.verdict import FAST, STOCK
@@ -74,9 +73,7 @@ class ScriptGate(Gate):
         if status == FINISHED and self.taken < self.steps:
             self.warnings.append(f"training ended after {self.taken} of {self.steps} steps.")
         _flush()
-        on_gpu = torch.cuda.is_initialized()
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        self.finished(status=status, warnings=self.warnings, environment=environment(device))
+        self.finished(status=status, warnings=self.warnings, environment=environment(current_device()))
         self.wait_for_end()
 
 
@@ -186,15 +183,6 @@ def _lengthen_training(trainer: Any, steps: int) -> None:
         arguments.max_steps = steps
 
 
-def _seed() -> None:
-    """Seed what a script draws without a seed of its own, so that both runs draw the same."""
-    import numpy
-
-    random.seed(0)
-    numpy.random.seed(0)
-    torch.manual_seed(0)
-
-
 def script_comparison_parser(prog: str) -> argparse.ArgumentParser:
     """The options of ``fastmaxsim compare SCRIPT.py``."""
     parser = script_parser(prog, "Compare a training script with and without pylate-fastmaxsim.")
@@ -233,7 +221,10 @@ def main() -> None:
     gate = ScriptGate.from_environment(words[0], steps, warnings.messages)
     _patch_trainers(gate, LoopWatch(gate), folder, padded=mode == STOCK)
     show_log()
-    _seed()
+    # What a script draws without a seed of its own, both runs draw alike.
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
     try:
         if mode == FAST:
             run_accelerated(words, as_module, options)

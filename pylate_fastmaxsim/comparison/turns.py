@@ -3,8 +3,6 @@
 The other end, in each of the processes, is :class:`pylate_fastmaxsim.comparison.gate.Gate`.
 """
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Runs in numbers, how many times as fast one is as another, and whether the machine was busy with something else."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from typing import Any

@@ -1,7 +1,5 @@
 """The live tokens of a ragged batch as lists, and how to cut these into blocks. Waits for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -10,8 +10,6 @@ each score passes its gradient to one document token per query token, so that bo
 Lengths and masks are read on the host, which waits for the device where that is not a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import NamedTuple

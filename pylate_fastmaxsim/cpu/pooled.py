@@ -5,8 +5,6 @@ winners and has MaxSim's sparse backward. The smooth poolings keep a number or t
 compute the similarities again in the backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

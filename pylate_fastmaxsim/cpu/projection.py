@@ -3,8 +3,6 @@
 The backward leaves out rows without a gradient; finding them waits for the device where that is not a CPU.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

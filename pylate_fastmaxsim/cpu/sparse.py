@@ -1,7 +1,5 @@
 """Inner products of sparse queries and documents by SciPy, a few thousand documents at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -3,8 +3,6 @@
 Bias, relu and logarithm are monotone, so that they come after the maximum, on ``[N, V]`` numbers.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ query token and its maximum for each document. Which of these maxima pass is kno
 MaxSim's, from the winners that pass.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Concentration of the gradient of scores or of a loss on few tokens of a document, and how many tokens ever win."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,7 +132,12 @@ def gradient_concentration(
             candidates = torch.arange(candidates.numel(), device=candidates.device).view(candidates.shape)
         queries = TokenBatch.from_padded(q_values, q_mask)
         documents = TokenBatch.from_padded(d_values, d_mask)
-        norms = _gradient_of_tokens(queries, documents, candidates, pooling, loss_gradient).norm(dim=-1)
+        with torch.enable_grad():
+            leaf = documents.values.requires_grad_()
+            scores = pooled_scores(queries, documents.with_values(leaf), candidates, pooling=pooling)
+            weights = torch.ones_like(scores) if loss_gradient is None else loss_gradient.detach().to(scores.dtype)
+            (gradient,) = torch.autograd.grad(scores, leaf, weights)
+        norms = gradient.norm(dim=-1)
         won = _won(queries, documents, candidates, pooling).sum().double()
         lengths = d_mask.sum(dim=1)
         gini, uncorrected, counted = _mean_gini(norms.view(d_mask.shape), lengths)
@@ -165,21 +168,6 @@ def _padded(batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """A padded copy without gradient, in float32 if it was in 16 bits, and its mask."""
     values, mask = batch.to_padded()
     return values.detach().to(torch.promote_types(values.dtype, torch.float32)), mask
-
-
-@torch.enable_grad()
-def _gradient_of_tokens(
-    queries: TokenBatch,
-    documents: TokenBatch,
-    candidates: Tensor | None,
-    pooling: Pooling,
-    loss_gradient: Tensor | None,
-) -> Tensor:
-    """The gradient by each row of the documents' values, of the loss or of the sum of all scores."""
-    leaf = documents.values.requires_grad_()
-    scores = pooled_scores(queries, documents.with_values(leaf), candidates, pooling=pooling)
-    weights = torch.ones_like(scores) if loss_gradient is None else loss_gradient.detach().to(scores.dtype)
-    return torch.autograd.grad(scores, leaf, weights)[0]
 
 
 def _won(queries: TokenBatch, documents: TokenBatch, candidates: Tensor | None, pooling: Pooling) -> Tensor:

@@ -3,8 +3,6 @@
 What ``grades`` and the rows of a sweep are, :mod:`~pylate_fastmaxsim.diagnostics.robustness` says.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

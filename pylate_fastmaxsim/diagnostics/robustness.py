@@ -13,8 +13,6 @@ nDCG@10 takes grades as gains. Recall@1 is the share of a query's gold documents
 at most 1 over their number. Of equal scores the document that comes first in the corpus comes first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Locks that one process at a time holds, and folders that it writes meanwhile."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

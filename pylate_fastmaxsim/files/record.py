@@ -1,7 +1,5 @@
 """Descriptions of folders, in JSON, that know when they are damaged, and checksums of what they describe."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files and folders that are replaced in one step: at any time the old one or the new one is there, whole."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import glob

@@ -1,7 +1,5 @@
 """``fastmaxsim doctor``: what this machine has, what would be patched, and what would run slower than it could."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -128,7 +128,9 @@ def enable(
     _logger.info(
         "%s; %s.%s",
         "; ".join(_gains(_found)) or "Nothing is accelerated",
-        ", ".join(f"{name} {_on_or_off(value)}" for name, value in vars(new).items()),
+        ", ".join(
+            f"{name} {('off', 'on')[value] if isinstance(value, bool) else value}" for name, value in vars(new).items()
+        ),
         " With PyLate, a loss of your own gets fused scores; call pylate_fastmaxsim.encode in it to leave out padding too."
         * (PYLATE in hosts),
     )
@@ -140,10 +142,6 @@ def enable(
         log_once(
             "pooling=%s: indexes built by others (PLAID, fast-plaid, Voyager) still search with the maximum.", pooling
         )
-
-
-def _on_or_off(value: bool | str | Pooling) -> object:
-    return ("on" if value else "off") if isinstance(value, bool) else value
 
 
 def _gains(found: list[Replacement]) -> Iterator[str]:

@@ -1,7 +1,5 @@
 """The libraries that are accelerated, and what can be replaced in those that are installed."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Mapping
@@ -73,13 +71,7 @@ HOSTS = (
         module="pylate",
         first="1.5.1",
         below="2",
-        providers=(
-            "pylate.scores",
-            "pylate.losses",
-            "encoding.masks",
-            "models.encoders",
-            "pylate.fused_head",
-        ),
+        providers=("pylate.scores", "pylate.losses", "encoding.masks", "models.encoders", "pylate.fused_head"),
         gains={"pylate.scores": _MAXSIM},
     ),
     Host(
@@ -98,11 +90,7 @@ HOSTS = (
         module="sentence_transformers.multi_vector_encoder",
         first="6",
         below="7",
-        providers=(
-            "sentence_transformers.scores",
-            "sentence_transformers.encoder",
-            "encoding.masks",
-        ),
+        providers=("sentence_transformers.scores", "sentence_transformers.encoder", "encoding.masks"),
         gains={"sentence_transformers.scores": _MAXSIM},
     ),
     # Its SparseEncoder, which release 5.3 beside PyLate has too.
@@ -112,11 +100,7 @@ HOSTS = (
         module="sentence_transformers.sparse_encoder",
         first="5",
         below="7",
-        providers=(
-            "sparse_encoder.encoder",
-            "sparse_encoder.search",
-            "encoding.masks",
-        ),
+        providers=("sparse_encoder.encoder", "sparse_encoder.search", "encoding.masks"),
         gains={
             "sparse_encoder.encoder": "SPLADE without vocabulary logits",
             "sparse_encoder.search": "exact search of sparse embeddings",

@@ -1,7 +1,5 @@
 """``fastmaxsim run``: a training script as it is, with :func:`~pylate_fastmaxsim.enable` called for it."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.abc
 import importlib.util

@@ -1,7 +1,5 @@
 """GradCache for colpali-engine: its losses over batches of pages that do not fit at once."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -10,6 +8,7 @@ from torch import Tensor, nn
 
 from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim.integrations.encoding.gradcache import CachedCall, with_second_passes
+from pylate_fastmaxsim.integrations.encoding.plans import mini_batches
 from pylate_fastmaxsim.integrations.models.wrappers import StandIn, unwrap
 
 
@@ -59,14 +58,7 @@ class GradCache:
                     f"GradCache: {name} must have one row for each of the {count} texts or pages of input_ids, got "
                     f"shape {tuple(value.shape)}."
                 )
-        parts = [
-            {
-                name: value[begin : begin + self._size] if isinstance(value, Tensor) else value
-                for name, value in inputs.items()
-            }
-            for begin in range(0, count, self._size)
-        ]
-        calls = [CachedCall(partial(self._embed, part), part) for part in parts]
+        calls = [CachedCall(partial(self._embed, part), part) for part in mini_batches(inputs, self._size)]
         embeddings = torch.cat([call.first() for call in calls])
         if torch.is_grad_enabled():
             self._calls += calls

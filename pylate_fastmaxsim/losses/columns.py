@@ -1,7 +1,5 @@
 """The tokenized columns of a batch, and what a model makes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

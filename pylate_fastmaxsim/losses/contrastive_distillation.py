@@ -137,7 +137,8 @@ class ContrastiveDistillation(nn.Module):
                 in_chunks = partial(self._loss, labels, mask)
                 return sum_over_views(in_chunks, queries, *documents_and_floor, of_leaves=True)
 
-            return host.cached(self.model, features, loss_of, self.mini_batch_size, self.mini_batch_tokens)
+            size = {"mini_batch_size": self.mini_batch_size, "mini_batch_tokens": self.mini_batch_tokens}
+            return host.cached(self.model, features, loss_of, **size)
         queries, mask, documents, zero_floor = host.encoded(self.model, features)
         return sum_over_views(partial(self._loss, labels, mask), queries, documents, zero_floor)
 

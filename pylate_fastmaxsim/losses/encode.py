@@ -1,7 +1,5 @@
 """``encode``: the token embeddings of a batch, for a loss of one's own."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from types import ModuleType

@@ -27,19 +27,11 @@ def encoded(model: nn.Module, features: Sequence[Features]) -> Encoded:
     return queries["token_embeddings"], queries["attention_mask"].bool(), documents, None
 
 
-def cached(
-    model: nn.Module,
-    features: list[Features],
-    loss_of: Callable[..., Tensor],
-    mini_batch_size: int | None,
-    mini_batch_tokens: int | None,
-) -> Tensor:
-    """The loss of embeddings made without gradients, whose backward makes them again.
-
-    ``loss_of`` takes what :func:`encoded` returns, and leaves gradients at it.
-    """
-    size = {} if mini_batch_size is None else {"mini_batch_size": mini_batch_size}
-    return _GradCache(model, loss_of, mini_batch_num_tokens=mini_batch_tokens, **size)(features)
+def cached(model: nn.Module, features: list[Features], loss_of: Callable[..., Tensor], **size: int | None) -> Tensor:
+    """The loss of embeddings made without gradients, as ``losses.pylate.cached``."""
+    names = {"mini_batch_size": "mini_batch_size", "mini_batch_tokens": "mini_batch_num_tokens"}
+    given = {names[name]: value for name, value in size.items() if value is not None}
+    return _GradCache(model, loss_of, **given)(features)
 
 
 def sum_of_answers(

@@ -26,18 +26,13 @@ def encoded(model: nn.Module, features: Sequence[Features]) -> Encoded:
     return queries, *_scored(model, features, documents)
 
 
-def cached(
-    model: nn.Module,
-    features: list[Features],
-    loss_of: Callable[..., Tensor],
-    mini_batch_size: int | None,
-    mini_batch_tokens: int | None,
-) -> Tensor:
+def cached(model: nn.Module, features: list[Features], loss_of: Callable[..., Tensor], **size: int | None) -> Tensor:
     """The loss of embeddings made without gradients, whose backward makes them again.
 
-    ``loss_of`` takes what :func:`encoded` returns, and leaves gradients at it.
+    ``loss_of`` takes what :func:`encoded` returns, and leaves gradients at it. ``size`` is ``mini_batch_size`` and
+    ``mini_batch_tokens``, one of them None.
     """
-    batch = CachedBatch(model, features, mini_batch_size=mini_batch_size, mini_batch_tokens=mini_batch_tokens)
+    batch = CachedBatch(model, features, **size)
     loss = loss_of(batch.queries, *_scored(model, features, batch.documents))
     return batch.with_second_passes(loss) if torch.is_grad_enabled() else loss
 

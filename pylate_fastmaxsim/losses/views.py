@@ -3,8 +3,6 @@
 The tokens are the first ones of each document, or means of neighbours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Triton kernels compute them on CUDA. On a CPU plain PyTorch does, text by text, for tests and traces.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch
@@ -170,7 +168,10 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _plain_forward(query, key, value, cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed=None, dropout=0.0):
-    keep = _plain_mask(query, max_length, seed, dropout) if dropout else None
+    keep = None
+    if dropout:
+        generator = torch.Generator().manual_seed(int(seed))
+        keep = torch.rand(query.shape[1], query.shape[0], max_length, generator=generator) >= dropout
     states = reference.attention(query, key, value, cu_seqlens, key_cu_seqlens, scale, reach, keep, dropout)
     states = pad(states, (0, 0, 0, 0, 0, query.shape[0] - states.shape[0])).contiguous()
     return states, query.new_zeros((query.shape[1], query.shape[0]), dtype=torch.float32)
@@ -181,12 +182,6 @@ def _plain_backward(grad, query, key, value, out, log_sums, *arguments):
     with torch.enable_grad():
         states, _ = _plain_forward(*leaves, *arguments)
     return torch.autograd.grad(states, leaves, grad)
-
-
-def _plain_mask(query: Tensor, max_length: int, seed: Tensor, dropout: float) -> Tensor:
-    """Weights that are kept, ``[heads, T, max_length]``."""
-    generator = torch.Generator().manual_seed(int(seed))
-    return torch.rand(query.shape[1], query.shape[0], max_length, generator=generator) >= dropout
 
 
 def _forward(

@@ -3,8 +3,6 @@
 And MaxSim over documents that only its backward keeps compressed.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

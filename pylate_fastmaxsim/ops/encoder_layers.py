@@ -1,7 +1,5 @@
 """Parts of encoder layers as differentiable operators: a gated linear unit, and a LayerNorm with its residual stream."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear

@@ -1,7 +1,5 @@
 """Documents of all ranks, gathered before they are scored, with gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache, reduce
 
@@ -82,7 +80,7 @@ def gather_documents(documents: TokenBatch, zero_floor: Tensor | None = None) ->
     layout = [documents.starts, documents.lengths]
     if zero_floor is not None:
         layout.append(zero_floor.long())
-    layouts = _all_gather(torch.stack(layout))
+    layouts = all_gather(torch.stack(layout))
     keep = documents.keep
     if keep is None:
         keep = torch.ones(rows, dtype=torch.bool, device=documents.device)
@@ -93,7 +91,7 @@ def gather_documents(documents: TokenBatch, zero_floor: Tensor | None = None) ->
         (layouts[:, 0] + first).flatten(),
         layouts[:, 1].flatten(),
         max(max_lengths),
-        _all_gather(F.pad(keep, (0, most - rows))).flatten(),
+        all_gather(F.pad(keep, (0, most - rows))).flatten(),
     )
     return batch, None if zero_floor is None else (layouts[:, 2] != 0).flatten()
 
@@ -122,10 +120,10 @@ class _Gather(torch.autograd.Function):
 def _numbers_of_all(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
     """The numbers of all ranks. Waits for the ranks, not for what the GPU is computing."""
     if device.type != "cuda":
-        return _all_gather(torch.tensor(numbers, device=device)).tolist()
+        return all_gather(torch.tensor(numbers, device=device)).tolist()
     # Otherwise the GPU would idle after the encoder's forward until the host has launched what follows.
     with torch.cuda.stream(_exchange_stream(device)):
-        return _all_gather(torch.tensor(numbers, device=device)).tolist()
+        return all_gather(torch.tensor(numbers, device=device)).tolist()
 
 
 @lru_cache
@@ -134,7 +132,7 @@ def _exchange_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _all_gather(tensor: Tensor) -> Tensor:
+def all_gather(tensor: Tensor) -> Tensor:
     """The tensors of all ranks, ``[R, ...]``."""
     _, ranks = rank_and_ranks()
     if ranks == 1:

@@ -1,7 +1,5 @@
 """MaxSim as a differentiable operator, registered with torch.library."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Operands of all operators: checks, autocast, whether a backward is wanted, and whether kernels or blocked PyTorch compute."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

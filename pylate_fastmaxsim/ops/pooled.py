@@ -1,7 +1,5 @@
 """Scores with another pooling over document tokens than the maximum, as differentiable operators."""
 
-from __future__ import annotations
-
 import functools
 from types import ModuleType
 

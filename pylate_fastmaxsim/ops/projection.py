@@ -1,7 +1,5 @@
 """Projection, normalisation and MaxSim from hidden states, differentiable, without float32 copies."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor

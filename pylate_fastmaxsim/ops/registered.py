@@ -1,7 +1,5 @@
 """Operators of torch.library from annotated functions: the schema, the autograd formula, and a faster eager call."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from operator import itemgetter

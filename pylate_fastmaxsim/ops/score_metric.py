@@ -1,7 +1,5 @@
 """``PooledScores``: scores with any pooling, for losses that take a function of padded embeddings."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np

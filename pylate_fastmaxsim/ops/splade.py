@@ -1,7 +1,5 @@
 """SPLADE's head as a differentiable operator: the best logit of a text for each vocabulary row, without all logits."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

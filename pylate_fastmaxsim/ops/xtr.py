@@ -1,7 +1,5 @@
 """XTR scores as a differentiable operator: of each query token only the batch's k best document tokens count."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from typing import Literal, get_args
@@ -107,17 +105,13 @@ def xtr_scores(
     k = require_count("xtr_scores", "k", k)
     if isinstance(k, int):
         k = min(k, sys.maxsize)  # more tokens there cannot be
-    _check_normalizer(normalizer, zero_floor)
-    operands = prepared("xtr_scores", queries, documents, candidates, queries_mask, documents_mask, zero_floor)
-    scores, *_ = _scores_and_winners(operands, k, normalizer == "retrieved", recording("xtr_scores", operands))
-    return scores
-
-
-def _check_normalizer(normalizer: Normalizer, zero_floor: Tensor | None) -> None:
     if normalizer not in get_args(Normalizer):
         raise ValueError(f'xtr_scores: normalizer must be "positive" or "retrieved", got {normalizer!r}.')
     if normalizer == "retrieved" and zero_floor is not None:
         raise ValueError('xtr_scores: zero_floor goes with normalizer="positive" only.')
+    operands = prepared("xtr_scores", queries, documents, candidates, queries_mask, documents_mask, zero_floor)
+    scores, *_ = _scores_and_winners(operands, k, normalizer == "retrieved", recording("xtr_scores", operands))
+    return scores
 
 
 def _forward(

@@ -3,8 +3,6 @@
 As a program it is a process of a warm-up: it compiles the share of the calls that it reads from standard input.
 """
 
-from __future__ import annotations
-
 import pickle
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Compile kernels in several processes at once, into Triton's cache on disk."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Compile the kernels of a recipe's training, so that a run finds them in Triton's cache."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Sizes of a batch that is scored, and the calls whose kernels such a batch can run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product

@@ -56,6 +56,19 @@ def make_directory(key: str, directory: Path) -> list[Path]:
     return missing
 
 
+@contextmanager
+def made_directory(key: str, directory: Path) -> Iterator[list[Path]]:
+    """:func:`make_directory`; after an error in the block, those that were missing are removed if they are empty."""
+    missing = make_directory(key, directory)
+    try:
+        yield missing
+    except BaseException:
+        with suppress(OSError):
+            for path in missing:
+                path.rmdir()
+        raise
+
+
 def prepare_file(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> None:
     """Make the folder of a file that is written at the end of a command, and refuse it as :func:`require_output`."""
     require_output(key, file, inputs)
@@ -79,15 +92,14 @@ def require_output(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> 
     if what is not None:
         raise RecipeError(f"{key} {file} cannot be written: it is {what}.")
     for path in inputs:
-        if path is not None and path.exists() and _same(path, file.parent if path.is_dir() else file):
+        if path is None or not path.exists():
+            continue
+        other = file.parent if path.is_dir() else file
+        if other.exists() and path.samefile(other):
             where = f"in {path}, which" if path.is_dir() else "what"
             raise RecipeError(
                 f"{key} {file} cannot be written: it is {where} this command reads; choose another place."
             )
-
-
-def _same(path: Path, other: Path) -> bool:
-    return other.exists() and path.samefile(other)
 
 
 @contextmanager
@@ -96,8 +108,7 @@ def hold_lock(key: str, directory: Path, name: str, sentence: str) -> Iterator[N
 
     The file stays, except after an error in a folder that was made for it and holds nothing else.
     """
-    made = make_directory(key, directory)
-    with ExitStack() as held:
+    with made_directory(key, directory) as made, ExitStack() as held:
         try:
             held.enter_context(locked(directory, sentence, name))
         except ValueError as error:
@@ -108,8 +119,6 @@ def hold_lock(key: str, directory: Path, name: str, sentence: str) -> Iterator[N
             with suppress(OSError):
                 if made and os.listdir(directory) == [name]:
                     (directory / name).unlink()
-                    for path in made:
-                        path.rmdir()
             raise
 
 

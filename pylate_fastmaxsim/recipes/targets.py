@@ -68,7 +68,9 @@ def find_targets(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Ta
     counts, targets = Counter(short.values()), []
     for name in names:
         recipe = recipes.get(name)
-        path = name if recipe is None else str(_trained(name, recipe))
+        path = name if recipe is None else str(Path(recipe.output_dir, MODEL_DIRECTORY))
+        if recipe is not None and not os.path.isdir(path):
+            raise RecipeError(f"{name}: there is no model in {path}; run `fastmaxsim train` with this recipe first.")
         if recipe is None or not recipe.model.visual:
             saved_class(path)
         target = Target(short[name] if counts[short[name]] == 1 else name, path, recipe)
@@ -87,14 +89,6 @@ def short_name(path: str) -> str:
 def _scoring_of(target: Target) -> tuple[str, Pooling]:
     """The weights and the pooling behind the scores of a model."""
     return os.path.realpath(os.path.expanduser(target.path)), target.pooling
-
-
-def _trained(name: str, recipe: Recipe) -> Path:
-    """The folder of the trained model of a recipe."""
-    folder = Path(recipe.output_dir, MODEL_DIRECTORY)
-    if not folder.is_dir():
-        raise RecipeError(f"{name}: there is no model in {folder}; run `fastmaxsim train` with this recipe first.")
-    return folder
 
 
 def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> tuple[str, Collection, Dataset | None]:

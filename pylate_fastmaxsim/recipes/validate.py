@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
+from pylate_fastmaxsim.recipes.config.kinds import POSITIONS
 from pylate_fastmaxsim.recipes.config.schema import (
     POOLING_KEYS,
     EvaluationSection,
-    MiningSection,
     ModelSection,
     Recipe,
     RowsSection,
@@ -26,7 +26,6 @@ def check(recipe: Recipe) -> None:
         parts += [
             _problems_of_rows(mining.pairs, "mining.pairs"),
             _problems_of_rows(mining.corpus, "mining.corpus"),
-            _problems_of_mining(mining),
         ]
     parts += [
         _problems_of_data(recipe),
@@ -49,6 +48,10 @@ def _problems_of_model(model: ModelSection) -> Iterator[str]:
         yield (
             "model.build.hidden_size must be a multiple of 2 * num_attention_heads, "
             f"got {model.build.hidden_size} and {model.build.num_attention_heads}."
+        )
+    if model.build is not None and (length := getattr(model, "query_length", None) or 0) > POSITIONS:
+        yield (
+            f"model.query_length must be at most {POSITIONS}, as many positions as ModernBertModel has, got {length}."
         )
 
 
@@ -78,14 +81,6 @@ def _problems_of_rows(data: RowsSection | None, section: str) -> Iterator[str]:
         yield f"{section}.columns must name one column, got {', '.join(columns)}."
     if section != "mining.corpus" and len(columns) == 1:
         yield f"{section}.columns must name the query column and at least one document column."
-
-
-def _problems_of_mining(mining: MiningSection) -> Iterator[str]:
-    if mining.range_min + mining.num_negatives > mining.range_max:
-        yield (
-            "mining.range_max must be at least range_min + num_negatives, "
-            f"got {mining.range_max}, {mining.range_min} and {mining.num_negatives}."
-        )
 
 
 def _problems_of_data(recipe: Recipe) -> Iterator[str]:
@@ -184,6 +179,12 @@ def _problems_of_evaluation(evaluation: EvaluationSection) -> Iterator[str]:
 
 
 def _problems_of_run(recipe: Recipe) -> Iterator[str]:
+    mining = recipe.mining
+    if mining is not None and mining.range_min + mining.num_negatives > mining.range_max:
+        yield (
+            "mining.range_max must be at least range_min + num_negatives, "
+            f"got {mining.range_max}, {mining.range_min} and {mining.num_negatives}."
+        )
     if Path(recipe.name).is_absolute() or ".." in Path(recipe.name).parts:
         yield f"name must be a name, not a path out of the folder of an index, got {recipe.name!r}."
     if recipe.training.max_steps is None and recipe.training.num_train_epochs == 0:

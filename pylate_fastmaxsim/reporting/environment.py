@@ -1,7 +1,5 @@
 """The machine, and the versions of packages, that a result was measured with."""
 
-from __future__ import annotations
-
 import os
 import platform
 from importlib import metadata

@@ -1,7 +1,5 @@
 """Numbers as text and as JSON has them, and the titles of metrics."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -16,7 +16,7 @@ from pylate_fastmaxsim.files.lock import writing
 from pylate_fastmaxsim.retrieval.formats.description import rank_folder
 from pylate_fastmaxsim.retrieval.formats.format import Batch, chosen_format
 from pylate_fastmaxsim.retrieval.formats.part import Part, open_parts
-from pylate_fastmaxsim.retrieval.formats.reading import Piece, batch_on, batch_to, streamed
+from pylate_fastmaxsim.retrieval.formats.reading import batch_on, batch_to, streamed
 from pylate_fastmaxsim.retrieval.formats.writer import write
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -221,17 +221,16 @@ class Corpus:
             raise ValueError(
                 f"Corpus.batches: begin and end must be in order and from 0 to {len(self)}, got {begin} and {end}."
             )
-        pieces = self._pieces(tokens_per_batch, begin, end)
+        pieces = (
+            (part, *cut)
+            for part, first in zip(self.parts, self._firsts.tolist(), strict=False)
+            for cut in part.cuts(tokens_per_batch, max(begin - first, 0), min(end - first, len(part)))
+        )
         if device.type == "cuda":
             # Here, because each thread has its own current device.
             device = torch.empty(0, device=device).device
             return streamed(device, list(pieces))
         return (batch_on(device, part.format, *part.views(first, last))[0] for part, first, last in pieces)
-
-    def _pieces(self, tokens_per_batch: int, begin: int, end: int) -> Iterator[Piece]:
-        for part, first in zip(self.parts, self._firsts.tolist(), strict=False):
-            inside = max(begin - first, 0), min(end - first, len(part))
-            yield from ((part, *cut) for cut in part.cuts(tokens_per_batch, *inside))
 
     def select(self, positions: Tensor | Sequence[int], device: str | torch.device = "cpu") -> Batch:
         """The documents at some positions, read into memory, in the order of ``positions``.

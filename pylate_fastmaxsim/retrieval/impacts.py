@@ -1,7 +1,5 @@
 """Sparse vectors from files of JSON lines, batch by batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from pylate_fastmaxsim._checks import require_count, require_integer

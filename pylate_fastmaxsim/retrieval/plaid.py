@@ -1,7 +1,5 @@
 """Open an index of PLAID as a corpus, where it is, as fast-plaid and Stanford's code write it."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -85,7 +83,9 @@ def read_plaid(folder: str | os.PathLike) -> PlaidCorpus:
     (50, 250, [[7]])
     """
     folder = plaid_folder(Path(folder))
-    layout = _layout_of(folder)
+    layout = next((each for each in (FAST_PLAID, STANFORD) if (folder / f"centroids.{each}").exists()), None)
+    if layout is None:
+        raise _unknown_layout(folder, f"centroids.{FAST_PLAID} or centroids.{STANFORD}")
     bits, chunks, merged = read_sizes(folder, layout)
     centroids, weights, cutoffs = _read_buckets(folder, layout, bits)
     try:
@@ -146,14 +146,6 @@ def plaid_folder(folder: Path) -> Path:
         f"read_plaid: {folder} must hold an index of PLAID, with {METADATA_FILE} in it or in {FAST_FOLDER}, as PyLate, "
         "fast-plaid and ColBERT write it."
     )
-
-
-def _layout_of(folder: Path) -> str:
-    """By which library an index is. ValueError if it is none of those that are known."""
-    for layout in (FAST_PLAID, STANFORD):
-        if (folder / f"centroids.{layout}").exists():
-            return layout
-    raise _unknown_layout(folder, f"centroids.{FAST_PLAID} or centroids.{STANFORD}")
 
 
 def read_sizes(folder: Path, layout: str) -> tuple[int, int, bool]:

@@ -1,7 +1,5 @@
 """Exact search over a streamed corpus: all documents are scored, and each query's best stay on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """Checks of whether what a folder holds is as it was written."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """A sparse index on disk: a safetensors file for each block, and a description that is written last."""
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import dataclass, replace
 from functools import partial

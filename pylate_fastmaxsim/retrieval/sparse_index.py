@@ -12,14 +12,13 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_batches, require_positions
 from pylate_fastmaxsim.files.lock import holds_something, writing
 from pylate_fastmaxsim.files.record import read_again_if_replaced
 from pylate_fastmaxsim.kernels.sparse import postings
-from pylate_fastmaxsim.ops.gathered import rank_and_ranks
+from pylate_fastmaxsim.ops.gathered import all_gather, rank_and_ranks
 from pylate_fastmaxsim.retrieval import sparse_files as files
 from pylate_fastmaxsim.retrieval.sparse_search import (
     in_blocks,
@@ -350,7 +349,7 @@ class SparseIndex:
         if self._shard is None or self._shard[1] == 1:
             return found
         # Ranks hold documents in their order.
-        return merge_results([*zip(*map(_of_all_ranks, found), strict=True)], k)
+        return merge_results([*zip(*map(all_gather, found), strict=True)], k)
 
     @_exclusive
     def save(self, folder: str | os.PathLike) -> None:
@@ -486,15 +485,8 @@ def _require_same_on_all_ranks(
     # Any sum of all numbers that changes with their order.
     numbers = torch.cat([queries.offsets, queries.terms.long(), queries.weights.double().view(torch.int64)])
     sum_of_all = (numbers * torch.arange(1, 2 * len(numbers), 2, device=numbers.device)).sum()
-    asked = _of_all_ranks(torch.stack([sum_of_all, *sum_of_all.new_tensor([k, *generation])]))
+    asked = all_gather(torch.stack([sum_of_all, *sum_of_all.new_tensor([k, *generation])]))
     if bool((asked[:, 2:] != asked[0, 2:]).any()):
         raise ValueError(f"{where}: ranks have loaded different states of the index; load it again on all ranks.")
     if bool((asked != asked[0]).any()):
         raise ValueError(f"{where}: all ranks must pass the same queries and k, since each searches its share for all.")
-
-
-def _of_all_ranks(tensor: Tensor) -> Tensor:
-    """The tensors of all ranks, ``[R, ...]``."""
-    gathered = tensor.new_empty((dist.get_world_size(), *tensor.shape))
-    dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1))
-    return gathered

@@ -22,7 +22,8 @@ from pylate_fastmaxsim.comparison.script_child import FAILURE
 from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY, ChildFailed, OutOfMemoryElsewhere, Run, Turns
 from pylate_fastmaxsim.comparison.verdict import summarize_turns
 from pylate_fastmaxsim.reporting.numbers import without_nan
-from tests.support.compared_script import accelerated, compare, compared, example
+from tests.support.compared_script import accelerated, compare, compared
+from tests.support.examples import training_example
 
 STEPS = ("--steps", "12")
 
@@ -31,7 +32,8 @@ STEPS = ("--steps", "12")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_the_script_of_pylate_compares_as_printed(encoder, tmp_path, device):
     pytest.importorskip("pylate")
-    text = example("pylate.md", "answerdotai/ModernBERT-base", encoder("modernbert", local_attention=64), device)
+    stand_in = encoder("modernbert", local_attention=64)
+    text = training_example("pylate-script", "answerdotai/ModernBERT-base", stand_in, device)
     # On a GPU PyLate may score by flash-maxsim, which drops tokens at the end in the place of punctuation.
     text = text.replace("document_length=300", "document_length=300, skiplist_words=[]")
     found = compared(tmp_path, text, *STEPS)

@@ -8,8 +8,8 @@ from torch import nn
 import pylate_fastmaxsim
 from pylate_fastmaxsim import encode
 from tests.support.compared import assert_equal, run
+from tests.support.examples import example
 from tests.support.loss_hosts import HOST, LABELS, ByHand, Weighted, batch_of
-from tests.support.paths import ROOT
 
 
 @pytest.fixture
@@ -31,9 +31,8 @@ def test_a_loss_by_hand_is_those_of_the_host(encoder, mode):
 
 
 def test_the_loss_of_the_docs(model, mode):
-    script = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
     names: dict = {}
-    exec(script, names)
+    exec(example("loss-by-hand"), names)
     stock = run(ByHand(model), batch_of(model), LABELS)
     pylate_fastmaxsim.enable()
     assert_equal(run(names["ContrastiveAndDistillation"](model), batch_of(model), LABELS), stock)

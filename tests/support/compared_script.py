@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 from pylate_fastmaxsim.comparison.script import Ranks, child_of
 from pylate_fastmaxsim.comparison.turns import take_turns
 from pylate_fastmaxsim.comparison.verdict import FAST, summarize_run
-from tests.support.paths import ROOT
 
 COMMAND = ("-m", "pylate_fastmaxsim.cli", "compare")
 
@@ -49,14 +47,3 @@ def accelerated(folder: Path, script: str, steps: int) -> dict[str, Any]:
     turns = take_turns({FAST: child_of(FAST, scratch, scratch, words, Ranks({}))})
     assert {path.name for path in folder.iterdir()} == {"train.py"}
     return summarize_run(turns.runs[FAST])
-
-
-def example(page: str, model: str, stand_in: str, device: str = "cpu") -> str:
-    """The complete script of a page of docs/, with a stand-in for its model."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    [script] = [code for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "trainer.train()" in code]
-    place = f"bf16=True, use_cpu={device == 'cpu'}"
-    for here, there in ((repr(model).replace("'", '"'), repr(stand_in)), ("bf16=True", place)):
-        assert here in script
-        script = script.replace(here, there)
-    return script

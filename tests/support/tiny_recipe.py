@@ -22,11 +22,17 @@ def fell_back(said: str) -> list[str]:
     return [reason for reason in ("with padding", "not fused", "as PyLate has it") if reason in words]
 
 
-def tiny(directory: Path, output: str = "out", **sections) -> dict:
+def json_lines(file: Path, rows: list) -> str:
+    """Write a file of rows in JSON; its name."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def tiny(directory: Path, output: str = "out", rows: list[dict] | None = None, **sections) -> dict:
     """A recipe of a one-layer model that trains in a second, its rows and its output in ``directory``."""
-    pairs = directory / "pairs.jsonl"
-    rows = [{"query": text(i, 4), "positive": f"{text(i, 4 + i % 17)} number {i}"} for i in range(60)]
-    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if rows is None:
+        rows = [{"query": text(i, 4), "positive": f"{text(i, 4 + i % 17)} number {i}"} for i in range(60)]
+    pairs = json_lines(directory / "pairs.jsonl", rows)
     recipe = {
         "output_dir": str(directory / output),
         "model": {
@@ -35,7 +41,7 @@ def tiny(directory: Path, output: str = "out", **sections) -> dict:
             "query_length": 8,
             "document_length": 24,
         },
-        "data": {"source": "files", "files": [str(pairs)]},
+        "data": {"source": "files", "files": [pairs]},
         "training": {
             "per_device_train_batch_size": 4,
             "max_steps": 14,

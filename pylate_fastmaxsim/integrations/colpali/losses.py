@@ -10,8 +10,6 @@ In the sum of exponentials of ``use_smooth_max`` rows of zeros take part, each a
 There they are computed like any other row. With another pooling of ``enable()`` than the maximum they are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, wraps

@@ -1,7 +1,5 @@
 """Compile an encoder layer by layer, for any number of tokens, and gradient checkpointing with the layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from itertools import chain

@@ -218,8 +218,10 @@ def _attention(attention: nn.Module, normed: Tensor, mask: Tensor | None, positi
         cu_seqlens, key_cu_seqlens = mask[0, 0, -1], mask[-1, 0, -1]
         # Not its first element, whose gradient would be copied.
         rows = normed.flatten(0, -2)
-        max_length, dim = mask.shape[2], attention.head_dim
-        if _sees_enough(mask, reach) and rotary_is_faster(rows, dim, cu_seqlens, max_length, reach):
+        (sides, longest_apart, max_length, _), dim = mask.shape, attention.head_dim
+        # What the attention function of packed masks refuses otherwise: query expansion sees the whole query.
+        sees_enough = sides == 1 or not -1 < reach < longest_apart - 1
+        if sees_enough and rotary_is_faster(rows, dim, cu_seqlens, max_length, reach):
             weights = _cast(attention.Wqkv, normed.dtype)
             cos, sin = (each[0] for each in positions)
             heads = attention.Wqkv.out_features // (3 * dim)
@@ -228,12 +230,6 @@ def _attention(attention: nn.Module, normed: Tensor, mask: Tensor | None, positi
             )
             return attention.out_drop(attention.Wo(states.flatten(1)[None]))
     return attention(normed, position_embeddings=positions, attention_mask=mask, **kwargs)[0]
-
-
-def _sees_enough(mask: Tensor, reach: int) -> bool:
-    """Check what the attention function of packed masks refuses otherwise: query expansion sees the whole query."""
-    sides, longest_apart, _, _ = mask.shape
-    return sides == 1 or not -1 < reach < longest_apart - 1
 
 
 def _cast(linear: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -1,7 +1,5 @@
 """Attention inside each text of a row of many texts: packed masks, and attention functions that understand them."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Encode the texts of a batch without padding, where an encoder gives the same embeddings with and without."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

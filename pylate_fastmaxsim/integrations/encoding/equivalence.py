@@ -1,7 +1,5 @@
 """The check on the first batch: does an encoder give the same embeddings without padding, and if not, why."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ The second pass reuses what the first found out about its texts. So it does not 
 a mini-batch while the backward of the last is still running.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

@@ -155,19 +155,15 @@ def record(
         with torch.cuda.graph(second, **options):
             backward(states, gradient)
     except RuntimeError:
-        _leave_recording(memory)
+        # Have the allocator and the random numbers of the device know that nothing is recorded.
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(stream.device_index, memory.pool)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device=stream.device)
         raise
     finally:
         torch.clear_autocast_cache()
     return Replays(first.replay, second.replay, states.detach(), gradient, used)
-
-
-def _leave_recording(memory: Memory) -> None:
-    """After an error, have the allocator and the random numbers of the device know that nothing is recorded."""
-    with contextlib.suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(memory.stream.device_index, memory.pool)
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        torch.zeros(1, device=memory.stream.device)
 
 
 class EncoderGraphs:

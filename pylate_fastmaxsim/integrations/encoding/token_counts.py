@@ -78,7 +78,12 @@ def counting_tokens_of_batches(collator: type, trainer: type, by_rank: bool = Tr
         # Of a streamed dataset one process hands batches to all others, by NCCL, which takes nothing that stays on the CPU.
         if not by_rank and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             return batch
-        return add_token_counts(batch)
+        # Counted on the CPU, in a worker, nothing waits for the GPU.
+        for key in [key for key in batch if key.endswith(_MASK)]:
+            # A mask with gaps cannot be packed, and is found without counts.
+            if not has_gaps(batch[key]):
+                batch[f"{key.removesuffix(_MASK)}_{TOKEN_TOTAL}"] = TokenCounts.of(batch[key])
+        return batch
 
     @wraps(trainer._prepare_inputs)
     def prepare_inputs(self: object, inputs: object) -> object:
@@ -88,15 +93,6 @@ def counting_tokens_of_batches(collator: type, trainer: type, by_rank: bool = Tr
         return attach_token_counts(batch) if isinstance(batch, dict) else batch
 
     return Patch(collator, "__call__", collate), Patch(trainer, "_prepare_inputs", prepare_inputs)
-
-
-def add_token_counts(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch, with counts beside the mask of every column. Counted on the CPU, in a worker, nothing waits for the GPU."""
-    for key in [key for key in batch if key.endswith(_MASK)]:
-        # A mask with gaps cannot be packed, and is found without counts.
-        if not has_gaps(batch[key]):
-            batch[f"{key.removesuffix(_MASK)}_{TOKEN_TOTAL}"] = TokenCounts.of(batch[key])
-    return batch
 
 
 def _method(owner: type, name: str) -> Callable:

@@ -1,7 +1,5 @@
 """Losses over several views of one encoding, as Matryoshka trains fewer dimensions and fewer document tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 What they do cannot be found out by trial: they may do it only in training, or only after some steps.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -81,8 +79,12 @@ def custom_module(core: nn.Module) -> nn.Module | None:
 
     That is all but PyLate's ColBERT and Dense and Sentence Transformers' Transformer, as these libraries have them.
     """
+    try:
+        from sentence_transformers.base.modules import Transformer
+    except ImportError:  # before release 6
+        from sentence_transformers.models import Transformer
     core = unsharded(core)
-    known, modules = [_transformer().forward], [core]
+    known, modules = [Transformer.forward], [core]
     if hasattr(core, "_first_module"):
         from pylate.models import ColBERT, Dense
 
@@ -156,11 +158,3 @@ def _of_user(function: Callable, libraries: Iterable[str] = _KNOWN) -> bool:
 def _is_user_class(cls: type[nn.Module], forward: Callable, libraries: tuple[str, ...]) -> bool:
     modules = [each.__module__ for each in cls.__mro__ if issubclass(each, nn.Module)]
     return _of_user(forward, libraries) or any(name.partition(".")[0] not in libraries for name in modules)
-
-
-def _transformer() -> type[nn.Module]:
-    try:
-        from sentence_transformers.base.modules import Transformer
-    except ImportError:  # before release 6
-        from sentence_transformers.models import Transformer
-    return Transformer

@@ -1,7 +1,5 @@
 """Wrappers of a trainer around a model, and the model inside."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Stand-ins for functions of a host library, which leave to it what the operators do not take."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

@@ -11,8 +11,6 @@ Only ``__code__`` is exchanged, for code with the same parameters: signature, so
 ``torch.compile``, which remembers the parameters of a function but guards its code, compiles again.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

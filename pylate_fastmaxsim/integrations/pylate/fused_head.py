@@ -4,8 +4,6 @@ The module does it itself, when a loss asks for it: inside the forward of whatev
 is there and its gradient arrives under DistributedDataParallel and FSDP as it does for stock PyLate.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import wraps
 

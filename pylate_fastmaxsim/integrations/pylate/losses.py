@@ -353,18 +353,15 @@ def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: 
 
 
 def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candidates: Tensor | None = None) -> Tensor:
-    batch = TokenBatch.from_padded(_widened(queries, scored.documents), queries_mask)
+    # Documents may have become wider for those of other ranks; never are queries made narrower.
+    queries = queries.to(torch.promote_types(queries.dtype, scored.documents.values.dtype))
+    batch = TokenBatch.from_padded(queries, queries_mask)
     if scored.k is not None:
         scores = xtr_scores(batch, scored.documents, scored.k, candidates, zero_floor=scored.zero_floor)
         return scores.float()  # as in PyLate
     if scored.metric is None:
         return maxsim(batch, scored.documents, candidates, zero_floor=scored.zero_floor)
     return scored.metric.of_batches(batch, scored.documents, candidates)
-
-
-def _widened(queries: Tensor, documents: TokenBatch) -> Tensor:
-    # Documents may have become wider for those of other ranks; never are queries made narrower.
-    return queries.to(torch.promote_types(queries.dtype, documents.values.dtype))
 
 
 def _targets(batch_size: int, columns: int, gathered: bool, device: torch.device) -> Tensor:

@@ -1,7 +1,5 @@
 """PyLate's scoring functions, XTR among them, and reranking without a similarity tensor."""
 
-from __future__ import annotations
-
 import functools
 from itertools import accumulate
 
@@ -43,29 +41,9 @@ def patches() -> list[Patch]:
     ]
 
 
-@replaces(stock_scores.colbert_scores)
-def colbert_scores(options: Options, *args, **kwargs):
-    return _score(options, 3, False, *args, **kwargs)
-
-
-@replaces(stock_scores.colbert_kd_scores)
-def colbert_kd_scores(options: Options, *args, **kwargs):
-    return _score(options, 4, True, *args, **kwargs)
-
-
 @replaces(stock_scores.ColBERTScores.__call__)
 def score_groups(options: Options, _metric, *args, **kwargs):
-    return _score(options, 4, False, *args, **kwargs)
-
-
-@replaces(XTRScores.__call__, pooled=False)
-def score_xtr(_options: Options, *args, **kwargs) -> Tensor:
-    return _score_xtr(False, *args, **kwargs)
-
-
-@replaces(XTRKDScores.__call__, pooled=False)
-def score_xtr_of_own_documents(_options: Options, *args, **kwargs) -> Tensor:
-    return _score_xtr(True, *args, **kwargs)
+    return _score(4, False, options, *args, **kwargs)
 
 
 @replaces(stock_scores.colbert_scores_pairwise)
@@ -125,9 +103,9 @@ def _check_backend(backend: str | None) -> None:
 
 
 def _score(
-    options: Options,
     documents_dim: int,
     own: bool,
+    options: Options,
     queries,
     documents,
     queries_mask=None,
@@ -139,8 +117,18 @@ def _score(
     return _pooled(options, *_batches(documents_dim, own, *given, has_floor=options.stock_masking))
 
 
+colbert_scores = replaces(stock_scores.colbert_scores)(functools.partial(_score, 3, False))
+colbert_kd_scores = replaces(stock_scores.colbert_kd_scores)(functools.partial(_score, 4, True))
+
+
 def _score_xtr(
-    own: bool, metric, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None
+    own: bool,
+    _options: Options,
+    metric,
+    queries_embeddings,
+    documents_embeddings,
+    queries_mask=None,
+    documents_mask=None,
 ) -> Tensor:
     # Asked only where the answer may be no: torch.compile cannot trace the question.
     is_plain = "_score" not in vars(metric) and type(metric)._score is XTRScores._score
@@ -155,6 +143,10 @@ def _score_xtr(
         4, own, queries_embeddings, documents_embeddings, queries_mask, documents_mask, has_floor=True
     )
     return xtr_scores(queries, documents, metric.k, candidates, zero_floor=zero_floor).float()
+
+
+score_xtr = replaces(XTRScores.__call__, pooled=False)(functools.partial(_score_xtr, False))
+score_xtr_of_own_documents = replaces(XTRKDScores.__call__, pooled=False)(functools.partial(_score_xtr, True))
 
 
 def _batches(

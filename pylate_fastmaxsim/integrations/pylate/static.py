@@ -1,7 +1,5 @@
 """Static models and token vectors of a ColBERT of PyLate: the vector of each token of its vocabulary, alone in a text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Scores of Sentence Transformers, XTR among them, without a similarity tensor: of its losses, evaluators and models."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np
@@ -74,29 +72,9 @@ def _score_sides(
     return _score(options, queries, documents, own, counts)
 
 
-@_replaces(stock_scores.colbert_scores)
-def colbert_scores(options: Options, *args, **kwargs) -> Tensor:
-    return _score_groups(options, False, *args, **kwargs)
-
-
-@_replaces(stock_scores.colbert_kd_scores)
-def colbert_kd_scores(options: Options, *args, **kwargs) -> Tensor:
-    return _score_groups(options, True, *args, **kwargs)
-
-
-@_replaces(stock_xtr.xtr_scores, pooled=False)
-def score_xtr(options: Options, *args, **kwargs) -> Tensor:
-    return _score_xtr(options, False, *args, **kwargs)
-
-
-@_replaces(stock_xtr.xtr_kd_scores, pooled=False)
-def score_xtr_of_own_documents(options: Options, *args, **kwargs) -> Tensor:
-    return _score_xtr(options, True, *args, **kwargs)
-
-
 def _score_groups(
-    options: Options,
     own: bool,
+    options: Options,
     queries_embeddings,
     documents_embeddings,
     queries_mask=None,
@@ -108,9 +86,13 @@ def _score_groups(
     return _score(options, *batches, _counts(queries_embeddings, queries_mask) if length_normalize else None)
 
 
+colbert_scores = _replaces(stock_scores.colbert_scores)(partial(_score_groups, False))
+colbert_kd_scores = _replaces(stock_scores.colbert_kd_scores)(partial(_score_groups, True))
+
+
 def _score_xtr(
-    options: Options,
     own: bool,
+    options: Options,
     queries_embeddings,
     documents_embeddings,
     queries_mask=None,
@@ -130,6 +112,10 @@ def _score_xtr(
     _check_groups(queries, documents, candidates)
     scores = xtr_scores(queries, documents, top_k, candidates, normalizer="retrieved").float()
     return _fill_empty(scores, documents, candidates)
+
+
+score_xtr = _replaces(stock_xtr.xtr_scores, pooled=False)(partial(_score_xtr, False))
+score_xtr_of_own_documents = _replaces(stock_xtr.xtr_kd_scores, pooled=False)(partial(_score_xtr, True))
 
 
 def _groups(
@@ -181,7 +167,14 @@ def _side(embeddings, mask, of_queries: bool = False) -> TokenBatch:
     if isinstance(embeddings, list):
         if mask is not None:
             raise FallbackToHost("a list comes with a mask")
-        return _listed([_convert_to_tensor(sequence) for sequence in embeddings])
+        sequences = [_convert_to_tensor(sequence) for sequence in embeddings]
+        try:
+            batch = TokenBatch.from_list(sequences)
+        except ValueError:
+            batch = None
+        if batch is None or not batch.values.is_floating_point():
+            raise FallbackToHost("embeddings in a list are not all floating point [L, d] of one d, dtype and device")
+        return batch
     if not isinstance(embeddings, (Tensor, np.ndarray)):
         raise FallbackToHost(f"embeddings are of type {type(embeddings).__name__}")
     values = _convert_to_tensor(embeddings)
@@ -199,16 +192,6 @@ def _side(embeddings, mask, of_queries: bool = False) -> TokenBatch:
     if of_queries and mask.dtype != torch.bool:
         raise FallbackToHost("a mask of queries may weigh their tokens, because it is not bool")
     return TokenBatch.from_padded(values, mask.bool().expand(len(values), -1))
-
-
-def _listed(sequences: list[Tensor]) -> TokenBatch:
-    try:
-        batch = TokenBatch.from_list(sequences)
-    except ValueError:
-        batch = None
-    if batch is None or not batch.values.is_floating_point():
-        raise FallbackToHost("embeddings in a list are not all floating point [L, d] of one d, dtype and device")
-    return batch
 
 
 def _counts(queries, mask) -> Tensor:

@@ -5,8 +5,6 @@ largest of each text. Here the encoder and the head up to its decoder run on att
 the maximum without the logits. ``token_embeddings``, where Sentence Transformers has them, are then not set.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cached_property, wraps
 

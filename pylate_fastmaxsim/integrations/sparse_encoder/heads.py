@@ -1,8 +1,7 @@
 """The head of a masked language model up to its decoder, whose vocabulary logits need not be computed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, ref
 
@@ -51,30 +50,17 @@ class Head:
 
 def head_of(model: nn.Module) -> Head | None:
     """The head of a masked language model of transformers, if its structure is a known one."""
-    for find in (_of_bert, _of_distilbert, _of_roberta, _of_modernbert):
-        try:
-            return find(model)
-        except AttributeError:
-            continue
+    with suppress(AttributeError):  # BERT
+        predictions = model.cls.predictions
+        return Head((model.cls, predictions), (predictions.transform,), predictions.decoder)
+    with suppress(AttributeError):  # DistilBERT
+        return Head((), (model.vocab_transform, model.activation, model.vocab_layer_norm), model.vocab_projector)
+    with suppress(AttributeError):  # RoBERTa
+        head = model.lm_head
+        return Head((head,), (head.dense, F.gelu, head.layer_norm), head.decoder)
+    with suppress(AttributeError):  # ModernBERT
+        return Head((), (model.head,), model.decoder)
     return None
-
-
-def _of_bert(model: nn.Module) -> Head:
-    predictions = model.cls.predictions
-    return Head((model.cls, predictions), (predictions.transform,), predictions.decoder)
-
-
-def _of_distilbert(model: nn.Module) -> Head:
-    return Head((), (model.vocab_transform, model.activation, model.vocab_layer_norm), model.vocab_projector)
-
-
-def _of_roberta(model: nn.Module) -> Head:
-    head = model.lm_head
-    return Head((head,), (head.dense, F.gelu, head.layer_norm), head.decoder)
-
-
-def _of_modernbert(model: nn.Module) -> Head:
-    return Head((), (model.head,), model.decoder)
 
 
 def reason_to_compute_logits(transformer: nn.Module, hidden: HiddenStates, features: dict[str, Tensor]) -> str | None:

@@ -1,7 +1,5 @@
 """Names that a SparseEncoder's modules have in the releases of Sentence Transformers."""
 
-from __future__ import annotations
-
 from torch import nn
 
 try:

@@ -3,8 +3,6 @@
 These are held by ``semantic_search`` and by ``SparseInformationRetrievalEvaluator``.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

@@ -1,7 +1,5 @@
 """Search of sparse embeddings in the shape of Sentence Transformers' helpers for Qdrant, Seismic and others."""
 
-from __future__ import annotations
-
 import time
 
 import torch

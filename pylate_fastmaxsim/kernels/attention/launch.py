@@ -163,18 +163,12 @@ def laid_out(values: Tensor) -> Tensor:
     return values.contiguous()
 
 
-def columns_of(values: Tensor) -> int:
-    """Columns of the tiles of such vectors, of up to 128 numbers: a power of 2."""
-    dim = values.shape[-1]
-    return next(columns for columns in (16, 32, 64, 128) if dim <= columns)
-
-
 def _launches(
     query: Tensor, texts: Texts, tiles: Tiles | dict[int, Tiles]
 ) -> Iterator[tuple[tuple[int, int], dict[str, object]]]:
     """The grid of each launch, and its constants, always in one order. ``tiles`` may be a table."""
     rows, heads, dim = query.shape
-    columns, count = columns_of(query), len(texts.cu_seqlens) - 1
+    columns, count = next(columns for columns in (16, 32, 64, 128) if dim <= columns), len(texts.cu_seqlens) - 1
     if isinstance(tiles, dict):
         tiles = tiles[max(32, columns)]
     longer_than = -1

@@ -12,17 +12,7 @@ from pylate_fastmaxsim.kernels.compressed.conversions import decompress_kernel, 
 from pylate_fastmaxsim.kernels.compressed.query_gradient import compressed_query_gradient_kernel
 from pylate_fastmaxsim.kernels.maxsim import launch as maxsim
 from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel
-from pylate_fastmaxsim.kernels.maxsim.plan import (
-    ForwardPlan,
-    ForwardSizes,
-    forward_arguments,
-    forward_plan,
-    new_winners,
-    nothing_to_score,
-    sizes_of,
-    sum_of_blocks,
-    zero_scores,
-)
+from pylate_fastmaxsim.kernels.maxsim.plan import ForwardPlan, ForwardSizes, forward_plan, new_winners
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles, fitted
 from pylate_fastmaxsim.kernels.runtime.arch import architecture, cdiv, next_power_of_2, table_row
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, gradient_of, on_device_of
@@ -78,26 +68,26 @@ def forward(operands: CompressedOperands, want_winners: bool, precision: str) ->
     """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]``, which are ``None`` unless wanted."""
     operands = contiguous(operands)
     q_values = operands.q_values
-    sizes = sizes_of(operands)
-    nothing = nothing_to_score(operands, operands.stored, sizes)
+    sizes = ForwardSizes.of(operands)
+    nothing = sizes.nothing_to_score(operands, operands.stored)
     if not nothing and not _in_tiles(operands, sizes.query_rows):
         with on_device_of(q_values):
             return _decompressed_forward(operands, want_winners, precision)
     winners = new_winners(operands, (sizes.num_slots, q_values.shape[0]), not nothing) if want_winners else None
     if nothing:
-        return zero_scores(operands, sizes), winners
+        return sizes.zero_scores(operands), winners
     index_dtype = winner_dtype(operands.max_d_length) if want_winners else None
     plan = _plan(architecture(q_values.device), operands.format, operands.per_token, operands.bits, sizes, index_dtype)
     with on_device_of(q_values):
         q_scales = None
         if operands.format != "residual":
             q_values, q_scales = round_rows(q_values, operands.stored.dtype, operands.scale)
-        queries, documents, numbers, scores = forward_arguments(operands, sizes, plan)
+        queries, documents, numbers, scores = plan.arguments(operands, sizes)
         forward_kernel[(plan.programs,)](
             q_values, q_scales, *queries, operands.stored, *_decoding(operands), *documents, None,
             scores, winners, None, None, *numbers, None, **plan.constants,
         )  # fmt: skip
-        return sum_of_blocks(scores, plan), winners
+        return plan.sum_of_blocks(scores), winners
 
 
 def _in_tiles(operands: CompressedOperands, rows_in_all: int) -> bool:

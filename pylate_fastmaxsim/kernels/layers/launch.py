@@ -35,14 +35,7 @@ def glu_gradient(x: Tensor, grad_hidden: Tensor, need_hidden: bool) -> tuple[Ten
         with on_device_of(x):
             grid = (cdiv(grad_hidden.numel(), GLU_BLOCK),)
             glu_gradient_kernel[grid](
-                x,
-                grad_hidden,
-                grad_x,
-                hidden,
-                x.shape[0],
-                F=grad_hidden.shape[1],
-                BLOCK=GLU_BLOCK,
-                num_warps=4,
+                x, grad_hidden, grad_x, hidden, x.shape[0], F=grad_hidden.shape[1], BLOCK=GLU_BLOCK, num_warps=4
             )
     return grad_x, hidden
 
@@ -71,21 +64,9 @@ def norm_gradient(
     )
     with on_device_of(total):
         norm_gradient_kernel[(NORM_PROGRAMS,)](
-            total,
-            weight,
-            mean,
-            rstd,
-            grad,
-            grad_total,
-            grad_x,
-            grad_branch,
-            weight_parts,
-            bias_parts,
-            rows,
-            DIM=dim,
-            BLOCK=next_power_of_2(dim),
-            num_warps=norm_warps(dim),
-        )
+            total, weight, mean, rstd, grad, grad_total, grad_x, grad_branch, weight_parts, bias_parts, rows,
+            DIM=dim, BLOCK=next_power_of_2(dim), num_warps=norm_warps(dim),
+        )  # fmt: skip
     return grad_x, grad_branch, *(_sum(parts, weight.dtype) for parts in (weight_parts, bias_parts))
 
 

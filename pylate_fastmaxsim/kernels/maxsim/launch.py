@@ -8,18 +8,7 @@ from torch import Tensor
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel
-from pylate_fastmaxsim.kernels.maxsim.plan import (
-    VECTORS,
-    ForwardPlan,
-    ForwardSizes,
-    forward_arguments,
-    forward_plan,
-    new_winners,
-    nothing_to_score,
-    sizes_of,
-    sum_of_blocks,
-    zero_scores,
-)
+from pylate_fastmaxsim.kernels.maxsim.plan import VECTORS, ForwardPlan, ForwardSizes, forward_plan, new_winners
 from pylate_fastmaxsim.kernels.maxsim.tiles import forward_tiles
 from pylate_fastmaxsim.kernels.runtime.arch import architecture, arithmetic, next_power_of_2
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
@@ -29,20 +18,20 @@ def forward(operands: ScoringOperands, want_winners: bool, precision: str) -> tu
     """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]``, which are ``None`` unless wanted."""
     operands = contiguous(operands)
     q_values, d_values = operands.q_values, operands.d_values
-    sizes = sizes_of(operands)
-    nothing = nothing_to_score(operands, d_values, sizes)
+    sizes = ForwardSizes.of(operands)
+    nothing = sizes.nothing_to_score(operands, d_values)
     winners = new_winners(operands, (sizes.num_slots, q_values.shape[0]), not nothing) if want_winners else None
     if nothing:
-        return zero_scores(operands, sizes), winners
+        return sizes.zero_scores(operands), winners
     index_dtype = winner_dtype(operands.max_d_length) if want_winners else None
     plan = _plan(architecture(q_values.device), q_values.dtype, precision, sizes, index_dtype)
     with on_device_of(q_values):
-        queries, documents, numbers, scores = forward_arguments(operands, sizes, plan)
+        queries, documents, numbers, scores = plan.arguments(operands, sizes)
         forward_kernel[(plan.programs,)](
             q_values, None, *queries, d_values, None, None, None, None, *documents, as_bytes(operands.zero_floor),
             scores, winners, None, None, *numbers, None, **plan.constants,
         )  # fmt: skip
-        return sum_of_blocks(scores, plan), winners
+        return plan.sum_of_blocks(scores), winners
 
 
 @functools.lru_cache(maxsize=1024)

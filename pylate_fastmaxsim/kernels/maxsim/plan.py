@@ -33,6 +33,18 @@ class ForwardSizes(NamedTuple):
         rows_per_query = next_power_of_2(self.max_q_length)
         return rows_per_query if self.with_candidates else rows_per_query * self.num_queries
 
+    @classmethod
+    def of(cls, operands: ScoringOperands | CompressedOperands) -> ForwardSizes:
+        q_values, candidates = operands.q_values, operands.candidates
+        num_queries, num_slots = operands.q_starts.shape[0], operands.num_slots
+        return cls(q_values.shape[1], num_queries, operands.max_q_length, num_slots, candidates is not None)
+
+    def nothing_to_score(self, operands: ScoringOperands | CompressedOperands, documents: Tensor) -> bool:
+        return 0 in (*self[:4], operands.max_d_length, documents.shape[0])
+
+    def zero_scores(self, operands: ScoringOperands | CompressedOperands) -> Tensor:
+        return operands.q_values.new_zeros((self.num_queries, self.num_slots), dtype=torch.float32)
+
 
 class ForwardPlan(NamedTuple):
     """The grid, and the constants of the kernel and of Triton by name, which all calls of these sizes share."""
@@ -44,16 +56,19 @@ class ForwardPlan(NamedTuple):
     documents_per_program: int
     constants: dict[str, int | bool | str | None]
 
+    def arguments(self, operands: ScoringOperands | CompressedOperands, sizes: ForwardSizes) -> tuple[tuple, ...]:
+        """Arguments: of queries, of documents behind their vectors, and numbers; and memory for scores."""
+        queries = operands.q_starts, operands.q_lengths, as_bytes(operands.q_keep)
+        live_tokens, d_lengths = live_tokens_of(operands.d_starts, operands.d_lengths, operands.d_keep)
+        documents = operands.d_starts, d_lengths, live_tokens, operands.candidates
+        num_queries, num_slots, num_rows = sizes.num_queries, sizes.num_slots, operands.q_values.shape[0]
+        numbers = num_queries, num_slots, self.num_tiles, num_rows, self.row_blocks, self.documents_per_program
+        # Of a query that is cut into blocks, what each of them adds to its scores.
+        shape = (num_queries, num_slots) if self.row_blocks == 1 else (self.row_blocks, num_queries, num_slots)
+        return queries, documents, numbers, operands.q_values.new_empty(shape, dtype=torch.float32)
 
-def sizes_of(operands: ScoringOperands | CompressedOperands) -> ForwardSizes:
-    return ForwardSizes(
-        operands.q_values.shape[1], operands.q_starts.shape[0], operands.max_q_length, operands.num_slots,
-        operands.candidates is not None,
-    )  # fmt: skip
-
-
-def nothing_to_score(operands: ScoringOperands | CompressedOperands, documents: Tensor, sizes: ForwardSizes) -> bool:
-    return 0 in (*sizes[:4], operands.max_d_length, documents.shape[0])
+    def sum_of_blocks(self, scores: Tensor) -> Tensor:
+        return scores if self.row_blocks == 1 else scores.sum(dim=0)
 
 
 def new_winners(operands: ScoringOperands | CompressedOperands, shape: tuple[int, ...], written: bool) -> Tensor:
@@ -63,10 +78,6 @@ def new_winners(operands: ScoringOperands | CompressedOperands, shape: tuple[int
     if not written or not operands.q_gapless or operands.q_keep is not None:
         winners.fill_(no_winner(dtype))
     return winners
-
-
-def zero_scores(operands: ScoringOperands | CompressedOperands, sizes: ForwardSizes) -> Tensor:
-    return operands.q_values.new_zeros((sizes.num_queries, sizes.num_slots), dtype=torch.float32)
 
 
 def forward_plan(
@@ -90,21 +101,3 @@ def forward_plan(
         **launch_options(tile),
     }
     return ForwardPlan(num_tiles * cdiv(sizes.num_slots, per_program), num_tiles, row_blocks, per_program, constants)
-
-
-def forward_arguments(
-    operands: ScoringOperands | CompressedOperands, sizes: ForwardSizes, plan: ForwardPlan
-) -> tuple[tuple, ...]:
-    """Arguments of the forward: of queries, of documents behind their vectors, and numbers; and memory for scores."""
-    queries = operands.q_starts, operands.q_lengths, as_bytes(operands.q_keep)
-    live_tokens, d_lengths = live_tokens_of(operands.d_starts, operands.d_lengths, operands.d_keep)
-    documents = operands.d_starts, d_lengths, live_tokens, operands.candidates
-    num_queries, num_slots, num_rows = sizes.num_queries, sizes.num_slots, operands.q_values.shape[0]
-    numbers = num_queries, num_slots, plan.num_tiles, num_rows, plan.row_blocks, plan.documents_per_program
-    # Of a query that is cut into blocks, what each of them adds to its scores.
-    shape = (num_queries, num_slots) if plan.row_blocks == 1 else (plan.row_blocks, num_queries, num_slots)
-    return queries, documents, numbers, operands.q_values.new_empty(shape, dtype=torch.float32)
-
-
-def sum_of_blocks(scores: Tensor, plan: ForwardPlan) -> Tensor:
-    return scores if plan.row_blocks == 1 else scores.sum(dim=0)

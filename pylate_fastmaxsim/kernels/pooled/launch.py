@@ -9,18 +9,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim._operands import PoolingNumbers, ScoringOperands
 from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel
-from pylate_fastmaxsim.kernels.maxsim.plan import (
-    VECTORS,
-    ForwardPlan,
-    ForwardSizes,
-    forward_arguments,
-    forward_plan,
-    new_winners,
-    nothing_to_score,
-    sizes_of,
-    sum_of_blocks,
-    zero_scores,
-)
+from pylate_fastmaxsim.kernels.maxsim.plan import VECTORS, ForwardPlan, ForwardSizes, forward_plan, new_winners
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles, fitted
 from pylate_fastmaxsim.kernels.pooled.smooth_gradients import (
     coefficients_kernel,
@@ -118,11 +107,6 @@ def forward_tiles(arch: int, kind: str, dim: int, rows_in_all: int, k: int) -> F
     return fitted(table_row(table, arch, kind, dim), arch, dim, rows_in_all)
 
 
-def gradient_kind(dtype: torch.dtype, precision: str) -> str:
-    """Key of the tables of gradients."""
-    return "fp16" if dtype == torch.float16 else arithmetic(dtype, precision)
-
-
 @functools.lru_cache(maxsize=256)
 def query_gradient_tiles(arch: int, kind: str, dim: int, few_registers: bool) -> QueryGradientTiles:
     """`few_registers`: softmax pooling without masks and candidates. Others would spill with as few as the table has."""
@@ -156,8 +140,8 @@ def forward(
     """
     operands = contiguous(operands)
     q_values, d_values = operands.q_values, operands.d_values
-    sizes, num_rows = sizes_of(operands), q_values.shape[0]
-    nothing = nothing_to_score(operands, d_values, sizes)
+    sizes, num_rows = ForwardSizes.of(operands), q_values.shape[0]
+    nothing = sizes.nothing_to_score(operands, d_values)
     state = winners = log_sums = pooled = None
     if want_state and pooling.k:
         state = winners = new_winners(operands, (sizes.num_slots, pooling.k, num_rows), not nothing)
@@ -167,13 +151,13 @@ def forward(
         state = q_values.new_empty(shape, dtype=torch.float32)
         log_sums, pooled = state if len(state) == 2 else (state[0], None)
     if nothing:
-        return zero_scores(operands, sizes), state
+        return sizes.zero_scores(operands), state
     index_dtype = None if winners is None else winners.dtype
     plan = _plan(
         architecture(q_values.device), q_values.dtype, precision, sizes, pooling.k, pooling.log_sum_exp, index_dtype
     )  # fmt: skip
     with on_device_of(q_values):
-        queries, documents, numbers, scores = forward_arguments(operands, sizes, plan)
+        queries, documents, numbers, scores = plan.arguments(operands, sizes)
         if pooling.k > MOST_OF_FEW:
             top_many_kernel[(plan.programs,)](
                 q_values, *queries, d_values, *documents, scores, winners, *numbers, **plan.constants
@@ -183,7 +167,7 @@ def forward(
                 q_values, None, *queries, d_values, None, None, None, None, *documents, None,
                 scores, winners, log_sums, pooled, *numbers, None if pooling.k else _scale(pooling), **plan.constants,
             )  # fmt: skip
-        return sum_of_blocks(scores, plan), state
+        return plan.sum_of_blocks(scores), state
 
 
 def _scale(pooling: PoolingNumbers) -> float:
@@ -255,7 +239,8 @@ def backward(
         )  # fmt: skip
         documents = (d_values, operands.d_starts, d_lengths, live_tokens)
         coefficients = (log_sums, constants, slopes)
-        kind, arch = gradient_kind(q_values.dtype, precision), architecture(q_values.device)
+        arch = architecture(q_values.device)
+        kind = "fp16" if q_values.dtype == torch.float16 else arithmetic(q_values.dtype, precision)
         common = {"DIM": dim, "PRECISION": INPUT_PRECISION[precision]}
         if need_q:
             few_registers = slopes is not None and rows is None and live_tokens is None and operands.candidates is None

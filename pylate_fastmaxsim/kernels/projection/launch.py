@@ -38,32 +38,16 @@ def forward(
         squares = torch.empty(num_rows, column_blocks, dtype=torch.float32, device=hidden.device)
     with on_device_of(hidden):
         project_kernel[(cdiv(num_rows, tile.block_t) * column_blocks,)](
-            hidden.contiguous(),
-            weight.to(hidden.dtype).contiguous(),
-            None if bias is None else bias.contiguous(),
-            embeddings,
-            inverse_norms,
-            squares,
-            num_rows,
-            IN=dim_in,
-            OUT=dim_out,
-            NORMALIZE=normalize,
-            PRECISION=INPUT_PRECISION[precision],
-            **launch_options(tile),
-        )
+            hidden.contiguous(), weight.to(hidden.dtype).contiguous(), None if bias is None else bias.contiguous(),
+            embeddings, inverse_norms, squares, num_rows, IN=dim_in, OUT=dim_out, NORMALIZE=normalize,
+            PRECISION=INPUT_PRECISION[precision], **launch_options(tile),
+        )  # fmt: skip
         if squares is not None:
             block_t = 16
             normalize_kernel[(cdiv(num_rows, block_t),)](
-                embeddings,
-                inverse_norms,
-                squares,
-                num_rows,
-                OUT=dim_out,
-                COLUMN_BLOCKS=column_blocks,
-                BLOCK_T=block_t,
-                BLOCK_D=128,
-                num_warps=4,
-            )
+                embeddings, inverse_norms, squares, num_rows,
+                OUT=dim_out, COLUMN_BLOCKS=column_blocks, BLOCK_T=block_t, BLOCK_D=128, num_warps=4,
+            )  # fmt: skip
     return embeddings, inverse_norms
 
 
@@ -100,17 +84,9 @@ def backward(
     tile = hidden_gradient_tiles(arch, kind, dim_in, dim_out)
     with on_device_of(hidden):
         hidden_gradient_kernel[(cdiv(num_rows, tile.block_t),)](
-            grad,
-            embeddings,
-            inverse_norms,
-            weight.to(hidden.dtype).contiguous(),
-            grad_hidden if need_hidden else None,
-            scales,
-            shifts,
-            num_rows,
-            **sizes,
-            **launch_options(tile),
-        )
+            grad, embeddings, inverse_norms, weight.to(hidden.dtype).contiguous(),
+            grad_hidden if need_hidden else None, scales, shifts, num_rows, **sizes, **launch_options(tile),
+        )  # fmt: skip
         if need_weight or need_bias:
             tile = weight_gradient_tiles(arch, kind, dim_in, dim_out)
             num_tiles = cdiv(dim_out, tile.block_d) * cdiv(dim_in, tile.block_k)
@@ -121,18 +97,9 @@ def backward(
             if need_bias:
                 grad_biases = torch.empty(parts, dim_out, dtype=torch.float32, device=hidden.device)
             weight_gradient_kernel[(parts * num_tiles,)](
-                grad,
-                embeddings,
-                hidden.contiguous(),
-                scales,
-                shifts,
-                grad_weights,
-                grad_biases,
-                num_rows,
-                rows,
-                **sizes,
-                **launch_options(tile),
-            )
+                grad, embeddings, hidden.contiguous(), scales, shifts, grad_weights, grad_biases, num_rows, rows,
+                **sizes, **launch_options(tile),
+            )  # fmt: skip
             if need_weight:
                 grad_weight = grad_weights.sum(dim=0).to(weight.dtype)
             if need_bias:

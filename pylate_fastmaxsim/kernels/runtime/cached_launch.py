@@ -13,11 +13,6 @@ _KNOWN = RELEASE == (3, 6)
 _LARGEST_INT32 = 2**31 - 1
 
 
-def _profiler_listens() -> bool:
-    runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
-
-
 def hash_callees(kernel: JITFunction) -> None:
     """Make the key of a kernel in Triton's cache the same in every process.
 
@@ -51,7 +46,8 @@ class Launcher:
     def _launch(
         self, grid: tuple[int, ...], arguments: tuple[Tensor | int | float | None, ...], constants: dict
     ) -> None:
-        if not self._direct or _profiler_listens():
+        hooks = triton.knobs.runtime if self._direct else None
+        if hooks is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             self.kernel[grid](*arguments, **constants)
             return
         driver = triton.runtime.driver.active

@@ -1,7 +1,5 @@
 """CUDA C++ that is compiled at run time by NVRTC, which PyTorch's CUDA wheels bring, and kept in a folder of the user."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os
@@ -83,7 +81,8 @@ class CudaKernels:
     def _compiled(self, options: list[str]) -> bytes:
         version = _checked(nvrtc.nvrtcVersion())
         digest = hashlib.sha256("\0".join([self._source, *options, str(version)]).encode()).hexdigest()
-        kept = _cache() / f"{Path(self._file).stem}_{digest[:32]}.cubin"
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "pylate_fastmaxsim")
+        kept = cache / f"{Path(self._file).stem}_{digest[:32]}.cubin"
         if kept.is_file():
             return kept.read_bytes()
         binary = compiled(self._source, self._file, options)
@@ -112,10 +111,6 @@ def _checked(result: tuple):
     if int(status) != 0:
         raise RuntimeError(f"CUDA: {status.name}")
     return values[0] if len(values) == 1 else tuple(values)
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pylate_fastmaxsim"
 
 
 def _keep(file: Path, binary: bytes) -> None:

@@ -8,8 +8,6 @@ with the threshold that it had at the end, and if that is not enough (more equal
 block.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

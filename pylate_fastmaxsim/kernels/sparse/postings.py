@@ -1,7 +1,5 @@
 """Postings of a block of documents: what the scan of `search.cu` walks, made from the exact rows on their device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

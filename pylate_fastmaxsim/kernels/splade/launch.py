@@ -94,12 +94,8 @@ def forward(operands: SpladeOperands, want_winners: bool, precision: str) -> tup
         keys = torch.full(size, smallest, dtype=torch.int64, device=hidden.device)
         maxima_kernel[(num_tiles * row_blocks,)](
             hidden, weight, bias, slot_rows, group_texts, counts, keys, num_rows, row_blocks, num_tiles,
-            DIM=dim,
-            RECTIFIED=operands.rectified,
-            PRECISION=INPUT_PRECISION[precision],
-            GROUP=_GROUP,
-            TILES_TOGETHER=tile.tiles_together,
-            **launch_options(tile),
+            DIM=dim, RECTIFIED=operands.rectified, PRECISION=INPUT_PRECISION[precision], GROUP=_GROUP,
+            TILES_TOGETHER=tile.tiles_together, **launch_options(tile),
         )  # fmt: skip
         blocks = cdiv(num_rows, 1024)
         values_kernel[(num_texts * blocks,)](

@@ -85,24 +85,12 @@ def backward(
             row_blocks = cdiv(operands.max_q_length, tile.block_rows)
             grid = (operands.q_starts.shape[0] * row_blocks, cdiv(dim, tile.block_d))
             query_gradient_kernel[grid](
-                grad_scores,
-                winners,
-                operands.q_starts,
-                operands.q_lengths,
-                operands.d_values,
-                operands.d_starts,
-                operands.candidates,
-                grad_q,
-                row_query,
-                grad_scores.shape[1],
-                winners.shape[-1],
-                row_blocks,
-                DIM=dim,
-                SENTINEL=no_winner(winners.dtype),
-                **in_flight(tile, ranks, grid[0] * grid[1] * tile.num_warps),
-                **launch_options(tile),
+                grad_scores, winners, operands.q_starts, operands.q_lengths,
+                operands.d_values, operands.d_starts, operands.candidates, grad_q, row_query,
+                grad_scores.shape[1], winners.shape[-1], row_blocks, DIM=dim, SENTINEL=no_winner(winners.dtype),
+                **in_flight(tile, ranks, grid[0] * grid[1] * tile.num_warps), **launch_options(tile),
                 maxnreg=None if ranks == 1 else ALL_REGISTERS,
-            )
+            )  # fmt: skip
         elif row_query is not None:
             grid = (operands.q_starts.shape[0],)
             row_query_kernel[grid](operands.q_starts, operands.q_lengths, row_query, BLOCK=128, num_warps=1)
@@ -173,23 +161,10 @@ def document_gradient(
         begins = torch.cumsum(counts, dim=1, dtype=count_dtype)
         place_kernel[grid](*given, begins, buckets, weights, *sizes, **scan)
         document_gradient_kernel[(here * tiles_per_document,)](
-            q_values,
-            d_starts,
-            d_lengths,
-            buckets,
-            weights,
-            begins,
-            grad_d,
-            first_document,
-            num_entries,
-            num_chunks,
-            tiles_per_document,
-            DIM=dim,
-            SETS=ranks > 1,
-            WRITE_ZEROS=operands.d_gapless,
-            PRECISION=INPUT_PRECISION[precision],
-            **launch_options(tile),
-        )
+            q_values, d_starts, d_lengths, buckets, weights, begins, grad_d,
+            first_document, num_entries, num_chunks, tiles_per_document, DIM=dim, SETS=ranks > 1,
+            WRITE_ZEROS=operands.d_gapless, PRECISION=INPUT_PRECISION[precision], **launch_options(tile),
+        )  # fmt: skip
 
 
 def _candidate_document_gradient(
@@ -218,30 +193,12 @@ def _candidate_document_gradient(
     if ranks > 1:
         tile = tile._replace(max_registers=ALL_REGISTERS)
     candidate_document_gradient_kernel[grid](
-        grad_scores,
-        winners,
-        q_values,
-        operands.q_starts,
-        operands.q_lengths,
-        operands.d_starts,
-        operands.d_lengths,
-        candidates,
-        pairs,
-        pair_offsets,
-        grad_d,
-        num_pairs,
-        candidates.shape[1],
-        num_rows,
-        programs_per_document,
-        DIM=dim,
-        RANKS=ranks,
-        SENTINEL=no_winner(winners.dtype),
-        SHORT_QUERIES=short_queries,
-        WRITE_ZEROS=operands.d_gapless,
-        PRECISION=INPUT_PRECISION[precision],
-        BLOCK_SCAN=_BLOCK_SCAN,
+        grad_scores, winners, q_values, operands.q_starts, operands.q_lengths, operands.d_starts, operands.d_lengths,
+        candidates, pairs, pair_offsets, grad_d, num_pairs, candidates.shape[1], num_rows, programs_per_document,
+        DIM=dim, RANKS=ranks, SENTINEL=no_winner(winners.dtype), SHORT_QUERIES=short_queries,
+        WRITE_ZEROS=operands.d_gapless, PRECISION=INPUT_PRECISION[precision], BLOCK_SCAN=_BLOCK_SCAN,
         **launch_options(tile),
-    )
+    )  # fmt: skip
 
 
 def candidate_order(candidates: Tensor, num_documents: int) -> tuple[Tensor, Tensor]:

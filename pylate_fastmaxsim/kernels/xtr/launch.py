@@ -105,29 +105,12 @@ def forward(
         block_s = 16
         slot_blocks = cdiv(num_slots, block_s)
         xtr_scores_kernel[(num_queries * slot_blocks,)](
-            maxima,
-            thresholds,
-            token_winners,
-            operands.q_starts,
-            operands.q_lengths,
-            as_bytes(operands.q_keep),
-            documents.offsets,
-            operands.candidates,
-            as_bytes(operands.zero_floor),
-            sums,
-            counts,
-            winners,
-            num_slots,
-            num_rows,
-            slot_blocks,
-            WANT_WINNERS=want_winners,
-            SENTINEL=none,
-            COUNT_RETRIEVED=count_retrieved,
-            BLOCK_S=block_s,
-            BLOCK_R=32,
-            num_warps=4,
-            maxnreg=ALL_REGISTERS,
-        )
+            maxima, thresholds, token_winners, operands.q_starts, operands.q_lengths, as_bytes(operands.q_keep),
+            documents.offsets, operands.candidates, as_bytes(operands.zero_floor),
+            sums, counts, winners, num_slots, num_rows, slot_blocks,
+            WANT_WINNERS=want_winners, SENTINEL=none, COUNT_RETRIEVED=count_retrieved,
+            BLOCK_S=block_s, BLOCK_R=32, num_warps=4, maxnreg=ALL_REGISTERS,
+        )  # fmt: skip
     return sums, counts, winners
 
 
@@ -173,98 +156,34 @@ def _thresholds_and_maxima(
     token_parts = max(1, min(_PROGRAMS // num_collect_tiles, most_tokens // (4 * collect.block_n)))
     for first_row in range(0, most_rows, rows_at_once):
         token_maxima_kernel[(num_tiles * document_parts,)](
-            q_values,
-            *queries,
-            d_values,
-            *documents,
-            operands.d_starts,
-            maxima,
-            winners,
-            groups if select else None,
-            first_row,
-            num_queries,
-            num_documents,
-            num_tiles,
-            num_rows,
-            per_program,
-            WANT_WINNERS=want_winners,
-            **of_tile,
-        )
+            q_values, *queries, d_values, *documents, operands.d_starts, maxima, winners, groups if select else None,
+            first_row, num_queries, num_documents, num_tiles, num_rows, per_program,
+            WANT_WINNERS=want_winners, **of_tile,
+        )  # fmt: skip
         if not select:
             continue
         bound_kernel[(rows_at_once,)](
-            groups,
-            queries.offsets,
-            bounds,
-            pending,
-            pool,
-            first_row,
-            num_queries,
-            num_groups,
-            k,
-            capacity,
-            BLOCK=min(4096, next_power_of_2(num_groups)),
-            num_warps=4,
-        )
+            groups, queries.offsets, bounds, pending, pool, first_row, num_queries, num_groups, k, capacity,
+            BLOCK=min(4096, next_power_of_2(num_groups)), num_warps=4,
+        )  # fmt: skip
         for _ in range(_ROUNDS):
             collect_kernel[(num_collect_tiles * token_parts,)](
-                q_values,
-                queries.rows,
-                d_values,
-                *documents,
-                bounds,
-                pending,
-                pool,
-                first_row,
-                num_documents,
-                num_collect_tiles,
-                token_parts,
-                capacity,
-                **of_collect,
-            )
+                q_values, queries.rows, d_values, *documents, bounds, pending, pool,
+                first_row, num_documents, num_collect_tiles, token_parts, capacity, **of_collect,
+            )  # fmt: skip
             select_kernel[(rows_at_once,)](
-                queries.rows,
-                bounds,
-                pending,
-                pool,
-                thresholds,
-                first_row,
-                k,
-                capacity,
-                BLOCK=min(2048, next_power_of_2(capacity)),
-                num_warps=4,
-            )
+                queries.rows, bounds, pending, pool, thresholds, first_row, k, capacity,
+                BLOCK=min(2048, next_power_of_2(capacity)), num_warps=4,
+            )  # fmt: skip
         bisect_kernel[(num_collect_tiles,)](
-            q_values,
-            queries.rows,
-            d_values,
-            *documents,
-            bounds,
-            pending,
-            thresholds,
-            first_row,
-            num_documents,
-            k,
-            **of_collect,
-            maxnreg=ALL_REGISTERS,
-        )
+            q_values, queries.rows, d_values, *documents, bounds, pending, thresholds,
+            first_row, num_documents, k, **of_collect, maxnreg=ALL_REGISTERS,
+        )  # fmt: skip
     if select and zeros_compete:
         num_tiles = cdiv(most_rows, tile.block_m)
         negative_maxima_kernel[(num_tiles * document_parts,)](
-            q_values,
-            *queries,
-            d_values,
-            *documents,
-            thresholds,
-            maxima,
-            winners,
-            num_queries,
-            num_documents,
-            num_tiles,
-            num_rows,
-            per_program,
-            WANT_WINNERS=want_winners,
-            SENTINEL=no_winner(winners.dtype),
-            **of_tile,
-        )
+            q_values, *queries, d_values, *documents, thresholds, maxima, winners,
+            num_queries, num_documents, num_tiles, num_rows, per_program,
+            WANT_WINNERS=want_winners, SENTINEL=no_winner(winners.dtype), **of_tile,
+        )  # fmt: skip
     return thresholds, maxima

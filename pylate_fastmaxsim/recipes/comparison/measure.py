@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from sentence_transformers import SentenceTransformerTrainingArguments
-from transformers import TrainerState
 from transformers.utils import logging as transformers_logging
 
 from pylate_fastmaxsim._memory import is_out_of_memory
@@ -78,11 +76,15 @@ def measure(
     result |= {"warnings": warnings.messages, "environment": environment(arguments.device)}
     with plugin_of(recipe.fast):
         try:
-            state = _train(recipe, kind, model, data.train, arguments, gate)
+            trainer = kind.build_trainer(recipe.loss, model, data.train, arguments)
+            measure_steps(trainer, gate, partial(kind.count, trainer), kind.counted_module(model))
+            trainer.train()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             return result | {"status": OUT_OF_MEMORY}
+        state = trainer.state
+        del trainer  # and the states of its optimizer, before the evaluation
         if batch_size is not None and not state.global_step:
             return result | {"status": NO_BATCH}
         require_steps(recipe.training, state)
@@ -109,20 +111,6 @@ def _recipe_of_run(recipe: Recipe, batch_size: int | None) -> Recipe:
         recipe.training, per_device_train_batch_size=batch_size, max_steps=SWEEP_STEPS, dataloader_drop_last=True
     )
     return replace(recipe, training=training, evaluation=EvaluationSection())
-
-
-def _train(
-    recipe: Recipe,
-    kind: Kind,
-    model: HostModel,
-    rows: Dataset,
-    arguments: SentenceTransformerTrainingArguments,
-    gate: Gate,
-) -> TrainerState:
-    trainer = kind.build_trainer(recipe.loss, model, rows, arguments)
-    measure_steps(trainer, gate, partial(kind.count, trainer), kind.counted_module(model))
-    trainer.train()
-    return trainer.state
 
 
 def _phases(recipe: Recipe, kind: Kind, model: HostModel, rows: Dataset) -> dict[str, float]:

@@ -12,8 +12,10 @@ LARGEST_SEED = 2**32 - 1
 
 
 def key(
+    meaning: str,
     default: Any = MISSING,
     *,
+    unit: str | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
@@ -27,8 +29,12 @@ def key(
 
     Parameters
     ----------
+    meaning
+        What it is, for docs/reference.md.
     default
         Its value where it is left out.
+    unit
+        What a number counts.
     minimum, maximum, above
         Its limits; ``above`` is one that it must exceed.
     path
@@ -42,17 +48,16 @@ def key(
     """
     limits = {"minimum": minimum, "maximum": maximum, "above": above}
     places = {"path": path or on_hub is not None, "on_hub": on_hub}
-    return field(
-        default=default, metadata={"limits": limits, **places, "null": null, "only": only, "required": required}
-    )
+    selected = {"null": null, "only": only, "required": required}
+    return field(default=default, metadata={"meaning": meaning, "unit": unit, "limits": limits, **places, **selected})
 
 
 @dataclass(frozen=True)
 class ModelSection:
-    """The model: ``name_or_path`` on the Hub or on disk. Each kind has a section of its own, with its own keys."""
+    """The model. Each kind has a section of its own, with its own keys."""
 
     kind: str
-    name_or_path: str | None = key(None, on_hub="a model")
+    name_or_path: str | None = key("the model, by its name on the Hub or its folder", None, on_hub="a model")
 
     # What only some kinds have as a key, as those without it are.
     visual = False  # whether the documents are images
@@ -75,18 +80,18 @@ _ON_HUB = ("hub", "distillation")
 
 @dataclass(frozen=True)
 class RowsSection:
-    """Rows of texts: ``hub`` loads ``name``, ``config`` and ``split``, ``files`` local ``files``, as in :class:`DataSection`."""
+    """Rows of texts, on the Hub or in files of the types that :class:`DataSection` names."""
 
     SELECTOR: ClassVar = "source"
 
-    source: Literal["hub", "files"]
-    name: str | None = key(None, on_hub="data", only=_ON_HUB, required=True)
-    config: str | None = key(None, only=("hub",))
-    split: str | None = key(None, only=_ON_HUB)
-    files: list[str] | None = key(None, path=True, only=("files",), required=True)
-    columns: list[str] | None = None
-    max_rows: int | None = key(None, minimum=2)
-    seed: int = key(0, minimum=0)
+    source: Literal["hub", "files"] = key("where the rows come from: `hub` takes `name`, `files` takes `files`")
+    name: str | None = key("data set on the Hub, or a folder", None, on_hub="data", only=_ON_HUB, required=True)
+    config: str | None = key("configuration (subset) of it", None, only=("hub",))
+    split: str | None = key("split of it", None, only=_ON_HUB)
+    files: list[str] | None = key("local files", None, path=True, only=("files",), required=True)
+    columns: list[str] | None = key("columns to use, in their order: query, positive, negatives; null: all", None)
+    max_rows: int | None = key("keep a random part of so many", None, unit="rows", minimum=2)
+    seed: int = key("seed of all that is drawn of the data", 0, minimum=0)
 
     # What only rows to train on have as a key, and pairs to mine the text_key.
     packages = queries = collection = text_key = negatives = negatives_per_query = n_ways = None
@@ -97,64 +102,66 @@ class RowsSection:
 class PairsSection(RowsSection):
     """Rows of a query and its positive, which may be a passage with a ``text_key``."""
 
-    text_key: str | None = None
+    text_key: str | None = key("key of the text of a passage, beside the usual ones", None)
 
 
 @dataclass(frozen=True)
 class DataSection(RowsSection):
     """Rows to train on.
 
-    ``source: docstrings`` makes (query, positive) pairs from the installed ``packages``; ``hub`` loads
-    ``name``, ``config`` and ``split`` with ``datasets.load_dataset``; ``files`` loads local ``files``: .parquet, .jsonl,
-    .json, .csv or .tsv, all but the first perhaps with .gz behind it. Of .csv and .tsv everything is text. A .tsv has no
-    quotes, and may have no line of column names, as that of MS MARCO (docs/recipes.md#data).
+    Files are .parquet, .jsonl, .json, .csv or .tsv, all but the first perhaps with .gz behind it. Of .csv and .tsv
+    everything is text. A .tsv has no quotes, and may have no line of column names, as that of MS MARCO
+    (docs/recipes.md#data, also for the columns by their names).
 
-    ``columns`` lists the columns to use in order: the query, its positive and any negatives. Without it all are used, in
-    the order of the data, except ``dataset_name`` and those with ``_id`` in their name, which PyLate's collator leaves
-    out; those behind the positive must then be named as negatives (negative, neg_1, hard_negative, ...). Behind the first
-    column none may have query or anchor in its name, by which the collator recognises queries. For
-    ``model.kind: splade`` such names are free, but not label, score and others that Sentence Transformers reads as scores.
+    The positive may be a list, each of which becomes a row, and negatives may be lists or columns of one each. A text may be
+    a passage, with ``title`` and a key for the text: text, body, content, contents, passage, passage_text or ``text_key``.
+    Files of ids may be ColBERT's JSON lines: [qid, pid+, pid-, ...], or [qid, [pid, score], ...] for distillation; or
+    judgements, with BEIR's columns (query-id, corpus-id, score) or .tsv in TREC's layout (qid 0 docid grade): each document
+    with a grade above 0 is a positive.
 
-    The positive may be a list, each of which becomes a row, and negatives may be lists or columns of one each.
-    ``negatives_per_query`` is how many negatives of each row are used: more are drawn with ``seed``, fewer are repeated.
-    Null uses all, and every row must have as many. Where negatives are lists by the systems that found them, ``negatives``
-    names the systems to use; null uses all. A text may be a passage, with ``title`` and a key for the text: text, body,
-    content, contents, passage, passage_text or ``text_key``, which is also that of a collection.
+    For distillation the columns are the query, a list of documents and a list of teacher scores. For retrieval of pages they
+    are the query, the image of its page and, for losses with negatives, a list of images of other pages.
 
-    With a ``collection`` documents are ids, of the documents in this file, and with ``queries`` queries are ids too. Both
-    are .tsv files of id, text and perhaps title, or files of another type with these columns (_id, text, title). Files of
-    ids may then be ColBERT's JSON lines as well: [qid, pid+, pid-, ...], or [qid, [pid, score], ...] for distillation.
-    They may also be judgements, with BEIR's columns (query-id, corpus-id, score) or .tsv in TREC's layout (qid 0 docid
-    grade): each document with a grade above 0 is a positive.
+    ``source: distillation`` has the layout of ``lightonai/ms-marco-en-bge``: the subsets ``train`` (query_id, document_ids,
+    scores), ``queries`` (query_id, text) and ``documents`` (document_id, text), on the Hub, in a copy of it, or in a folder
+    with train, queries and documents as files of one of these types. An id stands for one text.
 
-    For distillation the columns are the query, a list of documents and
-    a list of teacher scores. For retrieval of pages they are the query, the image of its page and, for losses with
-    negatives, a list of images of other pages.
-
-    ``source: distillation`` loads ``name`` in the layout of ``lightonai/ms-marco-en-bge``: the subsets
-    ``train`` (query_id, document_ids, scores), ``queries`` (query_id, text) and ``documents``
-    (document_id, text), on the Hub, in a copy of it, or in a folder with train, queries and documents
-    as files of one of these types. An id stands for one text. Texts are read from disk as they are needed.
-    ``n_ways`` is how many documents of each row of a distillation are used, the first ones. Null uses as many as the
-    shortest row has of ids; of texts all are used, and every row must have as many.
-
-    ``max_rows`` keeps a random part, drawn with ``seed``.
-
-    With ``streaming`` rows of ``hub`` and ``files`` are read while training, and nothing is copied to the disk. They are
-    shuffled within a buffer of 10,000 rows, and come again in the same order after the last. ``training.max_steps`` says
-    when training ends.
+    With ``streaming`` rows are shuffled within a buffer of 10,000, and come again in the same order after the last.
     """
 
-    source: Literal["docstrings", "hub", "files", "distillation"]
-    columns: list[str] | None = key(None, only=("docstrings", *_ROWS))
-    packages: list[str] | None = key(None, only=("docstrings",), required=True)
-    queries: str | None = key(None, path=True, only=_ROWS)
-    collection: str | None = key(None, path=True, only=_ROWS)
-    text_key: str | None = key(None, only=_ROWS)
-    negatives: list[str] | None = key(None, only=_ROWS)
-    negatives_per_query: int | None = key(None, minimum=1, only=_ROWS)
-    n_ways: int | None = key(None, minimum=2, only=(*_ROWS, "distillation"))
-    streaming: bool = False
+    source: Literal["docstrings", "hub", "files", "distillation"] = key(
+        "where the rows come from: docstrings of installed `packages`, a data set on the `hub`, local `files`, or the three "
+        "subsets of a `distillation`"
+    )
+    columns: list[str] | None = key(
+        "columns to use, in their order: query, positive, negatives; null: all, by their names",
+        None,
+        only=("docstrings", *_ROWS),
+    )
+    packages: list[str] | None = key(
+        "installed packages whose docstrings are pairs", None, only=("docstrings",), required=True
+    )
+    queries: str | None = key("file of queries, whose ids stand in the rows", None, path=True, only=_ROWS)
+    collection: str | None = key("file of documents, whose ids stand in the rows", None, path=True, only=_ROWS)
+    text_key: str | None = key(
+        "key of the text of a passage or of `collection`, beside the usual ones", None, only=_ROWS
+    )
+    negatives: list[str] | None = key("systems whose negatives are used; null: all", None, only=_ROWS)
+    negatives_per_query: int | None = key(
+        "negatives of each row: of more some are drawn, fewer are repeated; null: all, and every row has as many",
+        None,
+        unit="negatives",
+        minimum=1,
+        only=_ROWS,
+    )
+    n_ways: int | None = key(
+        "documents of each row of a distillation, the first ones; null: of ids as many as the shortest row has, of texts all",
+        None,
+        unit="documents",
+        minimum=2,
+        only=(*_ROWS, "distillation"),
+    )
+    streaming: bool = key("read rows while training; needs `training.max_steps`", False)
 
 
 # How the embeddings of documents may be compressed: int8, fp8, and PLAID's residual codes of 1, 2 or 4 bits a number.
@@ -165,63 +172,62 @@ CompressedFormat = Literal["int8", "fp8", "residual-1", "residual-2", "residual-
 class FirstStageSection:
     """A search for the ``k`` candidates of each query, of which alone mining computes late-interaction scores.
 
-    It is an exact search of sparse vectors. ``kind: sparse`` takes those of ``model``, a SparseEncoder of Sentence
-    Transformers; ``static`` those of a StaticLateInteraction in the folder ``model``, at its own threshold or at
-    ``threshold``; ``bm25`` takes the tokens of the recipe's model, weighted by BM25 with ``k1`` and ``b``. A document
-    that shares no term with a query is no candidate.
+    It is an exact search of sparse vectors. A document that shares no term with a query is no candidate.
     """
 
     SELECTOR: ClassVar = "kind"
 
-    kind: Literal["sparse", "static", "bm25"]
-    k: int = key(1000, minimum=1)
-    model: str | None = key(None, on_hub="a model", only=("sparse", "static"), required=True)
-    threshold: float | None = key(None, only=("static",))
-    k1: float = key(1.5, minimum=0, only=("bm25",))
-    b: float = key(0.75, minimum=0, maximum=1, only=("bm25",))
+    kind: Literal["sparse", "static", "bm25"] = key(
+        "vectors of a SparseEncoder, of a StaticLateInteraction, or BM25 on the tokens of the recipe's model"
+    )
+    k: int = key("candidates of each query", 1000, unit="documents", minimum=1)
+    model: str | None = key(
+        "the sparse or static model", None, on_hub="a model", only=("sparse", "static"), required=True
+    )
+    threshold: float | None = key(
+        "threshold of the static model; null: its own", None, unit="similarity", only=("static",)
+    )
+    k1: float = key("saturation of term frequencies", 1.5, minimum=0, only=("bm25",))
+    b: float = key("normalisation by document length", 0.75, minimum=0, maximum=1, only=("bm25",))
 
 
 @dataclass(frozen=True)
 class MiningSection:
     """Hard negatives for distillation, which ``fastmaxsim mine`` writes to ``data.name``.
 
-    ``pairs`` are rows of a query and its positive (``source: hub`` or ``files``). Negatives are found among all
-    positives and, where given, the texts of ``corpus``, likewise with one column. Equal texts are one document, so that
-    no positive of a query is taken for its negative. Texts are read from disk as they are needed. The model of the
-    recipe searches them, and negatives are chosen as ``sentence_transformers.util.mine_hard_negatives`` does. It takes
-    each query's best documents (``range_max`` plus the largest number of positives of a query), drops its positives and
-    those that the margins and limits rule out as likely false negatives, and keeps the first ``range_max`` that are
-    left. Of these it skips the first ``range_min`` and takes the next ``num_negatives``. A pair that has fewer is left
-    out. ``teacher``, on the Hub or on disk, scores the positive and its negatives: a
-    ``cross_encoder`` as it is, or a ``colbert`` scaled to [0, 1] for each query.
+    Negatives are found among all positives and the texts of ``corpus``. Equal texts are one document, so that no positive of
+    a query is taken for its negative. Texts are read from disk as they are needed. Negatives are chosen as
+    ``sentence_transformers.util.mine_hard_negatives`` does: of each query's best documents (``range_max`` plus the largest
+    number of positives of a query) positives and those that the margins and limits rule out as likely false negatives are
+    dropped, and of the first ``range_max`` that are left the first ``range_min`` are skipped.
 
-    With a ``first_stage`` the best documents are the best of its candidates.
-
-    With a ``corpus_format`` documents are compressed as they are encoded, and all scores of the search are those of
-    compressed documents; those of the teacher are not.
-
-    ``documents_per_part`` and ``rows_per_part`` are how much work an interruption can cost at most. Parts are also what
-    the processes of a distributed launcher share, so that there should be more of them than processes.
+    With a ``corpus_format`` all scores of the search are those of compressed documents; those of the teacher are not. Parts
+    are also what the processes of a distributed launcher share, so that there should be more of them than processes.
     """
 
-    pairs: PairsSection
-    teacher: str = key(on_hub="a model")
-    corpus: RowsSection | None = None
-    teacher_type: Literal["cross_encoder", "colbert"] = "cross_encoder"
-    first_stage: FirstStageSection | None = None
-    corpus_format: CompressedFormat | None = None
-    num_negatives: int = key(15, minimum=1)
-    range_min: int = key(0, minimum=0)
-    range_max: int = key(100, minimum=1)
-    absolute_margin: float | None = None
-    relative_margin: float | None = None
-    max_score: float | None = None
-    min_score: float | None = None
-    batch_size: int = key(64, minimum=1)
-    documents_per_part: int = key(50_000, minimum=1)
-    rows_per_part: int = key(2_000, minimum=1)
+    pairs: PairsSection = key("rows of a query and its positive")
+    teacher: str = key("model that scores the positive and its negatives", on_hub="a model")
+    corpus: RowsSection | None = key("more texts to find negatives in: rows of one column", None)
+    teacher_type: Literal["cross_encoder", "colbert"] = key(
+        "scores as they are, or of late interaction, scaled to [0, 1] for each query", "cross_encoder"
+    )
+    first_stage: FirstStageSection | None = key("search that finds the candidates of each query; null: none", None)
+    corpus_format: CompressedFormat | None = key("compress documents as they are encoded; null: as they are", None)
+    num_negatives: int = key(
+        "negatives of each pair; a pair that has fewer is left out", 15, unit="documents", minimum=1
+    )
+    range_min: int = key("best documents to skip", 0, unit="documents", minimum=0)
+    range_max: int = key("best documents to take negatives from", 100, unit="documents", minimum=1)
+    absolute_margin: float | None = key("how far below the positive a negative must score", None, unit="score")
+    relative_margin: float | None = key("the same as a share of the positive's score", None, unit="share")
+    max_score: float | None = key("highest score of a negative", None, unit="score")
+    min_score: float | None = key("lowest score of a negative", None, unit="score")
+    batch_size: int = key("texts encoded at once", 64, unit="texts", minimum=1)
+    documents_per_part: int = key("documents that an interruption can cost", 50_000, unit="documents", minimum=1)
+    rows_per_part: int = key("rows that an interruption can cost", 2_000, unit="rows", minimum=1)
 
 
+_TEMPERATURE = {"minimum": 1e-30, "maximum": 1e30}
 # The poolings that a recipe may name.
 POOLING_KEYS = ("top_k", "softmax", "log_sum_exp")
 
@@ -230,17 +236,20 @@ POOLING_KEYS = ("top_k", "softmax", "log_sum_exp")
 class PoolingSection:
     """Pooling of a query token's similarities to a document's tokens in place of their maximum, one of three.
 
-    ``top_k`` is the k of ``TopK``, ``softmax`` and ``log_sum_exp`` are the temperatures of ``Softmax`` and
-    ``LogSumExp``; see :func:`pylate_fastmaxsim.pooled_scores`. The value changes over the training if there is a
-    ``schedule``: from ``start`` in the first step to the one named by the pooling in the last, in equal steps or along
-    half a cosine. k is rounded. Evaluation uses the value at the end.
+    See :func:`pylate_fastmaxsim.pooled_scores`. Evaluation uses the value at the end of a schedule.
     """
 
-    top_k: int | None = key(None, minimum=1)
-    softmax: float | None = key(None, minimum=1e-30, maximum=1e30)
-    log_sum_exp: float | None = key(None, minimum=1e-30, maximum=1e30)
-    start: float | None = key(None, minimum=1e-30, maximum=1e30)
-    schedule: Literal["linear", "cosine"] | None = None
+    top_k: int | None = key("mean of the k largest", None, unit="tokens", minimum=1)
+    softmax: float | None = key(
+        "mean weighted by a softmax of this temperature", None, unit="similarity", **_TEMPERATURE
+    )
+    log_sum_exp: float | None = key("log-sum-exp of this temperature", None, unit="similarity", **_TEMPERATURE)
+    start: float | None = key(
+        "value in the first step of a schedule; in the last it is that of the pooling", None, **_TEMPERATURE
+    )
+    schedule: Literal["linear", "cosine"] | None = key(
+        "how the value changes: in equal steps, or along half a cosine", None
+    )
 
     @property
     def name(self) -> str:
@@ -270,32 +279,32 @@ class LossSection:
 class TrainingSection:
     """Arguments of ``SentenceTransformerTrainingArguments``, under their own names.
 
-    ``precision: auto`` means bf16 where the GPU has it, else fp16, and fp32 on a CPU. ``max_steps``,
-    where given, overrides ``num_train_epochs``. ``save_steps`` is how much work an interruption can
-    cost at most; null saves no checkpoint. A run goes on with as many processes as it began with.
+    A run goes on with as many processes as it began with.
     """
 
-    per_device_train_batch_size: int = key(32, minimum=1)
-    gradient_accumulation_steps: int = key(1, minimum=1)
-    num_train_epochs: float = key(1.0, minimum=0)
-    max_steps: int | None = key(None, minimum=1)
-    learning_rate: float = key(3e-6, minimum=0)
-    lr_scheduler_type: str = "linear"
-    warmup_steps: int = key(0, minimum=0)
-    weight_decay: float = key(0.0, minimum=0)
-    adam_epsilon: float = key(1e-8, minimum=0)
-    max_grad_norm: float = key(1.0, minimum=0)
-    optim: str = "adamw_torch"
-    seed: int = key(42, minimum=0, maximum=LARGEST_SEED)
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    gradient_checkpointing: bool = False
-    dataloader_drop_last: bool = False
-    dataloader_num_workers: int = key(0, minimum=0)
-    logging_steps: int = key(10, minimum=1)
-    save_steps: int | None = key(500, minimum=1)
-    save_total_limit: int | None = key(2, minimum=1)
-    report_to: Literal["auto", "none", "tensorboard", "wandb"] = "auto"
-    use_cpu: bool = False
+    per_device_train_batch_size: int = key("batch of each process", 32, unit="rows", minimum=1)
+    gradient_accumulation_steps: int = key("batches of an optimizer step", 1, unit="batches", minimum=1)
+    num_train_epochs: float = key("passes over the data", 1.0, unit="epochs", minimum=0)
+    max_steps: int | None = key("optimizer steps, in place of epochs", None, unit="steps", minimum=1)
+    learning_rate: float = key("peak learning rate", 3e-6, minimum=0)
+    lr_scheduler_type: str = key("schedule of the learning rate, by its name in transformers", "linear")
+    warmup_steps: int = key("steps in which the learning rate rises", 0, unit="steps", minimum=0)
+    weight_decay: float = key("weight decay of AdamW", 0.0, minimum=0)
+    adam_epsilon: float = key("epsilon of AdamW", 1e-8, minimum=0)
+    max_grad_norm: float = key("norm to which gradients are clipped; 0: not clipped", 1.0, minimum=0)
+    optim: str = key("optimizer, by its name in transformers", "adamw_torch")
+    seed: int = key("seed of weights, data order and dropout", 42, minimum=0, maximum=LARGEST_SEED)
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = key(
+        "autocast; auto: bf16 where the GPU has it, else fp16, and fp32 on a CPU", "auto"
+    )
+    gradient_checkpointing: bool = key("compute layers again in the backward: less memory, more time", False)
+    dataloader_drop_last: bool = key("leave out a last batch that is not full", False)
+    dataloader_num_workers: int = key("processes that load data", 0, unit="processes", minimum=0)
+    logging_steps: int = key("log every so many", 10, unit="steps", minimum=1)
+    save_steps: int | None = key("save a checkpoint every so many; null: none", 500, unit="steps", minimum=1)
+    save_total_limit: int | None = key("checkpoints that are kept; null: all", 2, unit="checkpoints", minimum=1)
+    report_to: Literal["auto", "none", "tensorboard", "wandb"] = key("where the trainer logs to", "auto")
+    use_cpu: bool = key("train on the CPU", False)
 
     # What only some kinds have as a key.
     batch_sampler = "batch_sampler"
@@ -306,7 +315,7 @@ class TrainingSection:
 class FastSection:
     """The switch of pylate-fastmaxsim, and the options of ``pylate_fastmaxsim.enable`` that concern the kind."""
 
-    enabled: bool = True
+    enabled: bool = key("train with this package, or with the stock library", True)
 
     stock_masking = False  # of PyLate's losses only
 
@@ -315,13 +324,12 @@ class FastSection:
 class EvaluationSection:
     """Retrieval, once at the end, by exact search.
 
-    ``rows`` are held out of training: nDCG@10 over their documents or pages. All rows of a query are held out together, so
-    that no query is both trained on and evaluated. Where queries stand in several rows, somewhat more rows than asked for
-    are held out. ``batch_size`` texts or pages are encoded at once.
+    All rows of a query are held out together, so that no query is both trained on and evaluated. Where queries stand in
+    several rows, somewhat more rows than asked for are held out.
     """
 
-    rows: int = key(0, minimum=0)
-    batch_size: int = key(32, minimum=1)
+    rows: int = key("held out of training: nDCG@10 over their documents or pages", 0, unit="rows", minimum=0)
+    batch_size: int = key("texts or pages encoded at once", 32, unit="texts", minimum=1)
 
     # What only some kinds have as a key.
     beir = nano_beir = corpus_format = None
@@ -332,33 +340,27 @@ class EvaluationSection:
 class TextEvaluationSection(EvaluationSection):
     """Retrieval of texts, once at the end, by exact search, of one of three kinds or of none.
 
-    ``rows`` are held out of training: nDCG@10 over their documents; for rows with a column of negatives also the accuracy
-    of triplets (how often the positive scores higher than the first negative), and for distillation the KL divergence from
-    the teacher's scores, as the library that trains the model computes it. All rows of a query are held out together, so
-    that no query is both trained on and evaluated. Where queries stand in several rows, somewhat more rows than asked for
-    are held out.
-
-    ``beir`` names a collection in BEIR's layout: nDCG@10, MRR@10 and Recall@100 over its whole corpus. It is on the Hub
-    (``BeIR/scifact``, ``mteb/scifact``), or a folder with corpus and queries as .jsonl or .parquet files and
-    ``qrels/SPLIT.tsv`` or ``qrels.tsv`` in its layout or TREC's; ``split`` is that of the judgements.
-
-    ``nano_beir`` lists sets of NanoBEIR by the names that PyLate's evaluator has for them, such as msmarco and nq: the
-    same three metrics, each the mean over the sets.
-
-    Of sparse vectors all three have FLOPS and the mean non-zeros of queries and documents beside them
-    (docs/recipes.md). ``batch_size`` texts are encoded at once.
+    Of ``rows`` with a column of negatives also the accuracy of triplets is measured (how often the positive scores higher
+    than the first negative), and for distillation the KL divergence from the teacher's scores, as the library that trains
+    the model computes it. A folder for ``beir`` has corpus and queries as .jsonl or .parquet files, and ``qrels/SPLIT.tsv``
+    or ``qrels.tsv`` in BEIR's layout or TREC's. Of sparse vectors all three have FLOPS and the mean non-zeros of queries and
+    documents beside them (docs/recipes.md).
     """
 
-    beir: str | None = key(None, on_hub="a collection")
-    split: str = "test"
-    nano_beir: list[str] | None = None
+    beir: str | None = key(
+        "collection in BEIR's layout: nDCG@10, MRR@10 and Recall@100 over its corpus", None, on_hub="a collection"
+    )
+    split: str = key("split of its judgements", "test")
+    nano_beir: list[str] | None = key(
+        "sets of NanoBEIR, as msmarco and nq: the same metrics, each the mean over the sets", None
+    )
 
 
 @dataclass(frozen=True)
 class LateEvaluationSection(TextEvaluationSection):
-    """``corpus_format`` compresses the documents of ``beir`` as they are encoded: the metrics are those of such documents."""
+    """Retrieval of texts by late interaction."""
 
-    corpus_format: CompressedFormat | None = None
+    corpus_format: CompressedFormat | None = key("compress the documents of `beir` as they are encoded", None)
 
 
 @dataclass(frozen=True)
@@ -368,8 +370,8 @@ class Recipe:
     Which keys the sections have depends on ``model.kind``: :data:`pylate_fastmaxsim.recipes.config.kinds.RECIPES`.
     """
 
-    name: str
-    output_dir: str = key(path=True)
+    name: str = key("name of the run, in cards, tables and logs")
+    output_dir: str = key("folder of checkpoints, results and the model", path=True)
     model: ModelSection
     data: DataSection
     loss: LossSection

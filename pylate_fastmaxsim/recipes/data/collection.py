@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -126,7 +125,14 @@ def _build_collection(key: str, name: str, corpus: Dataset, texts: Dataset, rows
 
 def _require_texts_with_ids(key: str, subset: str, table: Dataset) -> None:
     require_ids(key, f"the subset {subset}", table, "_id")
-    _require_distinct_ids(key, subset, table)
+    # As of passages with the id of their document: only one of them would count.
+    counted = pc.value_counts(table.data.column("_id"))
+    repeated = pc.index(pc.greater(counted.field("counts"), 1), True).as_py()
+    if repeated >= 0:
+        raise RecipeError(
+            f"{key}: '_id' of the subset {subset} must be another in each row, but {counted.field('values')[repeated]} "
+            "is that of several."
+        )
     # Lists and numbers would be encoded as Python prints them.
     require_texts(f"{key}: 'text' of the subset {subset}", table, "text", gaps=subset == "corpus")
     # A title may be null in all rows.
@@ -154,17 +160,6 @@ def _require_judged_documents(key: str, name: str, corpus: Dataset, judgements: 
             "%s",
             f"{key}: {len(missing)} of {len(judged)} judged documents are not in the corpus of {name}, for example "
             f"{min(missing)!r}; no search finds them, which lowers the metrics where they are relevant.",
-        )
-
-
-def _require_distinct_ids(key: str, subset: str, table: Dataset) -> None:
-    """Refuse repeated ids, as of passages with the id of their document: only one of them would count."""
-    counted = pc.value_counts(table.data.column("_id"))
-    repeated = pc.index(pc.greater(counted.field("counts"), 1), True).as_py()
-    if repeated >= 0:
-        raise RecipeError(
-            f"{key}: '_id' of the subset {subset} must be another in each row, but {counted.field('values')[repeated]} "
-            "is that of several."
         )
 
 
@@ -264,7 +259,9 @@ def grades_by_query(key: str, rows: Dataset) -> dict[str, dict[str, int]]:
     judgements: dict[str, dict[str, int]] = {}
     for query, document, grade in zip(*(rows[:][column] for column in JUDGEMENT_COLUMNS), strict=True):
         try:
-            whole = _integer(grade)
+            whole = int(float(grade))  # of floats too, as pandas stores integers in columns that had missing values
+            if float(grade) != whole or abs(whole) >= 2**31:  # metrics compute with them
+                raise ValueError
         except (TypeError, ValueError, OverflowError):  # not a number, not a whole one, nan or infinite
             raise RecipeError(
                 f"{key}: the grade of query {query} and document {document} must be an integer, got {grade!r}."
@@ -276,14 +273,6 @@ def grades_by_query(key: str, rows: Dataset) -> dict[str, dict[str, int]]:
                 f"{whole}."
             )
     return {query: {name: max(grade, 0) for name, grade in grades.items()} for query, grades in judgements.items()}
-
-
-def _integer(grade: Any) -> int:
-    """A grade as an integer. pandas stores integers as floats in columns that had missing values."""
-    whole = int(float(grade))
-    if float(grade) != whole or abs(whole) >= 2**31:  # metrics compute with them
-        raise ValueError
-    return whole
 
 
 def require_ids(key: str, where: str, table: Dataset, column: str) -> None:

@@ -20,13 +20,7 @@ from datasets.fingerprint import Hasher
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection
 from pylate_fastmaxsim.recipes.data.lists import is_list, list_lengths, titled
-from pylate_fastmaxsim.recipes.data.tables import (
-    has_plain_files,
-    is_text,
-    load_subset,
-    require_texts,
-    require_utf8,
-)
+from pylate_fastmaxsim.recipes.data.tables import has_plain_files, is_text, load_subset, require_texts, require_utf8
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 NOT_CAST = (pa.ArrowInvalid, pa.ArrowNotImplementedError)
@@ -207,18 +201,13 @@ def load_distillation(data: DataSection) -> Dataset:
         TextTable("data.name", f"the subset {subset}", COLUMNS[subset][0], table.select_columns(list(COLUMNS[subset])))
         for subset, table in (("queries", queries), ("documents", documents))
     ]
-    train = _parsed(train.select_columns(list(COLUMNS["train"])))
-    return look_up(data, train, "data.name", "the subset train", ("query", "documents", SCORES), *tables)
-
-
-def _parsed(train: Dataset) -> Dataset:
-    """Parse lists that are written as text, as in some data sets of this layout."""
+    train = train.select_columns(list(COLUMNS["train"]))
+    # Some data sets of this layout have lists written as text.
     features = {"document_ids": List(Value("string")), "scores": List(Value("float64"))}
-    written = {name: features[name] for name in features if is_text(train, name)}
-    if not written:
-        return train
-    features = Features(train.features | written)
-    return train.map(_parse, fn_kwargs={"columns": list(written)}, features=features, desc="Reading lists")
+    if written := {name: features[name] for name in features if is_text(train, name)}:
+        features, columns = Features(train.features | written), list(written)
+        train = train.map(_parse, fn_kwargs={"columns": columns}, features=features, desc="Reading lists")
+    return look_up(data, train, "data.name", "the subset train", ("query", "documents", SCORES), *tables)
 
 
 def _parse(row: dict[str, Any], columns: list[str]) -> dict[str, list]:

@@ -38,7 +38,7 @@ def spread_lists(data: DataSection, dataset: Dataset, section: str = "data") -> 
         raise RecipeError(f"{section}.columns: {query!r} is the query and must hold texts, but it holds lists.")
     gaps = any(dataset.data.column(name).null_count for name in documents[1:])
     plain = all(isinstance(dataset.features[name], Value) for name in documents)
-    if plain and not gaps and not asks_for_negatives(data):
+    if not documents or (plain and not gaps and not asks_for_negatives(data)):
         return dataset
     spread = Spread(section, data, dataset[0])
     query_name, *names = spread.names()
@@ -57,14 +57,6 @@ def spread_lists(data: DataSection, dataset: Dataset, section: str = "data") -> 
 def is_list(dtype: pa.DataType) -> bool:
     """Tell whether a column of this type in Arrow holds lists."""
     return pa.types.is_list(dtype) or pa.types.is_large_list(dtype) or pa.types.is_fixed_size_list(dtype)
-
-
-def truncate_lists(batch: dict[str, list], n_ways: int) -> dict[str, list]:
-    """The first ``n_ways`` entries of all lists in a batch of rows."""
-    return {
-        name: [value[:n_ways] if isinstance(value, list) else value for value in values]
-        for name, values in batch.items()
-    }
 
 
 def asks_for_negatives(data: DataSection) -> bool:
@@ -91,7 +83,14 @@ class Spread:
                 f"{section}.{key} needs a column of negatives behind the positive, but the columns are {self.query} and "
                 f"{self.positive}."
             )
-        self._require_systems(first)
+        for system in data.negatives or ():
+            for name in self.others:
+                there = list(first[name]) if _by_system(first[name]) else []
+                if system not in there:
+                    raise RecipeError(
+                        f"{section}.negatives must name systems that {name!r} has in the first row "
+                        f"({', '.join(there) or 'it has none'}), got {system}."
+                    )
         self.given = data.negatives_per_query is not None
         self.count = data.negatives_per_query if self.given else len(self.negatives(0, first))
 
@@ -111,17 +110,6 @@ class Spread:
             lists = [row[name].get(system) for system in self.data.negatives or row[name]]
             found += dict.fromkeys(text for each in lists for text in self._texts(number, name, each))
         return found
-
-    def _require_systems(self, first: dict[str, Any]) -> None:
-        """Refuse ``data.negatives`` that the first row does not have."""
-        for system in self.data.negatives or ():
-            for name in self.others:
-                there = list(first[name]) if _by_system(first[name]) else []
-                if system not in there:
-                    raise RecipeError(
-                        f"{self.section}.negatives must name systems that {name!r} has in the first row "
-                        f"({', '.join(there) or 'it has none'}), got {system}."
-                    )
 
     def __call__(self, batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
         rows = []

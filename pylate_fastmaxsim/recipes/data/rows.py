@@ -11,7 +11,7 @@ import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset, Sequence, Value, concatenate_datasets, disable_progress_bars
 from datasets.exceptions import DatasetGenerationError
 
-from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
+from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe, RowsSection
 from pylate_fastmaxsim.recipes.data.collection import JUDGEMENT_COLUMNS, is_trec, read_judgements, relevant_pairs
 from pylate_fastmaxsim.recipes.data.ids import TextTable, load_distillation, look_up
 from pylate_fastmaxsim.recipes.data.lists import (
@@ -21,17 +21,9 @@ from pylate_fastmaxsim.recipes.data.lists import (
     asks_for_negatives,
     spread_lists,
     text_key_of,
-    truncate_lists,
 )
-from pylate_fastmaxsim.recipes.data.tables import (
-    load_files,
-    load_table,
-    loading,
-    names_of_rows,
-    names_of_texts,
-    open_text,
-)
-from pylate_fastmaxsim.recipes.data.text import check_first, is_id_column, require_text
+from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, loading, open_text, require_text_columns
+from pylate_fastmaxsim.recipes.data.text import check_first, is_id_column
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type, parse_json
 from pylate_fastmaxsim.recipes.kind import Kind
@@ -45,10 +37,10 @@ TRIPLES = {"query": Value("string"), "positive": Value("string"), "negatives": S
 SCORED = {"query": Value("string"), "documents": Sequence(Value("string")), "scores": Sequence(Value("float32"))}
 
 
-def load_rows(recipe: Recipe, kind: Kind) -> Dataset:
+def load_rows(recipe: Recipe, kind: Kind) -> Dataset | IterableDataset:
     """Load the rows of a recipe, with the columns that it uses, in the order of the data.
 
-    Those that are streamed are read by :func:`pylate_fastmaxsim.recipes.data.rows.stream_rows`.
+    With ``data.streaming`` they are a stream, shuffled within a buffer, again and again in the same order.
     """
     if recipe.data.source != "distillation":
         return _load_checked(recipe, kind)
@@ -62,20 +54,36 @@ def load_rows(recipe: Recipe, kind: Kind) -> Dataset:
         raise
 
 
-def _load_checked(recipe: Recipe, kind: Kind) -> Dataset:
-    dataset = load_columns(recipe.data, "data")
-    if not len(dataset):
-        raise RecipeError("data: there are no rows.")
-    check_first(recipe, dataset[0])
-    if recipe.data.collection is not None:
-        return _texts_of_ids(recipe, dataset)
+def _load_checked(recipe: Recipe, kind: Kind) -> Dataset | IterableDataset:
+    data = recipe.data
+    rows = load_columns(data, "data")
+    first = _first(rows)
+    check_first(recipe, first)
+    if data.streaming:
+        return _stream(recipe, kind, rows, first)
     if not recipe.model.visual and recipe.loss.name != "distillation":
-        dataset = spread_lists(recipe.data, dataset)
-    if recipe.data.n_ways is not None:
-        dataset = dataset.map(
-            truncate_lists, fn_kwargs={"n_ways": recipe.data.n_ways}, batched=True, desc="Reading lists"
-        )
-    return kind.fit_columns(recipe, dataset)
+        rows = spread_lists(data, rows)
+    if data.collection is not None:
+        return _texts_of_ids(recipe, rows)
+    if data.n_ways is not None:
+        rows = rows.map(truncate_lists, fn_kwargs={"n_ways": data.n_ways}, batched=True, desc="Reading lists")
+    return kind.fit_columns(recipe, rows)
+
+
+def _first(rows: Dataset | IterableDataset) -> dict[str, Any]:
+    with loading("data"):
+        first = next(iter(rows.take(1)), None)
+    if first is None:
+        raise RecipeError("data: there are no rows.")
+    return first
+
+
+def truncate_lists(batch: dict[str, list], n_ways: int) -> dict[str, list]:
+    """The first ``n_ways`` entries of all lists in a batch of rows."""
+    return {
+        name: [value[:n_ways] if isinstance(value, list) else value for value in values]
+        for name, values in batch.items()
+    }
 
 
 def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:
@@ -95,14 +103,13 @@ def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:
             raise RecipeError(
                 f"data.columns must be the query, its positive and any negatives, got {', '.join(rows.column_names)}."
             )
-        rows = spread_lists(data, rows)
         names = names_of_rows(len(rows.column_names))
+    if data.queries is None:
+        require_text_columns(rows, rows.column_names[:1], "data")
     queries, documents = (
         file and _load_texts(data, name, file)
         for name, file in (("queries", data.queries), ("collection", data.collection))
     )
-    if queries is None:
-        require_text(rows, rows.column_names[:1], "data")
     return look_up(data, rows, key, place, names, queries, documents)
 
 
@@ -122,53 +129,51 @@ def _load_texts(data: DataSection, name: str, file: str) -> TextTable:
     )
 
 
-def load_columns(data: DataSection, section: str) -> Dataset:
+def load_columns(data: RowsSection, section: str) -> Dataset | IterableDataset:
     """Load the rows of a section, with its ``columns``, or with all columns but ids if it names none."""
-    dataset = open_rows(data, section)
-    if data.collection is not None and {*dataset.column_names} == {*JUDGEMENT_COLUMNS}:
-        dataset = relevant_pairs(f"{section}.{'files' if data.files else 'name'}", dataset)
-    return dataset.select_columns(used_columns(data, section, dataset.column_names))
-
-
-def used_columns(data: DataSection, section: str, there: list[str]) -> list[str]:
-    """The columns to use of those that the data have."""
+    rows = _open_rows(data, section)
+    if data.collection is not None and {*rows.column_names} == {*JUDGEMENT_COLUMNS}:
+        rows = relevant_pairs(f"{section}.{'files' if data.files else 'name'}", rows)
+    there = rows.column_names or list(_first(rows))  # a stream may not know them
     # If all columns are ids, the kind of model refuses them.
     named = [name for name in there if not name.startswith("__index_level_")]  # pandas writes it into Parquet
     columns = data.columns or [name for name in named if data.collection is not None or not is_id_column(name)] or there
     for column in columns:
         if column not in there:
             raise RecipeError(f"{section}.columns: no column {column!r}, the data has the columns {', '.join(there)}.")
-    return columns
+    return rows.select_columns(columns)
 
 
-def open_rows(data: DataSection, section: str, streaming: bool = False) -> Dataset | IterableDataset:
+def _open_rows(data: RowsSection, section: str) -> Dataset | IterableDataset:
     """The rows of a section as they are, all of them or as a stream."""
     if data.source == "files":
         key, builder = f"{section}.files", FILE_TYPES[file_type(data.files[0])]
-        if builder == "json" and has_lists(data.files[0]):
-            if streaming:
-                raise RecipeError(f"{section}.streaming does not read lists in JSON lines; set it to false.")
-            return read_triples(key, data.files)
+        if builder == "json" and (rows := _read_triples(data, section)) is not None:
+            return rows
         if builder == "csv" and data.collection is not None and is_trec(data.files[0]):
             return concatenate_datasets([read_judgements(key, file) for file in data.files])
         names = names_of_texts if section == "mining.corpus" else names_of_rows
-        return load_files(key, {"train": data.files}, names=names, columns=data.columns, streaming=streaming)
-    return load_table(f"{section}.name", data.name, data.config, split=data.split or "train", streaming=streaming)
+        return load_files(key, {"train": data.files}, names=names, columns=data.columns, streaming=data.streaming)
+    return load_table(f"{section}.name", data.name, data.config, data.split or "train", data.streaming)
 
 
-def stream_rows(recipe: Recipe, kind: Kind) -> IterableDataset:
-    """The rows of a recipe with the columns that it uses, shuffled within a buffer, again and again in the same order."""
-    rows = open_rows(recipe.data, "data", streaming=True)
+def names_of_rows(columns: int) -> list[str]:
+    """The columns of triples, as those of MS MARCO and ColBERT."""
+    if columns <= 3:
+        return ["query", "positive", "negative"][:columns]
+    return ["query", "positive", *(f"negative_{number}" for number in range(1, columns - 1))]
+
+
+def names_of_texts(columns: int) -> list[str]:
+    """The columns of a collection or of queries, as those of MS MARCO and ColBERT."""
+    return ["_id", "text", "title"][:columns]
+
+
+def _stream(recipe: Recipe, kind: Kind, rows: IterableDataset, first: dict[str, Any]) -> IterableDataset:
     disable_progress_bars()  # one for each batch whose scores are cast
-    first = next(iter(_taken(rows, 1)), None)
-    if first is None:
-        raise RecipeError("data: there are no rows to stream.")
-    used = rows.select_columns(used_columns(recipe.data, "data", list(first)))
-    (first,) = _taken(used, 1)
-    check_first(recipe, first)
     read = _StreamedRows(recipe, kind, first)
     features = read.checked({name: [value] for name, value in first.items()}, [0]).features
-    rows = used.map(
+    rows = rows.map(
         read,
         batched=True,
         batch_size=ROWS_AT_ONCE,
@@ -177,18 +182,14 @@ def stream_rows(recipe: Recipe, kind: Kind) -> IterableDataset:
         features=Features(features),
     )
     size = recipe.training.per_device_train_batch_size
-    found = len(_taken(rows, size))
+    with loading("data"):
+        found = len(list(rows.take(size)))
     if found < size:
         raise RecipeError(
             f"training.per_device_train_batch_size must be at most {found}, as many rows as the data has, got {size}."
         )
     # An endless epoch: the trainer cannot count epochs of unknown length, and would go on at a wrong row.
     return rows.shuffle(seed=recipe.data.seed, buffer_size=BUFFER).repeat(None)
-
-
-def _taken(rows: IterableDataset, count: int) -> list[dict[str, Any]]:
-    with loading("data"):
-        return list(rows.take(count))
 
 
 class _StreamedRows:
@@ -219,22 +220,21 @@ class _StreamedRows:
             raise RecipeError(f"{str(error).rstrip('.')} (in the rows from number {numbers[0]} on).") from None
 
 
-def has_lists(file: str) -> bool:
-    """Tell whether the first line of a JSON file is a list that holds an id, and not an array of rows."""
-    try:
-        with open_text(file) as lines:
-            row = parse_json(next(lines, ""))
-    except (OSError, ValueError):  # read_triples or datasets say what is wrong
-        return False
-    return isinstance(row, list) and bool(row) and not isinstance(row[0], dict)
-
-
-def read_triples(key: str, files: list[str]) -> Dataset:
+def _read_triples(data: RowsSection, section: str) -> Dataset | None:
     """Rows of lines ``[qid, pid+, pid-, ...]`` (query, positive, negatives) or ``[qid, [pid, score], ...]`` (query,
-    documents, scores), ids as text.
+    documents, scores), ids as text. None if the first line is no such list.
     """
-    with open_text(files[0]) as lines:
-        scored = isinstance(parse_json(next(lines))[-1], list)
+    key, files = f"{section}.files", data.files
+    try:
+        with open_text(files[0]) as lines:
+            first = parse_json(next(lines, ""))
+    except (OSError, ValueError):  # datasets say what is wrong
+        return None
+    if not isinstance(first, list) or not first or isinstance(first[0], dict):  # an array of rows, perhaps
+        return None
+    if data.streaming:
+        raise RecipeError(f"{section}.streaming does not read lists in JSON lines; set it to false.")
+    scored = isinstance(first[-1], list)
     status = [(each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in map(os.stat, files)]
     arguments = {"key": key, "files": files, "scored": scored, "status": [status]}
     try:

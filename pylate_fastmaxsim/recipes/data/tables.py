@@ -14,15 +14,7 @@ from typing import IO, Any
 
 import pyarrow as pa
 import yaml
-from datasets import (
-    Dataset,
-    DatasetDict,
-    Features,
-    IterableDataset,
-    Value,
-    load_dataset,
-    load_dataset_builder,
-)
+from datasets import Dataset, DatasetDict, Features, IterableDataset, Value, load_dataset, load_dataset_builder
 from datasets.exceptions import DatasetGenerationError
 from datasets.table import CastError
 from huggingface_hub import metadata_load
@@ -152,23 +144,25 @@ def load_subset(key: str, name: str, subset: str, columns: tuple[str, ...], spli
     ``name`` is on the Hub, or a folder: a copy of what is on the Hub, with a README.md whose ``configs`` name the subsets,
     or one with a .jsonl or .parquet file named after each subset. Without ``split`` it must have exactly one.
     """
-    plain = has_plain_files(name)
-    table = _load_file(key, Path(name), subset) if plain else load_table(key, name, subset, split=split)
-    return require_columns(key, subset, table, columns)
+    if not has_plain_files(name):
+        return require_columns(key, subset, load_table(key, name, subset, split=split), columns)
+    file = next(filter(Path.is_file, (Path(name, f"{subset}{ending}") for ending in FILE_TYPES)), None)
+    if file is None:
+        _require_readable(key, Path(name))
+        raise RecipeError(
+            f"{key}: the folder {name} must hold {subset}.jsonl or {subset}.parquet (or {subset} as .json, .csv or .tsv), or "
+            "a README.md that names its subsets."
+        )
+    return require_columns(key, subset, load_files(key, {"train": [str(file)]}), columns)
 
 
 def has_plain_files(name: str) -> bool:
     """Tell whether a data set is a folder without a README.md that lists subsets, as data sets on the Hub have."""
-    folder = Path(name)
-    return folder.is_dir() and not _names_subsets(folder / "README.md")
-
-
-def _names_subsets(card: Path) -> bool:
-    """Tell whether the header of a README.md has ``configs``; one that is not YAML is left for ``datasets`` to refuse."""
+    folder, card = Path(name), Path(name, "README.md")
     try:
-        return card.exists() and bool((metadata_load(card) or {}).get("configs"))
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return True
+        return folder.is_dir() and not (card.exists() and (metadata_load(card) or {}).get("configs"))
+    except (yaml.YAMLError, ValueError, RecursionError):  # a header that is not YAML, which datasets refuse
+        return False
 
 
 def require_columns(key: str, subset: str, table: Dataset, columns: tuple[str, ...]) -> Dataset:
@@ -205,26 +199,11 @@ def require_utf8(where: str, texts: pa.ChunkedArray) -> None:
         raise RecipeError(f"{where} must hold text in UTF-8, but some rows do not.") from None
 
 
-def _load_file(key: str, folder: Path, subset: str) -> Dataset:
-    for file in filter(Path.is_file, (folder / f"{subset}{ending}" for ending in FILE_TYPES)):
-        return load_files(key, {"train": [str(file)]})
-    _require_readable(key, folder)
-    raise RecipeError(
-        f"{key}: the folder {folder} must hold {subset}.jsonl or {subset}.parquet (or {subset} as .json, .csv or .tsv), or "
-        "a README.md that names its subsets."
-    )
-
-
-def names_of_rows(columns: int) -> list[str]:
-    """The columns of triples, as those of MS MARCO and ColBERT."""
-    if columns <= 3:
-        return ["query", "positive", "negative"][:columns]
-    return ["query", "positive", *(f"negative_{number}" for number in range(1, columns - 1))]
-
-
-def names_of_texts(columns: int) -> list[str]:
-    """The columns of a collection or of queries, as those of MS MARCO and ColBERT."""
-    return ["_id", "text", "title"][:columns]
+def require_text_columns(dataset: Dataset, columns: list[str], section: str) -> None:
+    """Refuse columns that do not hold a text in every row."""
+    for column in columns:
+        require_texts(f"{section}.columns: {column!r}", dataset, column)
+        require_utf8(f"{section}.columns: {column!r}", dataset.data.column(column))
 
 
 def read_options(key: str, files: list[str], names: Names | None, columns: list[str] | None = None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from datasets import Dataset, Sequence, Value
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.lists import list_lengths
-from pylate_fastmaxsim.recipes.data.tables import require_texts, require_utf8
+from pylate_fastmaxsim.recipes.data.tables import require_text_columns
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 # Read as teacher scores by PyLate's or Sentence Transformers' collator, whatever the loss, or called so in a file.
@@ -46,7 +46,12 @@ def check_first(recipe: Recipe, row: dict[str, Any]) -> None:
     """
     query, *others = row
     if recipe.data.columns is None:
-        require_query_first(others, query)
+        named = next(filter(names_queries, others), None)
+        if named and not names_queries(query):
+            raise RecipeError(
+                f"data.columns must be given where the data has {query!r} before {named!r}, because the first column is the "
+                "query."
+            )
         if others:
             require_positive_first("data", others, query)
     labels = [column for column in row if column in LABEL_COLUMNS]
@@ -79,26 +84,24 @@ def fit_to_loss(recipe: Recipe, dataset: Dataset, labels: list[str]) -> Dataset:
     """Refuse columns that do not fit the loss; ``labels`` are those that the collator reads as scores, which become floats."""
     columns = dataset.column_names
     if recipe.loss.name == "distillation":
-        require_scored_documents(dataset, labels)
-        return scores_as_floats(dataset)
+        query, *others = columns
+        if len(others) != 2 or labels != others[1:]:
+            raise RecipeError(
+                f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
+            )
+        require_text_columns(dataset, [query], "data")
+        require_a_score_each(dataset, *others)
+        scores = others[1]
+        if "int" in dataset.features[scores].feature.dtype:  # on which PyLate's loss fails
+            dataset = dataset.cast_column(scores, Sequence(Value("float32")))
+        return dataset
     if len(columns) < 2:
         raise RecipeError(
             f"data.columns must be the query, its positive and any negatives, got [{', '.join(columns)}]; "
             "a column with _id in its name counts as an id."
         )
-    require_text(dataset, columns, "data")
+    require_text_columns(dataset, columns, "data")
     return dataset
-
-
-def require_scored_documents(dataset: Dataset, labels: list[str]) -> None:
-    """Refuse columns other than a query, its documents and their scores, which alone are ``labels`` for the collator."""
-    query, *others = dataset.column_names
-    if len(others) != 2 or labels != others[1:]:
-        raise RecipeError(
-            f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(dataset.column_names)}]."
-        )
-    require_text(dataset, [query], "data")
-    require_a_score_each(dataset, *others)
 
 
 def query_named(dataset: Dataset) -> Dataset:
@@ -107,23 +110,6 @@ def query_named(dataset: Dataset) -> Dataset:
     if is_id_column(query) or is_query_column(query):
         return dataset
     return dataset.rename_column(query, "query") if "query" not in documents else dataset
-
-
-def scores_as_floats(dataset: Dataset) -> Dataset:
-    """Scores, the last column, as floats: PyLate's loss fails on integers."""
-    scores = dataset.column_names[-1]
-    if "int" not in dataset.features[scores].feature.dtype:
-        return dataset
-    return dataset.cast_column(scores, Sequence(Value("float32")))
-
-
-def require_query_first(documents: list[str], query: str) -> None:
-    """Refuse an order of columns in which a document would be trained as the query."""
-    named = next(filter(names_queries, documents), None)
-    if named and not names_queries(query):
-        raise RecipeError(
-            f"data.columns must be given where the data has {query!r} before {named!r}, because the first column is the query."
-        )
 
 
 def names_queries(column: str) -> bool:
@@ -211,10 +197,3 @@ def _require_values(lists: pa.ChunkedArray, column: str, wanted: str, *allowed: 
         values.validate(full=True)
     except pa.ArrowInvalid:
         raise RecipeError(f"data.columns: {column!r} must hold {wanted} in UTF-8, but some are not.") from None
-
-
-def require_text(dataset: Dataset, columns: list[str], section: str) -> None:
-    """Refuse columns that do not hold a text in every row."""
-    for column in columns:
-        require_texts(f"{section}.columns: {column!r}", dataset, column)
-        require_utf8(f"{section}.columns: {column!r}", dataset.data.column(column))

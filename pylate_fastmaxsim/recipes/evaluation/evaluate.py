@@ -37,7 +37,6 @@ from pylate_fastmaxsim.sparse import SparseBatch
 from pylate_fastmaxsim.tokens import TokenBatch
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
     from sentence_transformers.evaluation import InformationRetrievalEvaluator
 
 logger = logging.getLogger(__name__)
@@ -166,7 +165,7 @@ def collection_of_pages(held_out: Dataset) -> Collection:
     stored = held_out.select_columns(page_column).with_format("arrow").iter(1)
     for number, (row, files) in enumerate(zip(held_out, stored, strict=True)):
         own, files = (each if isinstance(each, list) else [each] for each in (row[page_column], files[0][0].as_py()))
-        names = [_digest(page) for page in own]
+        names = [sha256(repr((page.mode, page.size)).encode() + page.tobytes()).hexdigest() for page in own]
         pages |= dict(zip(names, files, strict=True))
         query = texts.setdefault(row[query_column], f"q{number}")
         relevant.setdefault(query, {}).update(dict.fromkeys(names, 1))
@@ -174,10 +173,6 @@ def collection_of_pages(held_out: Dataset) -> Collection:
     features = Features({"_id": Value("string"), PAGES: ImageFeature()})
     queries = {query: text for text, query in texts.items()}
     return Collection(Dataset.from_dict(corpus, features=features), queries, relevant)
-
-
-def _digest(page: Image) -> str:
-    return sha256(repr((page.mode, page.size)).encode() + page.tobytes()).hexdigest()
 
 
 def texts_of(recipe: Recipe, row: dict[str, Any]) -> tuple[str, list[str]]:

@@ -116,15 +116,12 @@ def ranking(collection: Collection, scores: Tensor, positions: Tensor, depth: in
         row = row[row >= 0]
         names = map(str, ids.take(pa.array(row.numpy())).to_pylist())
         documents = dict(zip(names, zip(row.tolist(), values, strict=False), strict=True))
-        if query in documents and _is_query(collection, query, documents[query][0]):
-            del documents[query]
+        if query in documents:
+            rows = collection.corpus[[documents[query][0]]]
+            if is_the_query(collection, query, titles(rows)[0], rows["text"][0]):
+                del documents[query]
         found[query] = {document: score for document, (_, score) in list(documents.items())[:depth]}
     return found
-
-
-def _is_query(collection: Collection, query: str, position: int) -> bool:
-    rows = collection.corpus[[position]]
-    return is_the_query(collection, query, titles(rows)[0], rows["text"][0])
 
 
 def write_run(file: Path, found: Ranking) -> None:
@@ -205,10 +202,8 @@ class Sparsity:
 
     def __init__(self, queries: Encoded) -> None:
         self._queries = queries if isinstance(queries, SparseBatch) else None
-        self._texts, self._counts = (
-            0,
-            0 if self._queries is None else torch.zeros(queries.vocabulary, dtype=torch.int64),
-        )
+        self._texts = 0
+        self._counts = 0 if self._queries is None else torch.zeros(queries.vocabulary, dtype=torch.int64)
 
     def counted(self, documents: Iterable[Encoded | CompressedBatch]) -> Iterator[Encoded | CompressedBatch]:
         """Count batches of documents as they go by."""

@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sentence_transformers import (
-    MultiVectorEncoder,
-    MultiVectorEncoderTrainer,
-    MultiVectorEncoderTrainingArguments,
-)
+from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
 from sentence_transformers.multi_vector_encoder import MultiVectorEncoderDataCollator, losses
 from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorNanoBEIREvaluator
 from torch import Tensor, nn
@@ -17,9 +13,7 @@ from torch import Tensor, nn
 from pylate_fastmaxsim.recipes.config.kinds import MultiVectorLoss, MultiVectorSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import kl_divergence
-from pylate_fastmaxsim.recipes.kinds.texts import (
-    SentenceTransformersKind,
-)
+from pylate_fastmaxsim.recipes.kinds.texts import SentenceTransformersKind
 from pylate_fastmaxsim.recipes.models.load import encoder_of, json_of, model_type
 from pylate_fastmaxsim.recipes.pooling import score_metric
 from pylate_fastmaxsim.recipes.trainers.sharded import TextTrainerMixin

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from pylate_fastmaxsim.comparison.trainer import count_tokens
 from pylate_fastmaxsim.pooling import LogSumExp, Max
-from pylate_fastmaxsim.recipes.config.kinds import WITH_NEGATIVES, LoraSection, PagesLoss, PagesSection
+from pylate_fastmaxsim.recipes.config.kinds import WITH_NEGATIVES, PagesLoss, PagesSection
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data.text import require_text
+from pylate_fastmaxsim.recipes.data.tables import require_text_columns
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.retriever import PageModel
@@ -89,7 +89,10 @@ class Pages(Kind):
         )
         work_around_transformers(model)
         if adapted and section.name_or_path == base:
-            model = get_peft_model(model, _lora(section.lora))
+            options = asdict(section.lora)
+            if section.lora.init_lora_weights == "default":
+                options["init_lora_weights"] = True
+            model = get_peft_model(model, LoraConfig(**options, bias="none", task_type="FEATURE_EXTRACTION"))
         elif adapted:
             model = PeftModel.from_pretrained(model, section.name_or_path)
         return PageModel(model.to(device), processor)
@@ -106,7 +109,7 @@ class Pages(Kind):
                 f"data.columns must be {wanted} for the loss {recipe.loss.name}, got [{', '.join(columns)}]."
             )
         query, *images = columns
-        require_text(dataset, [query], "data")
+        require_text_columns(dataset, [query], "data")
         for column in images:
             feature = dataset.features[column]
             if not isinstance(getattr(feature, "feature", feature), Image):
@@ -175,13 +178,6 @@ def _dtype(section: PagesSection, device: torch.device) -> torch.dtype:
         section.lora is not None and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     )
     return torch.bfloat16 if small else torch.float32
-
-
-def _lora(section: LoraSection) -> LoraConfig:
-    options = asdict(section)
-    if section.init_lora_weights == "default":
-        options["init_lora_weights"] = True
-    return LoraConfig(**options, bias="none", task_type="FEATURE_EXTRACTION")
 
 
 def work_around_transformers(model: PreTrainedModel) -> None:

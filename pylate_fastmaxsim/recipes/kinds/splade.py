@@ -22,9 +22,7 @@ from pylate_fastmaxsim.integrations.sparse_encoder.names import (
 )
 from pylate_fastmaxsim.recipes.config.kinds import SpladeLoss, SpladeSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.kinds.texts import (
-    SentenceTransformersKind,
-)
+from pylate_fastmaxsim.recipes.kinds.texts import SentenceTransformersKind
 from pylate_fastmaxsim.recipes.models.load import encoder_of, require_inner_product
 from pylate_fastmaxsim.recipes.trainers.sharded import TextTrainerMixin
 
@@ -45,7 +43,8 @@ class Splade(SentenceTransformersKind):
     def load(self, section: SpladeSection, device: torch.device | str, key: str, base: str) -> SparseEncoder:
         """A saved SparseEncoder, or one made of a masked language model."""
         name, model = section.name_or_path, self.from_encoder(section, device)
-        language_models = _language_models(model)
+        modules = [module for module in model.modules() if isinstance(module, MaskedLanguageModel)]
+        language_models = [module for module in modules if gives_logits(module)]
         if not language_models or not any(isinstance(module, SpladePooling) for module in model.modules()):
             raise RecipeError(
                 f"{key} {name} must be a masked language model, or a SparseEncoder with SpladePooling, but has the modules "
@@ -111,10 +110,6 @@ class Splade(SentenceTransformersKind):
 
 
 KIND = Splade()
-
-
-def _language_models(model: SparseEncoder) -> list[MaskedLanguageModel]:
-    return [module for module in model.modules() if isinstance(module, MaskedLanguageModel) and gives_logits(module)]
 
 
 def with_static_queries(model: SparseEncoder) -> SparseEncoder:

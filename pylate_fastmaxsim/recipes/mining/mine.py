@@ -1,7 +1,5 @@
 """Distillation data from (query, positive) pairs: hard negatives by exact search, scored by a teacher."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -97,7 +95,12 @@ def _mine(
     recipe: Recipe, resume: bool, device: torch.device, processes: PartialState, output: Path, unfinished: Path
 ) -> dict[str, Any]:
     section = recipe.mining
-    _require_shared(output, unfinished, processes)
+    processes.wait_for_everyone()  # until the main process has made the folder
+    # Machines without a common disk would miss each other's parts.
+    if not all(gather_object([unfinished.is_dir()])):
+        raise RecipeError(
+            f"data.name: {output} must be on a disk that all machines share, but not all processes find {unfinished} there."
+        )
     settings = {"mining": asdict(section), "model": asdict(recipe.model), "seed": recipe.training.seed}
     finished = _finished(output, unfinished, settings, resume)
     if finished is not None:
@@ -159,15 +162,6 @@ def _start_over(output: Path, unfinished: Path) -> None:
             path.unlink()
     if (output / SUMMARY_FILE).exists():
         os.replace(output / SUMMARY_FILE, unfinished / OLD_SUMMARY)
-
-
-def _require_shared(output: Path, unfinished: Path, processes: PartialState) -> None:
-    """Refuse machines without a common disk, which would miss each other's parts."""
-    processes.wait_for_everyone()  # until the main process has made the folder
-    if not all(gather_object([unfinished.is_dir()])):
-        raise RecipeError(
-            f"data.name: {output} must be on a disk that all machines share, but not all processes find {unfinished} there."
-        )
 
 
 def _finished(output: Path, unfinished: Path, settings: dict[str, Any], resume: bool) -> dict[str, Any] | None:

@@ -1,7 +1,5 @@
 """The distinct texts of (query, positive) pairs and of a corpus, on disk, and which queries have which positives."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 
@@ -11,7 +9,8 @@ from datasets import Dataset, Value, concatenate_datasets
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
 from pylate_fastmaxsim.recipes.data.lists import spread_lists
 from pylate_fastmaxsim.recipes.data.rows import load_columns
-from pylate_fastmaxsim.recipes.data.text import names_queries, require_positive_first, require_text
+from pylate_fastmaxsim.recipes.data.tables import require_text_columns
+from pylate_fastmaxsim.recipes.data.text import names_queries, require_positive_first
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 TEXTS_AT_ONCE = 1000
@@ -61,7 +60,7 @@ def _load_texts(data: DataSection, section: str, wanted: str) -> list[Dataset]:
             require_positive_first(section, names[1:], names[0])
         table = spread_lists(data, table, section)
         names = table.column_names
-    require_text(table, names, section)
+    require_text_columns(table, names, section)
     if data.max_rows is not None:
         table = table.shuffle(seed=data.seed).select(range(min(data.max_rows, len(table))))
     columns = []

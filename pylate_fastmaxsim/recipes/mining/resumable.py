@@ -1,7 +1,5 @@
 """Work that is done part by part, each part a file, so that an interrupted run goes on from there."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

@@ -149,18 +149,13 @@ def grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: Mining
             bar.update(len(rows))
         return np.concatenate(scores)
 
+    rows = np.array([[query, *documents] for query, documents in candidates])
     settings = {
         "mining.teacher": section.teacher,
         "mining.teacher_type": section.teacher_type,
         "mining.rows_per_part": section.rows_per_part,
-        "the negatives": _digest(pairs, candidates),
+        "the negatives": hashlib.sha256(pairs.digest.encode() + rows.tobytes()).hexdigest(),
     }
     step = section.rows_per_part
     files = work.parts("teacher", settings, "Asking the teacher", " queries", len(candidates), step, compute)
     return read_parts(files)
-
-
-def _digest(pairs: Pairs, candidates: Candidates) -> str:
-    """A digest of the texts of all rows."""
-    rows = np.array([[query, *documents] for query, documents in candidates])
-    return hashlib.sha256(pairs.digest.encode() + rows.tobytes()).hexdigest()

@@ -1,7 +1,5 @@
 """Models that a recipe makes before it trains: a small ModernBERT with random weights, and a table of token vectors."""
 
-from __future__ import annotations
-
 import string
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -16,21 +14,14 @@ from tokenizers import models as tokenizer_models
 from tokenizers.trainers import BpeTrainer
 from transformers import LlamaConfig, LlamaModel, ModernBertConfig, PreTrainedTokenizerFast, set_seed
 
-from pylate_fastmaxsim.recipes.config.kinds import BuildSection, ColBERTSection, TextModelSection
+from pylate_fastmaxsim.recipes.config.kinds import POSITIONS, BuildSection, ColBERTSection, TextModelSection
 from pylate_fastmaxsim.recipes.errors import as_recipe_error
 from pylate_fastmaxsim.recipes.kind import Kind
-from pylate_fastmaxsim.recipes.models.load import load_model, require_positions
+from pylate_fastmaxsim.recipes.models.load import load_model
 
-SPECIAL_TOKENS = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-}
+SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 # What libraries raise for a size or an option that a model cannot have, or an attention that is not installed.
 BAD_VALUE = (ValueError, TypeError, RuntimeError, LookupError, AssertionError, ImportError)
-LONGEST = 8192  # tokens of a text of either model
 PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them
 
 
@@ -44,7 +35,6 @@ def build_model(kind: Kind, section: TextModelSection, rows: Dataset, seed: int,
             kind.encoder_class(_configuration(section.build, tokenizer)).save_pretrained(folder)
             set_seed(seed)
             model = kind.from_encoder(section.loaded_from(folder), "cpu")
-    require_positions(section, model)
     model.save(str(directory), create_model_card=False)
 
 
@@ -54,6 +44,7 @@ def _configuration(build: BuildSection, tokenizer: PreTrainedTokenizerFast) -> M
     options["vocab_size"] = len(tokenizer)
     return ModernBertConfig(
         **options,
+        max_position_embeddings=POSITIONS,
         **dict.fromkeys(("embedding_dropout", "attention_dropout", "mlp_dropout"), dropout),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.cls_token_id,
@@ -95,7 +86,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        model_max_length=LONGEST,
+        model_max_length=POSITIONS,
         model_input_names=["input_ids", "attention_mask"],  # without token types, which ModernBERT refuses
         **SPECIAL_TOKENS,
     )
@@ -127,7 +118,7 @@ def build_token_table(section: ColBERTSection, seed: int, directory: Path) -> No
         num_hidden_layers=0,
         num_attention_heads=1,
         intermediate_size=1,
-        max_position_embeddings=LONGEST,
+        max_position_embeddings=POSITIONS,
         pad_token_id=source.tokenizer.pad_token_id,
         bos_token_id=None,
         eos_token_id=None,
@@ -137,7 +128,7 @@ def build_token_table(section: ColBERTSection, seed: int, directory: Path) -> No
         encoder.embed_tokens.weight.copy_(vectors)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=plain_tokenizer(source.tokenizer),
-        model_max_length=LONGEST,
+        model_max_length=POSITIONS,
         model_input_names=["input_ids", "attention_mask"],
         **source.tokenizer.special_tokens_map,
     )

@@ -104,7 +104,11 @@ def load_model(
     if has_special_tokens_only(kind.tokenizer_of(model)):
         raise RecipeError(NO_TOKENIZER.format(key, loaded.name_or_path))
     if section.config_kwargs:
-        _report_unused_values(section, model)
+        config = encoder_of(model).config
+        unknown = [name for name in section.config_kwargs if not hasattr(config, name)]
+        if unknown:  # transformers ignores them silently
+            what = "model.config_kwargs is left out where %s has no such value: %s."
+            log_once(what, type(config).__name__, ", ".join(unknown))
     return model
 
 
@@ -176,15 +180,6 @@ def is_missing_folder(name: str) -> bool:
     """True if there is no such folder, and it is no name on the Hub: that has one slash and does not begin with a dot."""
     path = Path(name).expanduser()
     return not path.is_dir() and (path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1)
-
-
-def _report_unused_values(section: ModelSection, model: nn.Module) -> None:
-    """Log what transformers ignores silently."""
-    config = encoder_of(model).config
-    if unknown := [name for name in section.config_kwargs if not hasattr(config, name)]:
-        log_once(
-            "model.config_kwargs is left out where %s has no such value: %s.", type(config).__name__, ", ".join(unknown)
-        )
 
 
 def model_failure(key: str, section: ModelSection, error: Exception) -> RecipeError:

@@ -1,7 +1,5 @@
 """Documents of several lengths: text appended and encoded again, or embeddings of the tokens of other documents."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Measure the robustness of the model of a recipe, or of a model on a collection: longer documents and injected tokens."""
 
-from __future__ import annotations
-
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Sequence

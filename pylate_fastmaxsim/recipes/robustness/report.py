@@ -51,11 +51,6 @@ def injection_rows(result: dict[str, Any], attack: str) -> Rows:
     return _rows(result, _of(result, attack), "tokens", columns, BOTH_METRICS)
 
 
-def weight_rows(result: dict[str, Any], attack: str) -> Rows:
-    """The share of the weight of each pooling on injected tokens."""
-    return _rows(result, _of(result, attack), "tokens", {"tokens": "{tokens}"}, "{injected_weight:.3f}")
-
-
 def _rows(result: dict[str, Any], rows: list[dict[str, Any]], key: str, columns: dict[str, str], cell: str) -> Rows:
     """A row for each value of ``key``: ``columns`` by their titles, and a ``cell`` for each pooling."""
     table = [(*columns, *result["poolings"])]
@@ -132,8 +127,9 @@ def _sections(result: dict[str, Any]) -> list[Section]:
         weights = (
             "The share of each pooling's weight that is on injected tokens; the table is of tokens near query tokens."
         )
+        rows = _rows(result, _of(result, TARGETED), "tokens", {"tokens": "{tokens}"}, "{injected_weight:.3f}")
         draw = partial(_draw_hijacking, result)
-        sections.append(Section("What is hijacked", weights, weight_rows(result, TARGETED), draw, (9, 3.4)))
+        sections.append(Section("What is hijacked", weights, rows, draw, (9, 3.4)))
     return sections
 
 

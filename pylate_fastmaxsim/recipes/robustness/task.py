@@ -1,7 +1,5 @@
 """The settings and the data of a measurement: texts of queries and documents, who is relevant for whom, and texts to append."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

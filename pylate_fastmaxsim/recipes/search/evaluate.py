@@ -16,14 +16,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_by_query, require_ids_of_one_word, write_run
 from pylate_fastmaxsim.recipes.files import prepare_file
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
-from pylate_fastmaxsim.recipes.search.run import (
-    METRICS_BY_DEPTH,
-    Options,
-    Progress,
-    Search,
-    best_device,
-    check_format,
-)
+from pylate_fastmaxsim.recipes.search.run import METRICS_BY_DEPTH, Options, Progress, Search, best_device, check_format
 from pylate_fastmaxsim.recipes.search.significance import Scores, compare
 from pylate_fastmaxsim.recipes.targets import Target, short_name
 
@@ -56,7 +49,9 @@ def evaluate(
         require_ids_of_one_word(collection)
         _prepare_runs(options, targets)
     if per_query is not None:
-        prepare_per_query(per_query, options.inputs)
+        if per_query.suffix not in SUFFIXES:
+            raise RecipeError(f"--per-query must be a file that ends in {' or '.join(SUFFIXES)}, got {per_query}.")
+        prepare_file("--per-query", per_query, options.inputs)
     models: list[dict[str, Any]] = []
     scores: Scores = {}
     for target in targets:
@@ -125,13 +120,6 @@ def _index_name(target: Target, task: Search) -> str:
     parts = f"{made_of.model_digest} {made_of.corpus_digest} {made_of.stored}"
     own = short_name(target.path) if target.recipe is None else target.recipe.name
     return f"{own}-{hashlib.blake2b(parts.encode(), digest_size=6).hexdigest()}"
-
-
-def prepare_per_query(file: Path, inputs: Sequence[Path | None] = ()) -> None:
-    """Make the folder of the file. RecipeError if it cannot be written, or has another ending."""
-    if file.suffix not in SUFFIXES:
-        raise RecipeError(f"--per-query must be a file that ends in {' or '.join(SUFFIXES)}, got {file}.")
-    prepare_file("--per-query", file, inputs)
 
 
 def write_per_query(file: Path, scores: Scores) -> None:

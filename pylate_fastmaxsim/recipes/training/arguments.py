@@ -103,12 +103,8 @@ def _require_one_backward(loss: LossSection, arguments: SentenceTransformerTrain
     plugin = arguments.deepspeed_plugin
     if plugin is None or plugin.zero_stage < 2:
         return
+    here = f"under DeepSpeed's ZeRO {plugin.zero_stage}, which allows one backward a step"
     if loss.name == "cached_contrastive":
-        raise RecipeError(
-            f"loss.name must not be cached_contrastive under DeepSpeed's ZeRO {plugin.zero_stage}, which allows one "
-            "backward a step; use ZeRO 1 or another loss."
-        )
+        raise RecipeError(f"loss.name must not be cached_contrastive {here}; use ZeRO 1 or another loss.")
     if loss.mini_batch_size is not None:
-        raise RecipeError(
-            f"loss.mini_batch_size must be null under DeepSpeed's ZeRO {plugin.zero_stage}, which allows one backward a step."
-        )
+        raise RecipeError(f"loss.mini_batch_size must be null {here}.")

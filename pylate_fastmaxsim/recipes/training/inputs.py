@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from pylate_fastmaxsim.files.replace import replace_folder
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.collection import RecipeData, load_collection
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
-from pylate_fastmaxsim.recipes.data.rows import load_rows, stream_rows
+from pylate_fastmaxsim.recipes.data.rows import load_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import load_nano_beir
-from pylate_fastmaxsim.recipes.files import make_directory
+from pylate_fastmaxsim.recipes.files import made_directory
 from pylate_fastmaxsim.recipes.models.from_scratch import build_model, build_token_table
 from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
 from pylate_fastmaxsim.recipes.training.run_directory import remove_checkpoints
@@ -61,9 +60,9 @@ def _digest(recipe: Recipe) -> str:
 
 
 def _make(recipe: Recipe, root: Path, directory: Path, anew: bool) -> None:
+    kind = kind_of(recipe.model)
     if recipe.model.name_or_path is not None:
         load_model(recipe.model, "cpu", recipe.training.seed)  # its errors come before anything is written
-    made = make_directory("output_dir", root)
 
     def write(scratch: Path) -> None:
         scratch.mkdir()
@@ -71,22 +70,16 @@ def _make(recipe: Recipe, root: Path, directory: Path, anew: bool) -> None:
             pairs = docstring_pairs(recipe.data.packages, recipe.data.max_rows, recipe.data.seed)
             Dataset.from_list(pairs).to_parquet(scratch / PAIRS)
         if recipe.model.build is not None:
-            prepared = _prepared(recipe, scratch)
-            rows = load_data(prepared).train
-            build_model(kind_of(recipe.model), recipe.model, rows, recipe.training.seed, scratch / MODEL)
+            rows = load_data(_prepared(recipe, scratch)).train
+            build_model(kind, recipe.model, rows, recipe.training.seed, scratch / MODEL)
         if recipe.model.token_table is not None:
             build_token_table(recipe.model, recipe.training.seed, scratch / MODEL)
         if anew and directory.is_dir():
             # Before what they need, and after what may fail.
             remove_checkpoints(Path(recipe.output_dir))
 
-    try:
+    with made_directory("output_dir", root):  # a recipe that cannot run leaves nothing behind
         replace_folder(directory, write)
-    except BaseException:
-        for path in made:  # a recipe that cannot run leaves nothing behind
-            with suppress(OSError):
-                path.rmdir()
-        raise
 
 
 def load_data(recipe: Recipe) -> RecipeData:
@@ -95,13 +88,12 @@ def load_data(recipe: Recipe) -> RecipeData:
     Docstring pairs must have been written to a file first, which is what ``prepare`` does.
     """
     kind = kind_of(recipe.model)
-    if recipe.data.streaming:
-        train, held_out = stream_rows(recipe, kind), None
-    else:
-        dataset = load_rows(recipe, kind).shuffle(seed=recipe.data.seed)
+    train, held_out = load_rows(recipe, kind), None
+    if not recipe.data.streaming:
+        train = train.shuffle(seed=recipe.data.seed)
         if recipe.data.max_rows is not None:
-            dataset = dataset.select(range(min(recipe.data.max_rows, len(dataset))))
-        train, held_out = _split(dataset, recipe.evaluation.rows)
+            train = train.select(range(min(recipe.data.max_rows, len(train))))
+        train, held_out = _split(train, recipe.evaluation.rows)
         _require_a_batch(recipe, len(train), 0 if held_out is None else len(held_out))
     if recipe.evaluation.beir is not None:
         return RecipeData(train, collections=[load_collection(recipe.evaluation.beir, recipe.evaluation.split)])

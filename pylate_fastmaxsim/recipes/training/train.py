@@ -25,12 +25,7 @@ from pylate_fastmaxsim.recipes.trainers.callbacks import FinishByEpochs, ResumeE
 from pylate_fastmaxsim.recipes.trainers.sharded import unsharded_loading
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
-from pylate_fastmaxsim.recipes.training.model_card import (
-    NameRecipe,
-    add_metrics,
-    append_recipe,
-    restore_card_metadata,
-)
+from pylate_fastmaxsim.recipes.training.model_card import NameRecipe, add_metrics, append_recipe, restore_card_metadata
 from pylate_fastmaxsim.recipes.training.run_directory import (
     MODEL_DIRECTORY,
     RECIPE_FILE,

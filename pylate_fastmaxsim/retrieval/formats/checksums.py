@@ -1,7 +1,5 @@
 """Files with checksums of their chunks: compared when bytes are first used, and added to."""
 
-from __future__ import annotations
-
 import os
 from array import array
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """``corpus.json``, which says what the files of a folder hold, the journal of a call, and the folders of several ranks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Formats of stored documents: the arrays of each, made from a batch and made into one again."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

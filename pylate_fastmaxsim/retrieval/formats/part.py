@@ -1,7 +1,5 @@
 """Documents that lie back to back in arrays on disk."""
 
-from __future__ import annotations
-
 import mmap
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Batches on a device. For a GPU a thread reads ahead."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Write documents to the files of a corpus, with a journal of how much of them is good."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """The exact MaxSim top-k by rescoring candidates of a sparse search, until no other document can be among them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

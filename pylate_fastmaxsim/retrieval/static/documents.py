@@ -3,8 +3,6 @@
 A table of neighbours says which query tokens are similar enough to each document token, without a V x V matrix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property

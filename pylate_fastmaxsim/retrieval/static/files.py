@@ -1,7 +1,5 @@
 """A static model in a folder: tables, tokenizer, and a description that is written last."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

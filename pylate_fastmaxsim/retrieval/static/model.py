@@ -409,10 +409,14 @@ class StaticLateInteraction:
             index = SparseIndex.build(self._batches(where, documents))
         if len(index) != len(tokens):
             raise ValueError(f"{where}: tokens must be of all {len(index)} documents, got those of {len(tokens)}.")
+        # Bound of the error of a similarity in float64, in up to 8,192 dimensions.
+        rounding = 2.0**-40 * math.prod(
+            table.norm(dim=1).amax().item() for table in (self.query_vectors, self.document_vectors)
+        )
         scores, positions, _ = certified_search(
             index.search,
             queries.to(index.device),
-            self._sums(queries, self.thresholds + self._rounding),
+            self._sums(queries, self.thresholds + rounding),
             tokens,
             index.live_positions(),
             self.query_vectors,
@@ -510,12 +514,6 @@ class StaticLateInteraction:
     def thresholds(self) -> Tensor:
         """The similarity that each query token's matches exceed, ``[V]``, float64."""
         return token_thresholds(self.query_vectors, self.document_vectors, self.threshold, self.neighbours)
-
-    @property
-    def _rounding(self) -> float:
-        """Bound of the error of a similarity in float64, in up to 8,192 dimensions."""
-        norms = (table.norm(dim=1).amax().item() for table in (self.query_vectors, self.document_vectors))
-        return 2.0**-40 * math.prod(norms)
 
     @property
     def query_weights(self) -> Tensor | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.colpali_batch import IN_BATCH, WITH_NEGATIVES, Batch, assert_close, unit
+from tests.support.examples import example
 
 pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
 
@@ -111,9 +111,8 @@ def test_what_only_stock_takes_is_an_error_with_another_pooling(monkeypatch):
 
 
 def test_the_example_of_the_docs():
-    page = Path(__file__).parents[3].joinpath("docs/pooling.md").read_text(encoding="utf-8")
     names: dict = {}
-    exec(page.partition("## colpali-engine")[2].partition("```python\n")[2].partition("```")[0], names)
+    exec(example("pooling-colpali"), names)
     assert names["pages"].grad.any()
 
 

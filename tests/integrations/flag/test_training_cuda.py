@@ -46,6 +46,7 @@ def trained(folder: Path, launcher: list[str], precision: str, enabled: bool, **
         training={"use_cpu": False, "precision": precision, "per_device_train_batch_size": 8, "max_steps": 8},
         fast={"enabled": enabled, "stock_masking": True},
     )
+    del recipe["evaluation"]
     recipe["model"]["build"] |= {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "dropout": 0.0}
     command = [sys.executable, "-m"]
     if launcher:
@@ -70,7 +71,6 @@ def compare(folder: Path, launcher: list[str], precision: str, **loss) -> None:
     ours, theirs = (torch.tensor([loss for _, loss in result["losses"]]) for result in (fast, stock))
     tolerance = TOLERANCES[precision]
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0, msg=lambda said: f"{said}\n{ours}\n{theirs}")
-    assert fast["ndcg@10"] == pytest.approx(stock["ndcg@10"], abs=0.1)
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)

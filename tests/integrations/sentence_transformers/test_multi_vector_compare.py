@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.compared_script import compared, example
+from tests.support.compared_script import compared
+from tests.support.examples import training_example
 
 pytest.importorskip(
     "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
@@ -13,7 +14,7 @@ pytest.importorskip(
 
 @pytest.mark.e2e
 def test_the_script_of_a_multi_vector_encoder_compares_as_printed(encoder, tmp_path):
-    text = example("sentence_transformers.md", "answerdotai/ModernBERT-base", encoder("modernbert"))
+    text = training_example("multi-vector-script", "answerdotai/ModernBERT-base", encoder("modernbert"), "cpu")
     found = compared(tmp_path, text, "--steps", "12")
     stock, fast = found["runs"]["stock"], found["runs"]["fast"]
     assert (stock["steps"], fast["steps"]) == (12, 12) and 0 < stock["padding"] < 0.5

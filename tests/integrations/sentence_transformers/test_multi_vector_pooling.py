@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from sentence_transformers.multi_vector_encoder import evaluation, losses, scori
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TopK
+from tests.support.examples import example
 from tests.support.multi_vector import NEGATIVES, POSITIVES, QUERIES, TEACHER, assert_equal, batch_of, load, modes, run
 
 POOLINGS = (TopK(3), Softmax(0.3), LogSumExp(0.1))
@@ -121,11 +121,9 @@ def test_what_only_stock_takes_is_an_error_with_another_pooling():
 
 
 def test_the_example_of_the_docs(encoder):
-    page = Path(__file__).parents[3].joinpath("docs/pooling.md").read_text(encoding="utf-8")
-    script = page.partition("## MultiVectorEncoder")[2].partition("```python\n")[2].partition("```")[0]
-    assert (model := '"answerdotai/ModernBERT-base"') in script
     names: dict = {}
-    exec(script.replace(model, repr(encoder("modernbert"))), names)
+    stand_in = {'"answerdotai/ModernBERT-base"': repr(encoder("modernbert"))}
+    exec(example("pooled-scores-multi-vector", stand_in), names)
     assert names["scores"].shape == (1, 2)
     for loss in ("contrastive", "margins"):
         names[loss](batch_of(names["model"]), TEACHER.float()).backward()

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
+from tests.support.examples import training_example
 from tests.support.models import sentences
-from tests.support.paths import ROOT
 
 pytest.importorskip(
     "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
@@ -25,7 +25,6 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import doctor
 from pylate_fastmaxsim.integrations.encoding import modes
 
-PAGE = ROOT / "docs" / "sentence_transformers.md"
 ROWS = {"query": sentences(12, 6, 1), "positive": sentences(12, 20, 2), "negative": sentences(12, 20, 3)}
 SCRIPT = """
 import torch
@@ -71,14 +70,7 @@ def test_training_is_that_of_stock(encoder, packed, tmp_path):
 
 
 def test_the_script_of_the_docs(encoder, packed, monkeypatch, tmp_path):
-    page = PAGE.read_text(encoding="utf-8")
-    script = page.partition("```python\n")[2].partition("```")[0]
-    for here, there in (
-        ('"answerdotai/ModernBERT-base"', repr(encoder("modernbert"))),
-        ("bf16=True", f"bf16=True, use_cpu={not torch.cuda.is_available()}"),
-    ):
-        assert here in script
-        script = script.replace(here, there)
+    script = training_example("multi-vector-script", "answerdotai/ModernBERT-base", encoder("modernbert"))
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(script, names)

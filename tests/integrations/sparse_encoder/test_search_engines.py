@@ -7,8 +7,8 @@ import inspect
 import pytest
 import torch
 
+from tests.support.examples import example
 from tests.support.models import sentences
-from tests.support.paths import ROOT
 from tests.support.sparse_encoders import load_sparse
 
 pytest.importorskip("sentence_transformers", minversion="5", reason="no SparseEncoder before Sentence Transformers 5")
@@ -54,15 +54,9 @@ def test_bad_input_is_one_sentence():
         semantic_search_fastmaxsim(query, torch.ones(1, 4))
 
 
-@pytest.mark.parametrize("mark", ["evaluator-script", "search-engine-script"])
-def test_the_scripts_of_the_docs(encoder, mark):
-    page = (ROOT / "docs" / "sparse.md").read_text(encoding="utf-8")
-    script = page.partition(f"<!-- {mark} -->\n```python\n")[2].partition("```")[0]
-    model = load_sparse(encoder("bert"))
-    assert 'SparseEncoder("naver/splade-v3")' in script
-    names = {"model": model}
-    exec(script.replace('SparseEncoder("naver/splade-v3")', "model"), names)
-    if mark == "evaluator-script":
-        assert names["metrics"][names["evaluator"].primary_metric] > 0
-    else:
-        assert len(names["index"]) == 2 and names["results"][0][0]["score"] > 0
+def test_the_scripts_of_the_docs(encoder):
+    names, stand_in = {"model": load_sparse(encoder("bert"))}, {'SparseEncoder("naver/splade-v3")': "model"}
+    exec(example("sparse-evaluator", stand_in), names)
+    assert names["metrics"][names["evaluator"].primary_metric] > 0
+    exec(example("search-engine", stand_in), names)
+    assert len(names["index"]) == 2 and names["results"][0][0]["score"] > 0

@@ -12,7 +12,7 @@ from sentence_transformers.sparse_encoder import losses
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
-from tests.support.paths import ROOT
+from tests.support.examples import training_example
 from tests.support.sparse_encoders import splade, transformer_of
 from tests.support.splade_steps import (
     CACHED,
@@ -73,14 +73,8 @@ def test_a_run_of_the_trainer(model, packed, monkeypatch, tmp_path):
 
 
 def test_the_script_of_the_docs(encoder, packed, monkeypatch, tmp_path):
-    page = (ROOT / "docs" / "splade.md").read_text(encoding="utf-8")
-    script = next(each for each in page.split("```python\n") if "trainer.train()" in each).partition("```")[0]
-    for here, there in (
-        ('"distilbert/distilbert-base-uncased"', repr(encoder("distilbert", masked_lm=True))),
-        ("bf16=True", f"bf16=True, use_cpu={not torch.cuda.is_available()}"),
-    ):
-        assert here in script
-        script = script.replace(here, there)
+    stand_in = encoder("distilbert", masked_lm=True)
+    script = training_example("splade-script", "distilbert/distilbert-base-uncased", stand_in)
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(script, names)

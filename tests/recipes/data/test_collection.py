@@ -9,12 +9,12 @@ from pylate import evaluation
 from pylate.scores import colbert_scores
 
 from pylate_fastmaxsim import TokenBatch, compress, maxsim
+from pylate_fastmaxsim.cli.tables import training_table
 from pylate_fastmaxsim.recipes.data import collection as beir
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation import ranking
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
-from pylate_fastmaxsim.recipes.tables import training_table
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
 from tests.support import models

@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset, Value
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
-from pylate_fastmaxsim.recipes.data.rows import load_rows, stream_rows
+from pylate_fastmaxsim.recipes.data.rows import load_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kinds.colbert import KIND
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -87,7 +87,7 @@ def read_by(how: str, folder: Path, rows: list[dict], **data) -> list[list]:
     values["evaluation"] = {"rows": 0}
     values["model"] = {"name_or_path": "none"}
     values["training"]["per_device_train_batch_size"] = 1
-    loaded = (stream_rows if how == "stream" else load_rows)(load_recipe(write(folder, values)), KIND)
+    loaded = load_rows(load_recipe(write(folder, values)), KIND)
     return [list(row.values())[1:] for row in islice(loaded, 1)]
 
 
@@ -263,7 +263,7 @@ def test_columns_in_another_order_or_of_no_texts_are_refused(row, sentence, stre
         values["data"]["streaming"], values["evaluation"] = True, {"rows": 0}
         values["model"] = {"name_or_path": "none"}
     with pytest.raises(RecipeError, match=f"^{sentence}"):
-        (stream_rows if streaming else load_rows)(load_recipe(write(tmp_path, values)), KIND)
+        load_rows(load_recipe(write(tmp_path, values)), KIND)
 
 
 def test_a_query_may_be_called_positive_where_columns_are_named(tmp_path):

@@ -22,6 +22,7 @@ from pylate.models import ColBERT
 from rich.console import Console
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim.cli.tables import training_table
 from pylate_fastmaxsim.comparison.report import comparison_table, write_pictures
 from pylate_fastmaxsim.comparison.verdict import contrast
 from pylate_fastmaxsim.recipes.config.schema import Recipe
@@ -31,7 +32,6 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.plugin import plugin_of
 from pylate_fastmaxsim.recipes.pooling import final_pooling
-from pylate_fastmaxsim.recipes.tables import training_table
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.recipes.training.train import train
 from tests.support.comparisons import summarized

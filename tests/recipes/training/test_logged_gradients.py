@@ -1,7 +1,6 @@
 """A training logs its gradient concentration, and is otherwise the same."""
 
 import json
-import re
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -20,8 +19,8 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration
 from pylate_fastmaxsim.recipes.training import train as training
+from tests.support.examples import example
 from tests.support.models import load_model
-from tests.support.paths import ROOT
 from tests.support.recipe_runs import same_model
 from tests.support.tiny_recipe import hub_dataset, kd_subsets, text, tiny, write
 
@@ -78,13 +77,10 @@ def test_the_script_of_the_docs_logs_what_the_function_measures(encoder, tmp_pat
         data_collator=utils.ColBERTCollator(tokenize_fn=model.tokenize),
     )  # fmt: skip
 
-    page = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8")
-    function, callback = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    exec(function, {})
+    exec(example("gradient-concentration"), {})
     names = {"model": model, "trainer": trainer, "queries": rows["query"], "positives": rows["positive"]}
-    for of_page, of_test in (("every=100", "every=1"), ("=Max()", "=Softmax(0.1)"), ("=0.05", "=0.5")):
-        assert of_page in callback
-        callback = callback.replace(of_page, of_test)
+    changed = {"every=100": "every=1", "=Max()": "=Softmax(0.1)", "=0.05": "=0.5"}
+    callback = example("log-gradient-concentration", changed)
     exec(callback, names | {"Softmax": Softmax})
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if PREFIX + "loss_gini" in entry]

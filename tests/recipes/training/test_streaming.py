@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data import rows as data_rows
-from pylate_fastmaxsim.recipes.data.rows import load_rows, stream_rows
+from pylate_fastmaxsim.recipes.data.rows import load_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kinds.colbert import KIND
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -65,12 +65,12 @@ def recipe_of(encoder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("file", ["rows.jsonl.gz", "rows.parquet", "rows.tsv"])
 def test_all_rows_come_again_and_again_in_an_order_of_the_seed(file, recipe_of):
-    stream = stream_rows(recipe_of(PAIRS, file=file), KIND)
+    stream = load_rows(recipe_of(PAIRS, file=file), KIND)
     assert isinstance(stream, IterableDataset) and stream.column_names == ["query", "positive"]
     rows = [row["positive"] for row in islice(stream, 60)]
     assert sorted(rows[:30]) == sorted(row["positive"] for row in PAIRS) and rows[:30] == rows[30:]
     assert rows[:30] != [row["positive"] for row in PAIRS]
-    assert rows[:30] != [row["positive"] for row in islice(stream_rows(recipe_of(PAIRS, "data.seed=1"), KIND), 30)]
+    assert rows[:30] != [row["positive"] for row in islice(load_rows(recipe_of(PAIRS, "data.seed=1"), KIND), 30)]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_all_rows_come_again_and_again_in_an_order_of_the_seed(file, recipe_of):
 )
 def test_the_rows_are_those_of_a_table(rows, overrides, loss, recipe_of, monkeypatch):
     monkeypatch.setattr(data_rows, "BUFFER", 1)
-    stream = stream_rows(recipe_of(rows, *overrides, loss={"name": loss}), KIND)
+    stream = load_rows(recipe_of(rows, *overrides, loss={"name": loss}), KIND)
     table = load_rows(recipe_of(rows, *overrides, "data.streaming=false", loss={"name": loss}), KIND)
     assert stream.column_names == table.column_names
     assert list(islice(stream, len(table))) == table.to_list()
@@ -99,7 +99,7 @@ def test_a_data_set_of_the_hub_is_streamed(recipe_of, tmp_path):
         model={"kind": "splade"},
         loss={"regularizers": {"document_weight": 1.0}},
     )
-    stream = stream_rows(recipe, kind_of(recipe.model))
+    stream = load_rows(recipe, kind_of(recipe.model))
     assert stream.column_names == ["positive", "query"]
     assert sorted(row["query"] for row in islice(stream, 30)) == sorted(row["query"] for row in PAIRS)
 
@@ -146,7 +146,7 @@ def test_streamed_rows_are_compared(recipe_of, tmp_path):
 
 
 def test_processes_read_different_rows(recipe_of):
-    stream = stream_rows(recipe_of(PAIRS), KIND)
+    stream = load_rows(recipe_of(PAIRS), KIND)
     read = []
     for rank in range(2):
         loader = prepare_data_loader(
@@ -207,7 +207,7 @@ def test_two_processes_stream_and_go_on(recipe_of, tmp_path):
 )
 def test_what_cannot_be_streamed_is_one_sentence(rows, override, sentence, recipe_of):
     with pytest.raises(RecipeError, match=f"^{sentence}") as error:
-        stream_rows(recipe_of(rows, override), KIND)
+        load_rows(recipe_of(rows, override), KIND)
     assert "\n" not in str(error.value)
 
 

@@ -1,0 +1,188 @@
+"""The examples of README and docs/ run as printed, with stand-ins for models of the Hub; more are run beside what they show."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import pylate_fastmaxsim
+from tests.support.examples import PAGES, example, training_example
+from tests.support.paths import ROOT
+
+MODERNBERT = '"answerdotai/ModernBERT-base"'
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_and_switched_off(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    yield
+    pylate_fastmaxsim.disable()
+
+
+def test_each_block_of_code_is_run_or_says_why_not():
+    """By its name in a call of ``example``. Recipes and commands are parsed: see test_readme.py."""
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    run = set(re.findall(r'example\(\s*"([a-z0-9-]+)"', tests))
+    named = []
+    for page, text in PAGES.items():
+        for mark, language in re.findall(r"^(.*)\n```(\w+)$", text, flags=re.MULTILINE):
+            found = re.fullmatch(r"<!-- (example|not run): (.+) -->", mark)
+            assert found or language in ("bash", "yaml"), f"{page}: a block of {language} below {mark!r}"
+            named += [found[2]] if found and found[1] == "example" else []
+    assert sorted(named) == sorted(run)
+
+
+def test_examples_of_the_operators_run():
+    names: dict = {}
+    exec(example("operators"), names)
+    assert names["scores"].shape == (4, 3) and names["pairs"].shape == (4, 1)
+    exec(example("search-corpus"), names)
+    assert names["best"].shape == names["positions"].shape == (4, 2)
+    exec(example("documents-in-place"), names)
+    assert names["scores"].shape == (8, 3)
+    exec(example("sparse-index"), names)
+    assert (names["scores"].tolist(), names["positions"].tolist()) == ([[3.0, 2.0]], [[2, 0]])
+
+
+def test_the_example_of_compressed_documents_runs():
+    names: dict = {}
+    exec(example("compress"), names)
+    assert names["scores"].argmax(dim=1).tolist() == [0, 2] and names["some"].shape == (2, 2)
+    assert names["vectors"].values.dtype == torch.bfloat16
+    assert names["documents"].values.nbytes > 3 * names["small"].nbytes > 6 * names["smaller"].nbytes
+    exec(example("compressed-corpus"), names)
+    assert names["positions"][:, 0].tolist() == [7, 130] and names["coarse"].nbytes < names["fine"].nbytes / 6
+
+
+def test_the_example_of_an_index_of_plaid_runs():
+    pytest.importorskip("pylate")
+    names: dict = {}
+    exec(example("plaid"), names)
+    assert [found[0] for found in names["exhaustive"]] == [found[0] for found in names["pruned"]] == ["d7", "d130"]
+
+
+def test_the_script_with_the_flag_trains(encoder):
+    pytest.importorskip("pylate")
+    pytest.importorskip("datasets")
+    script = training_example("pylate-script", "answerdotai/ModernBERT-base", encoder("modernbert"))
+    names: dict = {}
+    exec(script, names)
+    assert names["trainer"].state.global_step == 1
+
+
+def test_the_example_of_sparse_search_finds_documents(encoder):
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.sparse_encoder.models import MLMTransformer, SpladePooling
+
+    SparseEncoder(modules=[MLMTransformer(encoder("bert")), SpladePooling()]).save("model")
+    names: dict = {}
+    exec(example("sparse-encoder", {'"naver/splade-v3"': '"model"'}), names)
+    assert names["scores"].shape == names["positions"].shape == (1, 2)
+    assert sorted(names["positions"][0].tolist()) == [0, 1] and len(names["index"]) == 3
+
+
+def test_the_examples_of_static_late_interaction_find_documents():
+    pytest.importorskip("sentence_transformers")
+    model2vec = pytest.importorskip("model2vec", reason="needs model2vec: pip install model2vec")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {
+        word: number for number, word in enumerate(("[UNK]", "bees", "Bees", "dance", "dancing", "Bread", "bread"))
+    }
+    tokenizer = Tokenizer(models.WordLevel(words, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    model2vec.StaticModel(torch.eye(7)[[0, 1, 1, 3, 3, 5, 5]].numpy(), tokenizer).save_pretrained("table")
+    names: dict = {}
+    exec(example("static", {'"minishlab/potion-retrieval-32M"': '"table"'}), names)
+    assert names["positions"].tolist() == [[0, 1], [1, 0]] and len(names["index"]) == 2
+    exec(example("bm25"), names)
+    assert names["scores"].shape == (2, 2)
+
+
+def test_the_example_of_the_head_of_splade_runs():
+    names: dict = {}
+    exec(example("splade-pool"), names)
+    assert names["values"].shape == (3, 1000) and names["weight"].grad is not None
+
+
+def test_the_losses_with_other_poolings_train(encoder):
+    pytest.importorskip("pylate")
+    names: dict = {}
+    exec(example("pooled-scores", {MODERNBERT: repr(encoder("modernbert"))}), names)
+    assert all(weight.grad is not None for weight in names["model"][1].parameters())
+
+
+def test_the_lines_that_switch_pylate_on(encoder):
+    pytest.importorskip("pylate")
+    names: dict = {}
+    lines = example("enable-pylate", {MODERNBERT: repr(encoder("modernbert"))}).splitlines()
+    exec("\n".join(line[1:] for line in lines), names)
+    batch = [names["model"].tokenize(["bees", "bread"], is_query=is_query) for is_query in (True, False)]
+    assert names["loss"](batch).requires_grad
+
+
+def test_losses_that_the_hosts_lack(encoder):
+    pytest.importorskip("pylate")
+    from tests.support.models import features, load_model
+
+    model = load_model(encoder("modernbert"))
+    names = {"model": model}
+    texts = (
+        ["bees dance", "bread rises"],
+        ["Bees tell by dancing.", "Yeast makes gas."],
+        ["Sand.", "The moon was dusty."],
+    )
+    exec(example("contrastive-distillation"), names)
+    assert names["loss"](features(model, *texts), torch.rand(2, 2)).requires_grad
+    exec(example("matryoshka", {"(128, 64)": "(16, 8)"}), names)
+    assert names["loss"](features(model, *texts)).requires_grad
+
+
+def test_the_example_of_files_of_impacts_builds_an_index(tmp_path):
+    (tmp_path / "impacts").mkdir()
+    rows = [{"id": str(i), "contents": "", "vector": {"bees": i + 1.0}} for i in range(3)]
+    (tmp_path / "impacts" / "part.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    names: dict = {"model": SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: {"bees": 0, "bread": 1}))}
+    exec(example("impacts"), names)
+    assert len(names["index"]) == 3
+
+
+def test_the_example_of_shares_searches_an_index(monkeypatch, tmp_path):
+    """One process, on a CPU."""
+    pytest.importorskip("sentence_transformers")
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, str(value))
+    on_a_cpu = {
+        "torch.cuda.set_device(place)": "",
+        '"nccl"': f'"gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=ranks',
+        'f"cuda:{place}"': '"cpu"',
+    }
+    names: dict = {}
+    exec(example("sparse-index"), names)
+    names["index"].save("index")
+    try:
+        exec(example("sparse-shards", on_a_cpu), names)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert names["positions"].tolist()[0][:2] == [2, 0]
+
+
+def test_a_token_table_becomes_a_static_model(encoder, tmp_path):
+    pytest.importorskip("pylate")
+    from pylate_fastmaxsim import StaticLateInteraction
+    from tests.support.models import load_model
+
+    load_model(encoder("longrope", num_hidden_layers=0), do_query_expansion=False).save_pretrained("table")
+    exec(example("from-pylate", {'"runs/static_late_interaction/model"': '"table"'}), {})
+    assert StaticLateInteraction.load("static").threshold == 0.6
+
+
+@pytest.mark.cuda
+def test_the_example_of_a_warmup_compiles(capsys):
+    exec(example("warmup"), {})
+    assert capsys.readouterr().out

@@ -1,0 +1,27 @@
+"""Examples of README and docs/ that need Sentence Transformers 6 run as printed, with stand-ins for models of the Hub."""
+
+import pytest
+
+pytest.importorskip(
+    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
+)
+
+import pylate_fastmaxsim
+from tests.support.examples import example
+from tests.support.models import sentences
+
+MODERNBERT = '"answerdotai/ModernBERT-base"'
+
+
+def test_the_lines_that_switch_it_on_and_mini_batches_by_tokens(encoder):
+    names: dict = {}
+    lines = example("enable-multi-vector", {MODERNBERT: repr(encoder("modernbert"))}).splitlines()
+    try:
+        exec("\n".join(line[1:] for line in lines), names)
+        batch = [names["model"].preprocess(sentences(3, seed=seed)) for seed in (1, 2)]
+        assert names["loss"](batch, None).requires_grad
+        exec("from sentence_transformers.multi_vector_encoder import losses", names)
+        exec(example("multi-vector-gradcache"), names)
+        assert names["loss"](batch, None).requires_grad
+    finally:
+        pylate_fastmaxsim.disable()
