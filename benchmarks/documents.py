@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from fnmatch import fnmatch
 from operator import itemgetter
 
 from benchmarks.harness.paths import RESULTS, ROOT
@@ -12,10 +13,10 @@ from benchmarks.harness.tables import table
 from benchmarks.harness.turns import speed
 from benchmarks.operators import attention, compressed_operators, pooling_operators, splade_head
 from benchmarks.operators.table import docs_table
-from benchmarks.quality import compressed_fidelity, cranfield, first_stage_cranfield, static_cranfield
+from benchmarks.quality import compressed_fidelity, first_stage_cranfield, static_cranfield
 from benchmarks.quality.pooling_study_report import tables as pooling_study_tables
-from benchmarks.retrieval import corpus_search, sparse_search, sparse_two_gpus, static_documents
-from benchmarks.training import ceilings, lengths, losses, multi_vector_step, page_step, splade_step, train_step
+from benchmarks.retrieval import corpus_search, sparse_search
+from benchmarks.training import ceilings, lengths, multi_vector_step, page_step, splade_step, train_step
 from benchmarks.training.steps import mark_of_runs
 from benchmarks.training.train_step import PATHS, cell_name, row_title
 from pylate_fastmaxsim.integrations.options import OPTIONS
@@ -23,12 +24,6 @@ from pylate_fastmaxsim.integrations.options import OPTIONS
 
 def results(name: str) -> dict:
     return load(RESULTS / f"{name}.json")
-
-
-def train_step_tables() -> str:
-    cells = results("train_step")["cells"]
-    tables = (train_step.markdown_table(cells, checkpointing) for checkpointing in (False, True))
-    return "\n\nWith gradient checkpointing:\n\n".join(tables)
 
 
 def summary_table() -> str:
@@ -93,50 +88,6 @@ def compared(title: str, stock: dict, peer: dict | None, ours: dict) -> list[str
     return [title, *entries, *ratios]
 
 
-def head_table() -> str:
-    """From hidden states to scores, forward and backward."""
-    ours, lik, flash = "this package", "late-interaction-kernels", "flash-maxsim"
-    apart = "Linear, then normalisation"
-    rows = {
-        "fast": (f"fused, of {ours}", ours),
-        "fast-unfused": (apart, ours),
-        "lik": (apart, lik),
-        "flash": (apart, flash),
-        "lik-fused": (f"fused, of {lik}", lik),
-    }
-    lines = []
-    for name, titles in rows.items():
-        cell = results("head")["cells"][f"in-batch/{name}"]["forward_backward"]
-        entries = [*titles, f"{cell['ms']:.2f} ms", f"{cell['peak_bytes'] / 2**20:,.0f} MiB"]
-        lines.append(entries)
-    return table(["projection and normalisation", "MaxSim", "time", "memory"], lines)
-
-
-def queries_table() -> str:
-    """Queries in the call of the documents and in one of their own."""
-    cells = results("queries_apart")["cells"]
-    lines = []
-    for batch, compiled in ((256, False), (256, True), (512, True)):
-        key = f"batch={batch}/compile={int(compiled)}/checkpointing=0"
-        joint, apart = (cells[f"{key} {way}"]["step_ms"] for way in ("joint", "apart"))
-        lines.append([f"{batch}{', compiled' * compiled}", f"{joint:.0f}", f"{apart:.0f}"])
-    return table(["queries", "one call", "two calls"], lines)
-
-
-def gpu_tests_table() -> str:
-    """The last run of each kind on each GPU."""
-    last = {}
-    for run in results("gpu_tests")["runs"]:
-        if run["what"] != "parts":
-            last[run["what"], run["gpu"], run["gpus"], run.get("with", "")] = run
-    lines = []
-    for (what, gpu, gpus, beside), run in sorted(last.items()):
-        counted = f"{run['tests']:,}" if "tests" in run else ""
-        entries = [what, beside, f"{gpus} x {gpu}", f"{run['commit']}, {run['date']}", counted, str(run["failures"])]
-        lines.append(entries)
-    return table(["what", "with", "GPU", "commit", "tests", "failures"], lines)
-
-
 def multi_vector_step_table() -> str:
     """Steps with all texts in one mini-batch."""
     rows = [("stock", False), ("flash", False), ("both", False), ("fast", False), ("fast", True)]
@@ -145,8 +96,8 @@ def multi_vector_step_table() -> str:
 
 def multi_vector_gradcache_table() -> str:
     """Steps of GradCache, in mini-batches of texts and of tokens."""
-    rows = [("stock", False, 32), ("flash", False, 32), ("fast", False, 32), ("stock", False, 128)]
-    for tokens in (9600, 19200, 38400):
+    rows = [("stock", False, 32), ("fast", False, 32), ("stock", False, 128)]
+    for tokens in (9600, 38400):
         rows += [(path, compiled, 32, tokens) for path, compiled in (("flash", False), ("fast", False), ("fast", True))]
     return multi_vector_step.markdown_table(results("multi_vector_gradcache")["cells"], rows)
 
@@ -167,24 +118,6 @@ def two_gpus_table() -> str:
         entries.append(f"{one[name]['step_ms'] / two[name]['step_ms']:.0%}")
         lines.append([row_title(path, compiled), *entries])
     return table(["path", "1 GPU", "2 GPUs", ""], lines)
-
-
-def allocator_table() -> str:
-    """Steps with PyTorch's allocator as it is and with segments that grow: what tensors took, and what was held."""
-    trial = results("kernel_trials")["allocator"]
-    lines = []
-    rows = {
-        "median step": lambda cell: f"{cell['step_ms']:,.0f} ms",
-        "in use at most": lambda cell: f"{cell['peak_gib']:.1f} GiB",
-        "held at most": lambda cell: f"{cell['peak_reserved_gib']:.1f} GiB",
-    }
-    for batch in trial["as it is"]:
-        cells = [trial[setting][batch] for setting in ("as it is", "expandable_segments")]
-        for title, text in rows.items():
-            first = title == "median step"
-            entries = [text(cell) if cell["status"] == "ok" else cell["status"] * first for cell in cells]
-            lines.append([f"{int(batch):,}" * first, title, *entries])
-    return table(["queries", "", "as it is", "`expandable_segments:True`"], lines)
 
 
 def encoders_table() -> str:
@@ -270,64 +203,77 @@ def long_documents_table() -> str:
     return table(["queries", "PyLate", "this package", "speed", "memory"], lines)
 
 
+def parts(text: str, *places: int) -> str:
+    """Some of the titles and tables that a suite prints, by their places."""
+    blocks = text.split("\n\n")
+    return "\n\n".join(blocks[place] for place in places)
+
+
+def cells_of(name: str, *patterns: str) -> dict:
+    """The results of a suite with some of its cells only."""
+    content = results(name)
+    chosen = {cell: row for cell, row in content["cells"].items() if any(fnmatch(cell, each) for each in patterns)}
+    return content | {"cells": chosen}
+
+
 def tables() -> dict[str, dict[str, str]]:
     """The tables of each document, by the name that marks their place."""
+    compressed = cells_of("compressed_operators", "256x32.512x300/*", "1x32.10000x300/*")
+    attended = cells_of(
+        "attention", "256 queries*", "1024 doc*", "256 documents of 150, window*", "136 texts*", "40 texts*"
+    )
+    pooled = cells_of("pooling_operators", "256x32.512x300/*", "64x128.64x1024/*")
+    splade_cells = cells_of("splade_head", "256x256*", "32x512*", "128x256, 250k*", "512x256, 250k*")
+    static = cells_of("static_cranfield", "BM25", "encoder", "MaxSim", "threshold=[14568]*", "threshold=0.[468]*")
+    first_stage = cells_of(
+        "first_stage_cranfield", "BM25", "static, 0.6", "static, IDF, 0.6", "static, BM25's weights, 0.6"
+    )
     return {
         "README.md": {
             "summary-table": summary_table(),
             "padding-table": padding_table(),
             "options-table": options_table(),
         },
-        "docs/sentence_transformers.md": {"multi-vector-table": multi_vector_step_table()},
+        "docs/sentence_transformers.md": {
+            "multi-vector-table": multi_vector_step_table(),
+            "splade-head-table": parts(splade_head.markdown(splade_cells), 0, 1),
+        },
         "docs/benchmarks.md": {
-            "train-step-table": train_step_tables(),
+            "train-step-table": train_step.markdown_table(results("train_step")["cells"], False),
             "h100-table": h100_table(),
             "lengths-table": lengths.markdown(results("lengths")),
             "encoders-table": encoders_table(),
             "multi-vector-gradcache-table": multi_vector_gradcache_table(),
             "splade-step-table": splade_step.markdown(results("splade_step")),
-            "queries-table": queries_table(),
             "page-step-table": page_step.markdown(results("page_step")),
-            "allocator-table": allocator_table(),
             "operators-table": docs_table(results("operators")),
-            "head-table": head_table(),
-            "losses-table": "\n\n".join(
-                suite.markdown(results(name)) for name, suite in (("losses", losses), ("ceilings", ceilings))
-            ),
+            "losses-table": ceilings.markdown(results("ceilings")),
             "long-documents-table": long_documents_table(),
-            "corpus-search-table": corpus_search.markdown(results("corpus_search")),
+            "corpus-search-table": corpus_search.markdown(
+                cells_of("corpus_search", "*/write", "*/read", "*/streamed", "stock*")
+            ),
             "quickstart-table": quickstart_table(),
-            "cranfield-table": cranfield.markdown(results("cranfield")),
         },
         "docs/kernels.md": {
-            "attention-table": attention.windows_table(attention.of_table(results("attention"), "rows")),
-            "attention-heads-table": attention.heads_table(attention.of_table(results("attention"), "heads")),
+            "attention-table": attention.windows_table(attention.of_table(attended, "rows")),
         },
         "docs/distributed.md": {
             "two-gpus-table": two_gpus_table(),
             "deepspeed-table": deepspeed_table(),
         },
-        "docs/compressed.md": {
-            "compressed-operators-table": compressed_operators.docs_table(results("compressed_operators")),
+        "docs/corpora.md": {
+            "compressed-operators-table": compressed_operators.docs_table(compressed),
             "compressed-fidelity-table": compressed_fidelity.markdown(results("compressed_fidelity")),
         },
-        "docs/pooling.md": {"pooling-operators-table": pooling_operators.docs_table(results("pooling_operators"))},
-        "docs/splade.md": {
-            "splade-head-table": splade_head.markdown(results("splade_head")),
+        "docs/losses.md": {
+            "pooling-operators-table": parts(pooling_operators.docs_table(pooled), 0, 1, 2),
+            "pooling-checks-table": pooling_study_tables(results("pooling_study"))["pooling-checks-table"],
         },
         "docs/sparse.md": {
-            "sparse-search-table": sparse_search.markdown(results("sparse_search")),
-            "sparse-two-gpus-table": sparse_two_gpus.markdown(results("sparse_two_gpus")),
+            "sparse-search-table": parts(sparse_search.markdown(results("sparse_search")), 0, 1, 2, 3),
+            "static-cranfield-table": parts(static_cranfield.markdown(static), 0, 1, 2),
         },
-        "docs/recipes.md": {"first-stage-table": first_stage_cranfield.markdown(results("first_stage_cranfield"))},
-        "docs/static.md": {
-            "static-cranfield-table": static_cranfield.markdown(results("static_cranfield")),
-            "static-documents-table": static_documents.markdown(results("static_documents")),
-        },
-        "docs/pooling_study.md": {
-            **pooling_study_tables(results("pooling_study")),
-        },
-        "docs/development.md": {"gpu-tests-table": gpu_tests_table()},
+        "docs/recipes.md": {"first-stage-table": first_stage_cranfield.markdown(first_stage)},
     }
 
 

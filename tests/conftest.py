@@ -39,6 +39,8 @@ LONG = (
     "test_encode_distributed.py",
     "test_training_cell.py",
     "test_losses_benchmark.py",
+    "test_host_ranks.py",
+    "test_host_losses.py",
 )
 
 

@@ -186,3 +186,22 @@ def test_a_token_table_becomes_a_static_model(encoder, tmp_path):
 def test_the_example_of_a_warmup_compiles(capsys):
     exec(example("warmup"), {})
     assert capsys.readouterr().out
+
+
+def losses_of(printed: str) -> set[str]:
+    return set(re.findall(r"loss ([\d.]+)", printed))
+
+
+def test_the_script_of_who_trains_with_pylate_prints_one_loss(capsys):
+    """With fewer layers and texts."""
+    pytest.importorskip("pylate")
+    smaller = {"num_hidden_layers=4": "num_hidden_layers=2", "range(3)": "range(1)", "min(290": "min(60"}
+    exec(example("pylate-gain", smaller), {})
+    printed = capsys.readouterr().out
+    assert printed.count(" s a step") == 2 and len(losses_of(printed)) == 1
+
+
+def test_the_script_of_who_searches_finds_the_same(capsys):
+    """Among fewer documents."""
+    exec(example("search-gain", {"(2000,)": "(100,)"}), {})
+    assert "the same documents: True" in capsys.readouterr().out

@@ -1,5 +1,7 @@
 """Examples of README and docs/ that need Sentence Transformers 6 run as printed, with stand-ins for models of the Hub."""
 
+import re
+
 import pytest
 
 pytest.importorskip(
@@ -25,3 +27,11 @@ def test_the_lines_that_switch_it_on_and_mini_batches_by_tokens(encoder):
         assert names["loss"](batch, None).requires_grad
     finally:
         pylate_fastmaxsim.disable()
+
+
+def test_the_script_of_who_trains_with_sentence_transformers_prints_equal_losses(capsys):
+    """With fewer layers and texts."""
+    smaller = {"num_hidden_layers=4": "num_hidden_layers=2", "range(3)": "range(1)", "min(290": "min(60"}
+    exec(example("sentence-transformers-gain", smaller), {})
+    losses = re.findall(r"loss ([\d.]+)", capsys.readouterr().out)
+    assert losses[0] == losses[1] and losses[2] == losses[3] and len(losses) == 4

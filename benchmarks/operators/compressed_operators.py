@@ -202,7 +202,7 @@ def cells_table(cells: dict) -> str:
 
 
 def docs_table(content: dict) -> str:
-    """The table of docs/compressed.md."""
+    """The table of docs/corpora.md."""
     cells = content["cells"]
     made = next(iter(cells.values()))["environment"]
     versions = [f"{name} {made[name]}" for name in ("torch", "triton", "late-interaction-kernels", "flash-maxsim")]

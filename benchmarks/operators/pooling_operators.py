@@ -345,7 +345,7 @@ def error_table(cells: dict) -> str:
 
 
 def docs_table(content: dict) -> str:
-    """The tables of docs/pooling.md."""
+    """The tables of docs/losses.md#pooling."""
     cells = content["cells"]
     made = next(iter(cells.values()))["environment"]
     return "\n\n".join(

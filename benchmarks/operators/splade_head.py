@@ -273,7 +273,7 @@ def error_table(cells: dict) -> str:
 
 
 def markdown(content: dict) -> str:
-    """The tables of docs/splade.md."""
+    """The tables of docs/sentence_transformers.md#splade."""
     cells = content["cells"]
     made = next(iter(cells.values()))["environment"]
     return "\n\n".join(

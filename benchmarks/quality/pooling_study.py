@@ -6,7 +6,7 @@
 
 It follows "Spike hijacking in late-interaction retrieval" (arXiv 2604.05253): 100 concepts, tokens of queries and
 documents near them, a three-layer encoder, in-batch negatives. What the text leaves open is measured in each reading:
-docs/pooling_study.md. Runs on CPUs; a cell is one pooling, document length, dimension and seed, on one thread.
+docs/losses.md#a-study-of-pooling. Runs on CPUs; a cell is one pooling, document length, dimension and seed, on one thread.
 """
 
 from __future__ import annotations

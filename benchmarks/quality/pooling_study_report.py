@@ -232,7 +232,7 @@ def injection_table(content: dict) -> str:
 
 
 def tables(content: dict) -> dict[str, str]:
-    """By the name that marks their place in docs/pooling_study.md."""
+    """By the name that marks their place in docs/losses.md#a-study-of-pooling."""
     return {
         "pooling-checks-table": checks_table(content),
         "pooling-gini-table": gini_table(content),

@@ -79,7 +79,7 @@ class Options:
     pooling: Pooling = _option(
         Max(),
         "pool similarities with `TopK(k)`, `Softmax(t)` or `LogSumExp(t)` in place of the maximum "
-        "([docs/pooling.md](docs/pooling.md))",
+        "([docs/losses.md#pooling](docs/losses.md#pooling))",
         (PYLATE, SENTENCE_TRANSFORMERS, COLPALI),
         (),
         pooling={"type": pooling_from_text, "help": "max, top_k=K, softmax=T or log_sum_exp=T, in place of MaxSim"},

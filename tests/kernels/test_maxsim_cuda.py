@@ -175,7 +175,7 @@ def test_winners_beyond_two_to_the_31_elements():
 
 
 def test_documents_are_scored_where_a_model_left_them():
-    """The sizes of docs/operators.md, whose documents take 38 MiB: no copy of them, 16 bytes a document, 4 a score."""
+    """The sizes of docs/search.md#in-python, whose documents take 38 MiB: no copy of them, 16 bytes a document, 4 a score."""
     output = torch.randn(512, 300, 128, device="cuda", dtype=torch.bfloat16)
     queries = torch.randn(256, 32, 128, device="cuda", dtype=torch.bfloat16)
     tokens = torch.randint(5, 301, (512,), device="cuda")

@@ -22,7 +22,7 @@ class LogGradientConcentration(TrainerCallback):
 
     The same pairs are encoded each time, without gradients and in the precision of the training, so that figures of a run
     compare with each other. That is a part of one step's forward in every n steps, and the training stays the same bit
-    by bit. What is logged is documented in docs/diagnostics.md.
+    by bit. What is logged is documented in docs/compare.md#gradient-concentration.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class LogGradientConcentration(TrainerCallback):
 
     Examples
     --------
-    docs/diagnostics.md has it in a script of PyLate.
+    docs/compare.md#gradient-concentration has it in a script of PyLate.
     """
 
     def __init__(

@@ -23,7 +23,6 @@ from sentence_transformers.sparse_encoder.evaluation import (
 )
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.sparse_encoder import search as module
 
 DenseEvaluator = SparseInformationRetrievalEvaluator.__base__
 # From release 6 on stock orders equal scores by id, before by chance.
@@ -58,21 +57,6 @@ def relevant_documents(model, functions=(util.dot_score,), **options) -> dict[st
 @pytest.fixture(scope="module")
 def relevant(model):
     return relevant_documents(model)
-
-
-@pytest.fixture
-def searches(monkeypatch):
-    """The numbers of documents that were searched."""
-    made: list[int] = []
-    search = module.sparse_search
-
-    def counted(queries, documents, k):
-        documents = list(documents)
-        made.append(sum(map(len, documents)))
-        return search(queries, documents, k)
-
-    monkeypatch.setattr(module, "sparse_search", counted)
-    return made
 
 
 def evaluator_of(relevant, kind=SparseInformationRetrievalEvaluator, **options):
