@@ -79,7 +79,9 @@ CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs"
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 RUNS = {
     "contrastive": Run(ours={"dataloader_num_workers": 2, "eval_strategy": "epoch"}),
-    "cached": Run(partial(losses.CachedContrastive, mini_batch_size=4), ours={"eval_strategy": "epoch"}),
+    "cached": Run(
+        partial(losses.CachedContrastive, mini_batch_size=4, temperature=0.1), ours={"eval_strategy": "epoch"}
+    ),
     "distillation": Run(losses.Distillation, candidates, ours={"eval_strategy": "epoch"}),
     "several datasets with a loss each": Run(
         a_loss_each,

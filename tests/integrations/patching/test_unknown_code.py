@@ -257,7 +257,7 @@ assert lines[0].startswith("pylate.losses.contrastive.Contrastive.forward is not
 assert "pylate.losses.cached_contrastive.CachedContrastive.forward" in doctor.diagnose()["enable() replaces"]
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stderr.count("contrastive.Contrastive.forward is not accelerated") == 1
+    assert "pylate.losses.contrastive.Contrastive.forward is not accelerated" in done.stderr
     assert "CachedContrastive is not accelerated" not in done.stderr
 
 
@@ -292,7 +292,7 @@ def test_comments_docstrings_and_annotations_change_no_digest(tmp_path):
     for number, source in enumerate(sources):
         (file := tmp_path / f"{number}.py").write_text(source)
         names: dict = {}
-        exec(compile(source, str(file), "exec"), names)
+        exec(compile(source, str(file), "exec", dont_inherit=True), names)
         digests.append(digest(names["score"].__code__))
     first, same, other = digests
     assert first == same != other and other is not None
