@@ -33,6 +33,7 @@ LONG = (
     "test_launched.py",
     "test_mining_launched.py",
     "test_train.py",
+    "test_compiled_distributed.py",
     "test_compiled_checkpointing.py",
     "test_gathered.py",
     "test_interpreted.py",

@@ -17,8 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
-from tests.support.encoded import batch_of
-from tests.support.models import load_model
+from tests.support.models import collated, load_model, sentences
 
 pytestmark = pytest.mark.compile
 
@@ -39,6 +38,10 @@ def checkpoints(request, monkeypatch) -> list[bool]:
     monkeypatch.setattr(torch, "compile", partial(compile_function, backend=backend))
     torch._dynamo.reset()
     return seen
+
+
+def batch_of(model, seed: int = 0, documents: int = 6):
+    return collated(model, *(sentences(documents, seed=seed + column) for column in range(3)))
 
 
 def step(model, batch) -> tuple[torch.Tensor, int]:
@@ -73,7 +76,7 @@ def checkpointed(model, reentrant: bool = False) -> None:
 )
 def test_checkpoints_are_compiled_with_their_layers(encoder, mode, checkpoints, family, reentrant):
     model = load_model(encoder(family, num_hidden_layers=4))
-    batches = [batch_of(model, queries=count, seed=seed) for seed, count in enumerate((6, 6, 9, 5))]
+    batches = [batch_of(model, seed, count) for seed, count in enumerate((6, 6, 9, 5))]
     expected = [step(model, batch)[0] for batch in batches]
     with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
         _, kept_without = step(model, batches[0])
@@ -89,6 +92,18 @@ def test_checkpoints_are_compiled_with_their_layers(encoder, mode, checkpoints, 
     for own, stock in zip(ours, expected, strict=True):
         torch.testing.assert_close(own, stock, atol=1e-5, rtol=1e-4)
     assert GradientCheckpointingLayer.__call__ is STOCK
+
+
+def test_an_adapter_with_dropout_added_afterwards(encoder, checkpoints):
+    model = load_model(encoder("bert"))
+    checkpointed(model)
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        step(model, batch_of(model))
+        assert all(checkpoints)
+        model[0].auto_model.add_adapter(LoraConfig(target_modules=["query", "value"], lora_dropout=0.5))
+        checkpoints.clear()
+        step(model, batch_of(model))
+        assert checkpoints and not any(checkpoints)
 
 
 @pytest.mark.parametrize("checkpoints", ["aot_eager"], indirect=True)
@@ -110,54 +125,64 @@ def test_the_backward_runs_layers_that_were_compiled_in_between_as_the_forward_d
     assert any(checkpoints)
 
 
-def hidden_dropout(model) -> None:
+def hidden_dropout(model, patched) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.p = 0.1
+            patched.setattr(module, "p", 0.1)
 
 
-def attention_dropout(model) -> None:
+def attention_dropout(model, patched) -> None:
     for layer in encoder_layers(model):
-        layer.attn.attention_dropout = 0.1
+        patched.setattr(layer.attn, "attention_dropout", 0.1)
 
 
-def hook(model) -> None:
+def hook(model, patched) -> None:
     for layer in encoder_layers(model):
-        layer.register_forward_hook(lambda *_: None)
+        patched.setitem(layer._forward_hooks, 0, lambda *_: None)
 
 
-def another_function(model) -> None:
+def another_function(model, patched) -> None:
+    own = partial(lambda function, *args: checkpoint(function, *args, use_reentrant=False))
     for layer in encoder_layers(model):
-        layer._gradient_checkpointing_func = lambda function, *args: checkpoint(function, *args, use_reentrant=False)
+        patched.setattr(layer, "_gradient_checkpointing_func", own)
 
 
-def adapter_with_dropout(model) -> None:
-    model[0].auto_model.add_adapter(LoraConfig(target_modules=["Wqkv"], lora_dropout=0.5))
-
-
-@pytest.mark.parametrize("change", [hidden_dropout, attention_dropout, hook, another_function, adapter_with_dropout])
-def test_left_to_transformers(encoder, checkpoints, change):
+def test_left_to_transformers(encoder, checkpoints, monkeypatch):
     model = load_model(encoder("modernbert")).train()
     batch = batch_of(model)
     checkpointed(model)
-    with pylate_fastmaxsim.enabled(compile=True):
-        step(model, batch)
-        assert checkpoints and all(checkpoints)
-        checkpoints.clear()
-        change(model)
-        ours, _ = step(model, batch)
-        assert checkpoints and not any(checkpoints)
-    with pylate_fastmaxsim.enabled():
-        torch.testing.assert_close(ours, step(model, batch)[0], atol=1e-5, rtol=1e-4)
+    layer = encoder_layers(model)[0]
+    for change in (hidden_dropout, attention_dropout, hook, another_function):
+        by_themselves = []
+        with pylate_fastmaxsim.enabled(compile=True), monkeypatch.context() as patched:
+            step(model, batch)
+            compiled = layer._compiled_call_impl
+            patched.setattr(layer, "_compiled_call_impl", partial(_counted, by_themselves, compiled))
+            step(model, batch)
+            assert any(checkpoints) and not by_themselves
+            change(model, patched)
+            ours, _ = step(model, batch)
+            assert by_themselves, change
+        with pylate_fastmaxsim.enabled(), monkeypatch.context() as patched:
+            change(model, patched)
+            torch.testing.assert_close(ours, step(model, batch)[0], atol=1e-5, rtol=1e-4, msg=str(change))
 
 
-def test_a_model_that_is_dropped_is_freed(encoder):
-    model = load_model(encoder("bert"))
-    checkpointed(model)
-    with pylate_fastmaxsim.enabled(compile=True):
-        compilation_layers.compile_layers(model)
-        alive = ref(encoder_layers(model)[0])
-        del model
+def _counted(calls, function, *args, **kwargs):
+    if not torch.compiler.is_compiling():
+        calls.append(None)
+    return function(*args, **kwargs)
+
+
+def test_a_layer_that_is_dropped_is_freed():
+    layer = GradientCheckpointingLayer()
+    layer.dropout = 0.1
+    try:
+        compilation_layers._compile_checkpointing([layer])
+        alive = ref(layer)
+        del layer
         gc.collect()
         assert alive() is None
+    finally:
+        compilation_layers.release()
     assert GradientCheckpointingLayer.__call__ is STOCK

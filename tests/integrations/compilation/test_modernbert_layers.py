@@ -1,16 +1,16 @@
-"""Compiled layers of ModernBERT in fewer passes: they compute what stock layers do.
-
-What is not stock's in a layer is in test_compiled_layers.py.
-"""
+"""Compiled layers of ModernBERT in fewer passes: they compute what stock layers do, and what is not stock runs as it is."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from peft import LoraConfig
 from pylate import losses
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
-from transformers.models.modernbert import modeling_modernbert as host
+from transformers.models.modernbert.modeling_modernbert import ModernBertEncoderLayer, ModernBertMLP
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
@@ -21,9 +21,48 @@ from tests.support.models import collated, load_model, sentences
 
 pytestmark = pytest.mark.compile
 
-STOCK = host.ModernBertEncoderLayer.forward
-IN_LAYERS = {"geglu_linear", "norm_with_residual"}
-WIDE = {"local_attention": 24}  # layers see all of a query, so that queries are encoded with packed documents
+STOCK = ModernBertEncoderLayer.forward
+
+
+@pytest.fixture(autouse=True)
+def backend(request, monkeypatch):
+    name = getattr(request, "param", "eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=name))
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def traced() -> list:
+    """What `trace` is told while layers are traced."""
+    return []
+
+
+@pytest.fixture
+def trace(traced):
+    # Run while a layer is traced, and not looked at again: with a guard on a list each call would be traced.
+    @torch.compiler.assume_constant_result
+    def note(what: object) -> None:
+        traced.append(what)
+
+    return note
+
+
+@pytest.fixture
+def used(monkeypatch, traced, trace) -> list[str]:
+    """What is traced of the operators in layers."""
+
+    def noting(name):
+        operator = getattr(modernbert, name)
+
+        def noted(*args, **kwargs):
+            trace(name)
+            return operator(*args, **kwargs)
+
+        monkeypatch.setattr(modernbert, name, noted)
+
+    for name in ("geglu_linear", "norm_with_residual", "rotary_self_attention"):
+        noting(name)
+    return traced
 
 
 @pytest.fixture
@@ -32,11 +71,8 @@ def fast_attention(monkeypatch, packed):
     monkeypatch.setattr(modernbert, "rotary_is_faster", lambda *_: True)
 
 
-@pytest.fixture
-def unknown(monkeypatch):
-    """Call it for transformers to have a code that is not known, whose layers are compiled as they are."""
-    stock = host.ModernBertMLP.forward
-    return lambda: monkeypatch.setattr(host.ModernBertMLP, "forward", lambda self, states: stock(self, states))
+OPERATORS = {"geglu_linear", "rotary_self_attention"}
+IN_LAYERS = {"geglu_linear", "norm_with_residual"}
 
 
 @pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)
@@ -48,14 +84,14 @@ def test_losses_and_gradients(encoder, packed, used):
         for batch, stock in zip(batches, expected, strict=True):
             assert_equal(run(loss_function, batch), stock)
         assert set(used) == IN_LAYERS
-        assert host.ModernBertEncoderLayer.forward is not STOCK
-    assert host.ModernBertEncoderLayer.forward is STOCK
+        assert ModernBertEncoderLayer.forward is not STOCK
+    assert ModernBertEncoderLayer.forward is STOCK
 
 
 @pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)
 def test_attention_with_the_projection(encoder, fast_attention, used):
     """Queries have tokens of expansion, which are not attended to. Stock turns queries and keys in float32."""
-    model = load_model(encoder("modernbert", attention_bias=True, **WIDE)).double()
+    model = load_model(encoder("modernbert", attention_bias=True, local_attention=24)).double()
     loss_function = losses.Contrastive(model)
     batch = collated(model, sentences(6, longest=8), sentences(6, seed=1))
     expected = run(loss_function, batch)
@@ -64,8 +100,8 @@ def test_attention_with_the_projection(encoder, fast_attention, used):
     assert set(used) == {*IN_LAYERS, "rotary_self_attention"}
 
 
-def test_compiled_checkpoints_keep_no_more_than_stock(encoder, fast_attention, monkeypatch, unknown, used):
-    model = load_model(encoder("modernbert", **WIDE)).double()
+def test_compiled_checkpoints_keep_no_more_than_stock(encoder, fast_attention, monkeypatch):
+    model = load_model(encoder("modernbert", local_attention=24)).double()
     model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
     loss_function, batch = losses.Contrastive(model), batch_of(model)
     weights = {weight.data_ptr() for weight in model.parameters()}
@@ -73,15 +109,14 @@ def test_compiled_checkpoints_keep_no_more_than_stock(encoder, fast_attention, m
 
     def backend(graph, inputs):
         nodes = [node for module in graph.modules() if hasattr(module, "graph") for node in module.graph.nodes]
-        found.update(str(node.target) for node in nodes)
+        found.update(str(node.target).removeprefix("pylate_fastmaxsim.") for node in nodes)
         return compiler(graph, inputs)
 
-    monkeypatch.setitem(torch.compile.keywords, "backend", backend)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile.func, backend=backend))
     kept, results = [], []
-    for known in (True, False):
-        if not known:
-            unknown()
-        found.clear(), used.clear(), torch._dynamo.reset()
+    for stock in (True, False):
+        found.clear()
+        torch._dynamo.reset()
         sizes = {}
 
         def keep(tensor, sizes=sizes):
@@ -89,40 +124,97 @@ def test_compiled_checkpoints_keep_no_more_than_stock(encoder, fast_attention, m
                 sizes[tensor.data_ptr()] = tensor.nbytes
             return tensor
 
-        with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        with pytest.MonkeyPatch.context() as patch, pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+            if stock:
+                patch.setattr(modernbert, "_is_stock_layer", lambda *_: False)
             results.append(run(loss_function, batch))
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 loss_function([dict(column) for column in batch])
         assert "tag_activation_checkpoint" in found
-        assert set(used) == ({"geglu_linear", "rotary_self_attention"} if known else set())
+        assert found.isdisjoint(OPERATORS) if stock else found >= OPERATORS
         kept.append(sum(sizes.values()))
-    assert_equal(results[0], results[1], 1e-5)
-    assert kept[0] <= kept[1]
+    assert_equal(results[1], results[0], 1e-5)
+    assert kept[1] <= kept[0]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)
-def test_autocast_rounds_as_stock(encoder, packed, used, unknown):
-    model = load_model(encoder("modernbert", **WIDE))
-    loss_function, batch, results = losses.Contrastive(model), batch_of(model), []
+def test_autocast_rounds_as_stock(encoder, packed, used):
+    model = load_model(encoder("modernbert", local_attention=24))
+    loss_function, batch = losses.Contrastive(model), batch_of(model)
+    results = []
     for known in (True, False):
-        if not known:
-            unknown()
-            used.clear()
         torch._dynamo.reset()
-        with pylate_fastmaxsim.enabled(compile=True):
+        with pytest.MonkeyPatch.context() as patch, pylate_fastmaxsim.enabled(compile=True):
+            if not known:
+                patch.setattr(modernbert, "_is_stock_layer", lambda *_: False)
             with torch.autocast("cpu", torch.bfloat16):
                 loss = loss_function([dict(column) for column in batch])
             model.zero_grad()
             loss.backward()
         results.append((loss.detach(), {name: weight.grad for name, weight in model.named_parameters()}))
-        assert set(used) == (IN_LAYERS if known else set())
+        assert set(used) == IN_LAYERS
     assert all(gradient.dtype == torch.float32 for gradient in results[0][1].values())
     assert results[0][0] == results[1][0]
     # The gradient of the residual stream is rounded elsewhere.
     assert_equal(*results, 2e-2)
 
 
-def test_a_hook_on_all_modules(model, used):
+def _hooked(model):
+    encoder_layers(model)[0].mlp.Wi.register_forward_hook(lambda _module, _args, output: output / 2)
+    encoder_layers(model)[1].attn_norm.register_forward_hook(lambda _module, _args, output: output / 2)
+
+
+def _with_adapter(model):
+    model[0].auto_model.add_adapter(LoraConfig(target_modules=["Wi"], init_lora_weights=False))
+
+
+def _forked(model):
+    class Halved(ModernBertMLP):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states) / 2
+
+    for layer in encoder_layers(model):
+        layer.mlp.__class__ = Halved
+
+
+def _subclassed(model):
+    class Layer(ModernBertEncoderLayer):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs) / 2
+
+    for layer in encoder_layers(model):
+        layer.__class__ = Layer
+
+
+def _with_forwards_of_their_own(model):
+    for layer in encoder_layers(model):
+        layer.mlp.forward = partial(lambda stock, states: stock(states) / 2, layer.mlp.forward)
+
+
+def _other_activation(model):
+    for layer in encoder_layers(model):
+        layer.mlp.act = nn.GELU(approximate="tanh")
+
+
+CHANGES = _hooked, _with_adapter, _forked, _subclassed, _with_forwards_of_their_own, _other_activation
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
+def test_what_is_not_stock_runs_as_it_is(encoder, used, change):
+    model = load_model(encoder("modernbert")).double()
+    plain = run(losses.Contrastive(model), batch_of(model))
+    change(model)
+    loss_function, batch = losses.Contrastive(model), batch_of(model)
+    expected = run(loss_function, batch)
+    assert expected[0] != plain[0]
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        compilation_layers.compile_layers(model)
+        assert_equal(run(loss_function, batch), expected)
+    assert not used
+
+
+def test_a_hook_on_all_modules(encoder, used):
+    model = load_model(encoder("modernbert")).double()
     seen = []
     handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
     try:
@@ -132,6 +224,11 @@ def test_a_hook_on_all_modules(model, used):
     finally:
         handle.remove()
     assert "ModernBertMLP" in seen and not used
+
+
+def test_code_that_is_not_known(encoder, used, monkeypatch):
+    monkeypatch.setattr(ModernBertMLP, "forward", lambda self, states: self.Wo(self.Wi(states).chunk(2, dim=-1)[0]))
+    assert modernbert.patches() == []
 
 
 def test_dropout_of_the_mlp(encoder, used):
@@ -159,16 +256,66 @@ def test_layers_share_what_is_compiled(encoder, packed):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == queries + documents + 2
 
 
-def test_norms_between_layers_are_made_once(encoder, used):
+def test_layers_are_given_their_first_norms(encoder, monkeypatch, trace, traced):
     model = load_model(encoder("modernbert", num_hidden_layers=3))
+
+    def noted(layer, states, mask, positions, kwargs, normed=None, next_norm=None, stock=modernbert._layer):
+        trace(normed is not None)
+        return stock(layer, states, mask, positions, kwargs, normed, next_norm)
+
+    monkeypatch.setattr(modernbert, "_layer", noted)
     with pylate_fastmaxsim.enabled(compile=True):
         compilation_layers.compile_layers(model)
         model[0].auto_model(torch.tensor([[5, 6, 7]]))
-    # The first layer has no norm of its own, and makes two with that of the second; the last makes its own one.
-    assert used.count("norm_with_residual") == 2 + 2 + 1
+    assert traced == [False, True, True]
 
 
-def test_states_that_are_changed_in_place_between_layers(model):
+def test_a_layer_that_the_user_compiled_stays_as_it_is(encoder):
+    model = load_model(encoder("modernbert"))
+    first, second = encoder_layers(model)
+    second.compile()
+    own = second._compiled_call_impl
+    with pylate_fastmaxsim.enabled(compile=True):
+        compilation_layers.compile_layers(model)
+        assert second._compiled_call_impl is own and first._compiled_call_impl is not None
+    assert second._compiled_call_impl is own and first._compiled_call_impl is None
+
+
+def _without_the_second(encoder):
+    encoder.layers = nn.ModuleList(layer for number, layer in enumerate(encoder.layers) if number != 1)
+
+
+def _doubled_before_the_second(encoder):
+    encoder.layers[1].register_forward_pre_hook(lambda _module, args: (args[0] * 2, *args[1:]))
+
+
+def _second_checkpointed(encoder):
+    encoder.gradient_checkpointing_enable({"use_reentrant": False})
+    for number, layer in enumerate(encoder.layers):
+        layer.gradient_checkpointing = number == 1
+
+
+def _frozen_but_for_a_norm(encoder):
+    for name, weight in encoder.named_parameters():
+        weight.requires_grad = name.startswith("layers.1.attn_norm")
+
+
+BETWEEN = _without_the_second, _doubled_before_the_second, _second_checkpointed, _frozen_but_for_a_norm
+
+
+@pytest.mark.parametrize("change", BETWEEN, ids=[change.__name__ for change in BETWEEN])
+def test_what_changes_between_layers(encoder, change):
+    model = load_model(encoder("modernbert", num_hidden_layers=4)).double()
+    loss_function, batch = losses.Contrastive(model), batch_of(model)
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        run(loss_function, batch)
+        change(model[0].auto_model)
+        ours = run(loss_function, batch)
+    assert_equal(ours, run(loss_function, batch))
+
+
+def test_states_that_are_changed_in_place_between_layers(encoder):
+    model = load_model(encoder("modernbert")).double()
     core = model[0].auto_model
     states = torch.randn(1, 8, core.config.hidden_size, dtype=torch.float64)
     positions = core.rotary_emb(states, torch.arange(8)[None], "full_attention")
@@ -179,24 +326,3 @@ def test_states_that_are_changed_in_place_between_layers(model):
         states.detach().mul_(2)
         ours = second(states, position_embeddings=positions)
     torch.testing.assert_close(ours, second(states, position_embeddings=positions))
-
-
-def test_rotary_angles_are_computed_once_a_forward(encoder, monkeypatch):
-    model = load_model(encoder("modernbert", num_hidden_layers=4)).double()
-    loss_function, batches = losses.Contrastive(model), [batch_of(model, seed=seed) for seed in range(2)]
-    expected = [run(loss_function, batch) for batch in batches]
-    rotary = model[0].auto_model.rotary_emb
-    stock, made = type(rotary).forward, []
-
-    def forward(self, x, position_ids, layer_type=None):
-        made.append(layer_type)
-        return stock(self, x, position_ids, layer_type)
-
-    monkeypatch.setattr(type(rotary), "forward", forward)
-    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
-        for batch, stock_result in zip(batches, expected, strict=True):
-            made.clear()
-            assert_equal(run(loss_function, batch), stock_result)
-            calls = len(made) / len(set(made))
-            assert calls < len(encoder_layers(model)) and set(made) == {"full_attention", "sliding_attention"}
-    assert rotary._compiled_call_impl is None

@@ -63,16 +63,13 @@ def _ranks_that_differ(
     mode: str | None = None,
     queries: tuple[int, int] = (6, 6),
     of_one: dict | None = None,
-    compiled: bool = False,
     **options,
 ) -> Callable[[str], None]:
-    """All ranks encode alike, as stock does, and none waits for another. Compiled layers are checkpointed."""
+    """All ranks encode alike, as stock does, and none waits for another."""
 
     def run(folder: str) -> None:
         rank = dist.get_rank()
         core = load_model(f"{folder}/modernbert").double()
-        if compiled:
-            core[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
         batch, model = batch_of(core, rank, queries[rank]), wrap(core)
         loss_function = losses.Contrastive(model, **options, **((of_one or {}) if rank == 1 else {}))
 
@@ -88,41 +85,13 @@ def _ranks_that_differ(
             if change is not None:
                 change(core, rank)
             stock = step()
-            torch._dynamo.utils.counters.clear()
-            # What a process traces is run as it is, which takes a third of the time of compiling it.
-            traced = patch.object(torch, "compile", partial(torch.compile, backend="eager"))
-            with traced, pylate_fastmaxsim.enabled(stock_masking=True, compile=compiled):
+            with pylate_fastmaxsim.enabled(stock_masking=True):
                 for _ in range(2):
                     assert step() == pytest.approx(stock, rel=1e-8, abs=1e-10)
                 assert mode is None or set(modes.chosen[unwrap(model)].values()) == {mode}
                 assert change is not _change_masks or masks.changes_masks(loss_function)
-                assert (torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) > 0) == compiled
 
     return run
-
-
-def _layers_share_what_is_compiled(folder: str) -> None:
-    compiled, calls = [], []
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return lambda *values: calls.append(graph) or graph(*values)
-
-    def counted(wrap: Callable) -> tuple[int, int]:
-        torch._dynamo.reset()
-        compiled.clear()
-        core = load_model(f"{folder}/modernbert").train()
-        batch, model = batch_of(core, rank=1), wrap(core)
-        with pylate_fastmaxsim.enabled(compile=True):
-            for _ in range(2):
-                calls.clear()
-                losses.Contrastive(model)([dict(column) for column in batch]).backward()
-        return len(compiled), len(calls)
-
-    # As large as the layers are, in proportion: by its default all parameters of so small a model are sent as one.
-    small = patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1024)
-    with small, patch.object(torch, "compile", partial(torch.compile, backend=backend)):
-        assert counted(partial(data_parallel, bucket_cap_mb=0.002)) == counted(lambda model: model)
 
 
 def _static_graph(folder: str) -> None:
@@ -263,9 +232,6 @@ CASES = {
     ),
     "one validates": _without_the_others,
     "static graph": _static_graph,
-    "compiled": _ranks_that_differ(data_parallel, compiled=True),
-    "compiled, sharded": _ranks_that_differ(fully_sharded, compiled=True),
-    "layers share what is compiled": _layers_share_what_is_compiled,
     "too few documents": _too_few_to_divide,
     "sent once packed": _sent_once(packed=True, scaled=False),
     "sent once scaled": _sent_once(packed=False, scaled=True),
