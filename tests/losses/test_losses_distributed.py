@@ -33,7 +33,7 @@ def _started(folder: str) -> tuple[nn.Module, Callable[[Callable], tuple]]:
     texts = (sentences(6, longest=(6, 40)[rank], seed=10 * column + rank) for column in (1, 2))
     batch = HOST.columns(core, sentences(6, longest=8, seed=rank), *texts)
     labels = torch.rand(6, 2, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-    model = DistributedDataParallel(core, find_unused_parameters=True)
+    model = DistributedDataParallel(core)
     return model, lambda loss: loss_and_gradients(core, lambda columns: loss(columns, labels), batch)
 
 
