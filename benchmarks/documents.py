@@ -11,10 +11,9 @@ from benchmarks.harness.paths import RESULTS, ROOT
 from benchmarks.harness.records import load
 from benchmarks.harness.tables import table
 from benchmarks.harness.turns import speed
-from benchmarks.operators import attention, compressed_operators, pooling_operators, splade_head
+from benchmarks.operators import compressed_operators, pooling_operators
 from benchmarks.operators.table import docs_table
-from benchmarks.quality import compressed_fidelity, first_stage_cranfield, static_cranfield
-from benchmarks.quality.pooling_study_report import tables as pooling_study_tables
+from benchmarks.quality import compressed_fidelity, first_stage_cranfield
 from benchmarks.retrieval import corpus_search, sparse_search
 from benchmarks.training import ceilings, lengths, multi_vector_step, page_step, splade_step, train_step
 from benchmarks.training.steps import mark_of_runs
@@ -61,20 +60,6 @@ def padding_table() -> str:
     return table(["padding", *shares], [[title, *entries] for title, entries in rows.items()])
 
 
-def h100_table() -> str:
-    """Uncompiled steps on an H100, also at PyLate's default document_length."""
-    lines = []
-    for name, batch, length in (
-        ("train_step_h100", 128, 300),
-        ("step_180_tokens_h100", 128, 180),
-        ("step_180_tokens_h100", 256, 180),
-    ):
-        cells = results(name)["cells"]
-        stock, *peers, ours = (cells[cell_name(path, batch, False, False)] for path in PATHS)
-        lines.append(compared(f"{batch}, {length}", stock, min(peers, key=itemgetter("step_ms")), ours))
-    return table(["queries, `document_length`", "stock", "best peer", "this package", "speed", "memory"], lines)
-
-
 def gpu(cell: dict) -> str:
     """The short name of the GPU that measured a cell."""
     return re.search(r"\b[A-Z]\d+\b|$", cell["environment"]["device"])[0] or cell["environment"]["device"]
@@ -92,14 +77,6 @@ def multi_vector_step_table() -> str:
     """Steps with all texts in one mini-batch."""
     rows = [("stock", False), ("flash", False), ("both", False), ("fast", False), ("fast", True)]
     return multi_vector_step.markdown_table(results("multi_vector_step")["cells"], rows)
-
-
-def multi_vector_gradcache_table() -> str:
-    """Steps of GradCache, in mini-batches of texts and of tokens."""
-    rows = [("stock", False, 32), ("fast", False, 32), ("stock", False, 128)]
-    for tokens in (9600, 38400):
-        rows += [(path, compiled, 32, tokens) for path, compiled in (("flash", False), ("fast", False), ("fast", True))]
-    return multi_vector_step.markdown_table(results("multi_vector_gradcache")["cells"], rows)
 
 
 def two_gpus_table() -> str:
@@ -187,22 +164,6 @@ def number(value: float | None, pattern: str) -> str:
     return "NaN" if value is None else format(value, pattern)
 
 
-def long_documents_table() -> str:
-    lines = []
-    for batch in (16, 128):
-        comparison = results(f"long_documents_{batch}")
-        runs, summary = comparison["runs"], comparison["summary"]
-        entries = [
-            f"{run['step_seconds']:.1f} s, {run['memory']['peak'] / 2**30:.1f} GiB"
-            if run["status"] == "finished"
-            else run["status"]
-            for run in (runs["stock"], runs["fast"])
-        ]
-        ratios = [f"{summary['speedup']:.2f}x", f"{summary['peak_memory']:.0%}"] if summary["speedup"] else ["", ""]
-        lines.append([str(batch), *entries, *ratios])
-    return table(["queries", "PyLate", "this package", "speed", "memory"], lines)
-
-
 def parts(text: str, *places: int) -> str:
     """Some of the titles and tables that a suite prints, by their places."""
     blocks = text.split("\n\n")
@@ -219,12 +180,8 @@ def cells_of(name: str, *patterns: str) -> dict:
 def tables() -> dict[str, dict[str, str]]:
     """The tables of each document, by the name that marks their place."""
     compressed = cells_of("compressed_operators", "256x32.512x300/*", "1x32.10000x300/*")
-    attended = cells_of(
-        "attention", "256 queries*", "1024 doc*", "256 documents of 150, window*", "136 texts*", "40 texts*"
-    )
-    pooled = cells_of("pooling_operators", "256x32.512x300/*", "64x128.64x1024/*")
-    splade_cells = cells_of("splade_head", "256x256*", "32x512*", "128x256, 250k*", "512x256, 250k*")
-    static = cells_of("static_cranfield", "BM25", "encoder", "MaxSim", "threshold=[14568]*", "threshold=0.[468]*")
+    compared_steps = cells_of("train_step", "*/compile=0/*", "stock/*", "fast/*")["cells"]
+    pooled = cells_of("pooling_operators", "256x32.512x300/*")
     first_stage = cells_of(
         "first_stage_cranfield", "BM25", "static, 0.6", "static, IDF, 0.6", "static, BM25's weights, 0.6"
     )
@@ -236,26 +193,31 @@ def tables() -> dict[str, dict[str, str]]:
         },
         "docs/sentence_transformers.md": {
             "multi-vector-table": multi_vector_step_table(),
-            "splade-head-table": parts(splade_head.markdown(splade_cells), 0, 1),
         },
         "docs/benchmarks.md": {
-            "train-step-table": train_step.markdown_table(results("train_step")["cells"], False),
-            "h100-table": h100_table(),
+            "train-step-table": train_step.markdown_table(compared_steps, False),
             "lengths-table": lengths.markdown(results("lengths")),
             "encoders-table": encoders_table(),
-            "multi-vector-gradcache-table": multi_vector_gradcache_table(),
             "splade-step-table": splade_step.markdown(results("splade_step")),
             "page-step-table": page_step.markdown(results("page_step")),
-            "operators-table": docs_table(results("operators")),
+            "operators-table": docs_table(
+                cells_of(
+                    "operators",
+                    "host",
+                    "in-batch-[23]/*",
+                    "colpali*",
+                    "kd/*",
+                    "rerank-10000/*",
+                    "ragged/*",
+                    "ragged-4096/*",
+                    "fp32*",
+                )
+            ),
             "losses-table": ceilings.markdown(results("ceilings")),
-            "long-documents-table": long_documents_table(),
             "corpus-search-table": corpus_search.markdown(
                 cells_of("corpus_search", "*/write", "*/read", "*/streamed", "stock*")
             ),
             "quickstart-table": quickstart_table(),
-        },
-        "docs/kernels.md": {
-            "attention-table": attention.windows_table(attention.of_table(attended, "rows")),
         },
         "docs/distributed.md": {
             "two-gpus-table": two_gpus_table(),
@@ -263,15 +225,13 @@ def tables() -> dict[str, dict[str, str]]:
         },
         "docs/corpora.md": {
             "compressed-operators-table": compressed_operators.docs_table(compressed),
-            "compressed-fidelity-table": compressed_fidelity.markdown(results("compressed_fidelity")),
+            "compressed-fidelity-table": parts(compressed_fidelity.markdown(results("compressed_fidelity")), 1),
         },
         "docs/losses.md": {
             "pooling-operators-table": parts(pooling_operators.docs_table(pooled), 0, 1, 2),
-            "pooling-checks-table": pooling_study_tables(results("pooling_study"))["pooling-checks-table"],
         },
         "docs/sparse.md": {
-            "sparse-search-table": parts(sparse_search.markdown(results("sparse_search")), 0, 1, 2, 3),
-            "static-cranfield-table": parts(static_cranfield.markdown(static), 0, 1, 2),
+            "sparse-search-table": parts(sparse_search.markdown(results("sparse_search")), 0, 1),
         },
         "docs/recipes.md": {"first-stage-table": first_stage_cranfield.markdown(first_stage)},
     }

@@ -27,15 +27,15 @@ from pylate_fastmaxsim.recipes.config.kinds import RECIPES
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pylate_fastmaxsim"
 _TYPES = {
-    bool: "true, false",
-    int: "integer",
-    float: "number",
+    bool: "bool",
+    int: "int",
+    float: "float",
     str: "text",
-    list[str]: "list of texts",
+    list[str]: "list",
     dict: "mapping",
 }
 _GROUPS = {
-    tuple(RECIPES): "all",
+    tuple(RECIPES): "",
     ("colbert", "multi_vector", "splade"): "texts",
     ("colbert", "multi_vector"): "late",
     ("colpali", "colqwen2"): "pages",
@@ -55,7 +55,7 @@ def recipe_keys() -> str:
         kinds = {tuple(kinds) for kinds in rows.values()}
         title, header = f"### {section or 'The recipe itself'}", ["key", "value", "default", "meaning"]
         if len(kinds) == 1:
-            title += f" ({_group(kinds.pop())})"
+            title += f" ({_group(kinds.pop())})".replace(" ()", "")
             lines = [list(row) for row in rows]
         else:
             header.insert(3, "kinds")
@@ -111,9 +111,9 @@ def _default(key: Field) -> str:
         return "required"
     if key.default is MISSING:
         return "`{}`"
-    plain = (
-        "null" if key.default is None else str(key.default).lower() if isinstance(key.default, bool) else key.default
-    )
+    if key.default is None:
+        return ""
+    plain = str(key.default).lower() if isinstance(key.default, bool) else key.default
     return f"`{plain:g}`" if isinstance(plain, float) else f"`{plain}`"
 
 
