@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,12 +13,48 @@ from sentence_transformers import SentenceTransformerTrainer
 from transformers import Trainer
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding import modes
-from tests.support.encoded import mode_of
+from pylate_fastmaxsim.integrations.encoding import modes, token_counts
+from pylate_fastmaxsim.integrations.encoding.batch import Documents
 from tests.support.models import load_model, sentences
 from tests.support.training_runs import BATCH, ROWS, candidates, pairs, train
 
 pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize(
+    "loss_class, options, data",
+    [
+        (losses.Contrastive, {"temperature": 0.1}, pairs),
+        (losses.CachedContrastive, {"mini_batch_size": 4}, pairs),
+        (losses.Distillation, {}, candidates),
+    ],
+    ids=["contrastive", "cached", "distillation"],
+)
+def test_loss_curves(encoder, packed, tmp_path, loss_class, options, data, monkeypatch):
+    searches = []
+    from_columns = Documents.from_columns.__func__
+
+    def recording(cls, columns):
+        searches.append([token_counts.known_total(column) is None for column in columns])
+        return from_columns(cls, columns)
+
+    def curve(**arguments):
+        # Its local layers see all of a query, so that queries are encoded with packed documents.
+        model = load_model(encoder("modernbert", local_attention=24))
+        return train(model, loss_class(model, **options), data(), tmp_path, **arguments)
+
+    stock = curve()
+    monkeypatch.setattr(Documents, "from_columns", classmethod(recording))
+    pylate_fastmaxsim.enable(stock_masking=True)
+    ours = curve(dataloader_num_workers=2, eval_strategy="epoch")
+    assert len(ours) == 2 * ROWS // BATCH
+    assert ours == pytest.approx(stock, rel=2e-3, abs=2e-3)
+    assert stock[-1] < stock[0]
+    # Workers found the tokens of every batch; only the documents of the trial, in training and in evaluation, were
+    # searched: as they are, as often as makes a long row, and once more with queries.
+    joint = loss_class is not losses.CachedContrastive
+    assert [set(found.values()) for found in modes.joined.values()] == [{True}] * joint
+    assert sum(any(missing) for missing in searches) == (6 if joint else 4)
 
 
 class PicksRows(losses.Contrastive):
@@ -59,81 +92,23 @@ class FromBehind(SentenceTransformerTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
-class Run(NamedTuple):
-    loss: Callable = partial(losses.Contrastive, temperature=0.1)
-    data: Callable = pairs
-    # A trainer and a collator.
-    classes: tuple[type, ...] = ()
-    arguments: dict = {}
-    # In the run with the flag only.
-    ours: dict = {}
-    compiled: bool = False
-    tolerance: float = 2e-3
+# The trainer gives a column all keys that begin with its name: `negative` also gets what belongs to `negative_1`.
+@pytest.mark.parametrize(
+    "loss_class, columns, classes",
+    [
+        (PicksRows, ("positive", "negative", "negative_1"), ()),
+        (losses.Contrastive, (), (FromBehind, ItemsCollator)),
+        (losses.Contrastive, (), (FromBehind, BatchCollator)),
+    ],
+)
+def test_a_loss_a_trainer_or_a_collator_of_the_users_own(encoder, packed, tmp_path, loss_class, columns, classes):
+    def curve():
+        model = load_model(encoder("modernbert"))
+        return train(model, loss_class(model, temperature=0.1), pairs(*columns), tmp_path, *classes)
 
-
-def a_loss_each(model):
-    return {"triplets": losses.Contrastive(model, temperature=0.1), "scored": losses.Distillation(model)}
-
-
-CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-RUNS = {
-    "contrastive": Run(ours={"dataloader_num_workers": 2, "eval_strategy": "epoch"}),
-    "cached": Run(
-        partial(losses.CachedContrastive, mini_batch_size=4, temperature=0.1), ours={"eval_strategy": "epoch"}
-    ),
-    "distillation": Run(losses.Distillation, candidates, ours={"eval_strategy": "epoch"}),
-    "several datasets with a loss each": Run(
-        a_loss_each,
-        lambda: {"triplets": pairs(), "scored": candidates()},
-        arguments={"multi_dataset_batch_sampler": "round_robin"},
-    ),
-    "mixed precision": Run(arguments={"bf16": True, **CHECKPOINTING}, tolerance=0.05),
-    "compiled by the trainer": Run(arguments={"max_steps": 2}, ours=COMPILED),
-    "compiled before": Run(arguments={"max_steps": 2}, compiled=True),
-    # The trainer gives a column all keys that begin with its name: `negative` also gets what belongs to `negative_1`.
-    "own loss": Run(partial(PicksRows, temperature=0.1), lambda: pairs("positive", "negative", "negative_1")),
-    "own trainer, items": Run(classes=(FromBehind, ItemsCollator)),
-    "own trainer, dicts": Run(classes=(FromBehind, BatchCollator)),
-}
-
-
-@pytest.mark.parametrize("run", [pytest.param(run, id=name) for name, run in RUNS.items()])
-def test_loss_curves(encoder, packed, tmp_path, caplog, run):
-    def built():
-        model = load_model(encoder("bert", num_hidden_layers=1))
-        return model, run.loss(model)
-
-    stock = train(*built(), run.data(), tmp_path, *run.classes, **run.arguments)
-    torch._dynamo.reset()
-    model, loss = built()
-    if run.compiled:
-        model.compile(backend="aot_eager")
-    caplog.set_level(logging.INFO, "pylate_fastmaxsim")
+    stock = curve()
     pylate_fastmaxsim.enable(stock_masking=True)
-    ours = train(model, loss, run.data(), tmp_path, *run.classes, **run.arguments, **run.ours)
-    torch._dynamo.reset()
-    assert ours == pytest.approx(stock, rel=run.tolerance, abs=run.tolerance)
-    assert mode_of(model) == {"packed"} and "not packed" not in caplog.text
-    if "max_steps" not in run.arguments:
-        assert len(ours) == 2 * ROWS // BATCH * (2 if run.loss is a_loss_each else 1)
-        assert stock[-1] < stock[0] or run.classes
-
-
-@pytest.mark.smoke
-def test_counts_of_the_collator_are_used(encoder, packed, tmp_path, no_search):
-    class Trainer(SentenceTransformerTrainer):
-        def training_step(self, *args, **kwargs):
-            if self.state.global_step == 1:  # the first decides how to encode
-                no_search()
-            return super().training_step(*args, **kwargs)
-
-    # Its local layers see all of a query, so that queries are encoded with packed documents.
-    model = load_model(encoder("modernbert", local_attention=24))
-    pylate_fastmaxsim.enable()
-    curve = train(model, losses.Contrastive(model), pairs(), tmp_path, Trainer, dataloader_num_workers=2)
-    assert len(curve) == 2 * ROWS // BATCH
-    assert set(modes.joined[model].values()) == {True}
+    assert curve() == pytest.approx(stock, rel=2e-3, abs=2e-3)
 
 
 def test_what_replaces_the_preparation_of_all_trainers_is_called(encoder, tmp_path, monkeypatch):
@@ -142,6 +117,63 @@ def test_what_replaces_the_preparation_of_all_trainers_is_called(encoder, tmp_pa
     monkeypatch.setattr(Trainer, "_prepare_inputs", lambda *args: called.append(None) or prepare(*args))
     curve = train(model, losses.Contrastive(model), pairs(), tmp_path, max_steps=2)
     assert len(called) == len(curve)
+
+
+def test_several_datasets_with_a_loss_each(encoder, tmp_path):
+    def curve():
+        model = load_model(encoder("modernbert"))
+        data = {"triplets": pairs(), "scored": candidates()}
+        loss = {"triplets": losses.Contrastive(model, temperature=0.1), "scored": losses.Distillation(model)}
+        return train(model, loss, data, tmp_path, multi_dataset_batch_sampler="round_robin")
+
+    stock = curve()
+    assert len(stock) == 2 * 2 * ROWS // BATCH
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert curve() == pytest.approx(stock, rel=2e-3, abs=2e-3)
+
+
+def test_mixed_precision_and_gradient_checkpointing(encoder, packed, tmp_path, caplog):
+    def curve():
+        model = load_model(encoder("modernbert"))
+        options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        return train(model, losses.Contrastive(model, temperature=0.1), pairs(), tmp_path, bf16=True, **options)
+
+    stock = curve()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+        assert curve() == pytest.approx(stock, rel=0.05, abs=0.05)
+    assert "not packed" not in caplog.text
+
+
+@pytest.mark.smoke
+def test_enabled_between_building_and_training(encoder, packed, tmp_path):
+    def built():
+        model = load_model(encoder("bert"))
+        return model, losses.Contrastive(model, temperature=0.1)
+
+    stock = train(*built(), pairs(), tmp_path)
+    model, loss = built()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert train(model, loss, pairs(), tmp_path) == pytest.approx(stock, rel=2e-3)
+    assert set(modes.chosen[model].values()) == {"packed"}
+
+
+@pytest.mark.parametrize("by_the_trainer", [True, False], ids=["torch_compile=True", "model.compile()"])
+def test_compiled_model(encoder, packed, tmp_path, by_the_trainer):
+    def curve(compiled):
+        model = load_model(encoder("bert", num_hidden_layers=1))
+        if compiled and not by_the_trainer:
+            model.compile(backend="aot_eager")
+        options = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if compiled and by_the_trainer else {}
+        return model, train(model, losses.Contrastive(model), pairs(), tmp_path, max_steps=2, **options)
+
+    _, stock = curve(False)
+    torch._dynamo.reset()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    model, ours = curve(True)
+    torch._dynamo.reset()
+    assert ours == pytest.approx(stock, rel=2e-3)
+    assert set(modes.chosen[model].values()) == {"packed"}
 
 
 def test_a_checkpoint_is_an_ordinary_model(encoder, packed, tmp_path):
