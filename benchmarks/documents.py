@@ -11,7 +11,7 @@ from benchmarks.harness.paths import RESULTS, ROOT
 from benchmarks.harness.records import load
 from benchmarks.harness.tables import table
 from benchmarks.harness.turns import speed
-from benchmarks.operators import compressed_operators, pooling_operators
+from benchmarks.operators import compressed_operators
 from benchmarks.operators.table import docs_table
 from benchmarks.quality import compressed_fidelity, first_stage_cranfield
 from benchmarks.retrieval import corpus_search, sparse_search
@@ -179,9 +179,8 @@ def cells_of(name: str, *patterns: str) -> dict:
 
 def tables() -> dict[str, dict[str, str]]:
     """The tables of each document, by the name that marks their place."""
-    compressed = cells_of("compressed_operators", "256x32.512x300/*", "1x32.10000x300/*")
+    compressed = cells_of("compressed_operators", "256x32.512x300/*")
     compared_steps = cells_of("train_step", "*/compile=0/*", "stock/*", "fast/*")["cells"]
-    pooled = cells_of("pooling_operators", "256x32.512x300/*")
     first_stage = cells_of(
         "first_stage_cranfield", "BM25", "static, 0.6", "static, IDF, 0.6", "static, BM25's weights, 0.6"
     )
@@ -196,7 +195,6 @@ def tables() -> dict[str, dict[str, str]]:
         },
         "docs/benchmarks.md": {
             "train-step-table": train_step.markdown_table(compared_steps, False),
-            "lengths-table": lengths.markdown(results("lengths")),
             "encoders-table": encoders_table(),
             "splade-step-table": splade_step.markdown(results("splade_step")),
             "page-step-table": page_step.markdown(results("page_step")),
@@ -226,9 +224,6 @@ def tables() -> dict[str, dict[str, str]]:
         "docs/corpora.md": {
             "compressed-operators-table": compressed_operators.docs_table(compressed),
             "compressed-fidelity-table": parts(compressed_fidelity.markdown(results("compressed_fidelity")), 1),
-        },
-        "docs/losses.md": {
-            "pooling-operators-table": parts(pooling_operators.docs_table(pooled), 0, 1, 2),
         },
         "docs/sparse.md": {
             "sparse-search-table": parts(sparse_search.markdown(results("sparse_search")), 0, 1),
