@@ -36,7 +36,7 @@ LONG = (
     "test_compiled_distributed.py",
     "test_compiled_checkpointing.py",
     "test_gathered.py",
-    "test_interpreted.py",
+    "test_smoke.py",
     "test_encode_distributed.py",
     "test_training_cell.py",
     "test_losses_benchmark.py",
