@@ -1,7 +1,5 @@
 """Tables of cases that are written as text."""
 
-from __future__ import annotations
-
 import re
 
 

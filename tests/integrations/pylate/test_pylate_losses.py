@@ -167,18 +167,6 @@ def test_virtual_tokens_of_peft_that_come_after_the_first_batch(encoder, packed)
     assert_equal(ours, run(loss_function, batch))
 
 
-@pytest.mark.compile
-def test_model_compiled_by_its_user(encoder, packed):
-    model = load_model(encoder("modernbert", num_hidden_layers=1))
-    batch = batch_of(model)
-    stock = run(losses.Contrastive(model), batch)
-    compiled = torch.compile(model, backend="aot_eager")
-    with pylate_fastmaxsim.enabled(stock_masking=True, compile=True):
-        assert_equal(run(losses.Contrastive(compiled), batch), stock, 1e-4)
-        assert mode_of(model) == "packed"
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("loss_class", ALL)
 # Only on a GPU does autocast make a normalised copy float32.
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
