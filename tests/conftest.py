@@ -28,7 +28,7 @@ if host is None or not Path(host.origin).with_name("multi_vector_encoder").exist
 
 # Files of a minute and more. They start first, so that no worker is left with one when the others have ended.
 LONG = (
-    "test_visual_recipes.py",
+    "test_kinds.py",
     "test_compare.py",
     "test_launched.py",
     "test_mining_launched.py",
@@ -36,10 +36,12 @@ LONG = (
     "test_compiled_distributed.py",
     "test_compiled_checkpointing.py",
     "test_gathered.py",
-    "test_interpreted.py",
+    "test_smoke.py",
     "test_encode_distributed.py",
     "test_training_cell.py",
     "test_losses_benchmark.py",
+    "test_host_ranks.py",
+    "test_host_losses.py",
 )
 
 

@@ -100,14 +100,6 @@ def test_training_finds_centroids_and_quantiles():
     assert len(ResidualCodec.train(sample[:100], bits=1).centroids) == 95
 
 
-def test_a_codec_is_read_as_it_was_written(tmp_path):
-    codec = random_codec(12, 2)
-    codec.save(tmp_path / "codec.safetensors")
-    again = ResidualCodec.load(tmp_path / "codec.safetensors")
-    for name in ("centroids", "weights", "cutoffs", "byte_values"):
-        assert torch.equal(getattr(again, name), getattr(codec, name))
-
-
 def test_what_is_no_codec_is_named(tmp_path):
     from safetensors.torch import save_file
 
@@ -137,6 +129,7 @@ def test_a_flipped_bit_of_a_codec_changes_no_number(bits, tmp_path):
     codec = random_codec(8, bits)
     codec.save(file)
     content = file.read_bytes()
+    assert numbers_of(ResidualCodec.load(file)) == numbers_of(codec)
     for _ in range(FLIPS):
         damaged = bytearray(content)
         damaged[numbers.randrange(len(content))] ^= 1 << numbers.randrange(8)
@@ -187,7 +180,7 @@ def changed(**tensors):
         (lambda: changed(centroids=torch.zeros(0, 8).half()), "at least one centroid"),
         (
             lambda: changed(centroids=torch.zeros(1, 6).half()),
-            "d \\* bits must be a multiple of 8, got d = 6 and 2 bits",
+            r"d \* bits must be a multiple of 8, got d = 6 and 2 bits",
         ),
         (
             lambda: changed(weights=torch.zeros(4, device="meta").half()),

@@ -6,23 +6,17 @@ import pytest
 import torch
 
 from pylate_fastmaxsim import CompressedBatch, TokenBatch, compress, reference
-from pylate_fastmaxsim.compressed import Int8, Residual, rounded_queries
-from tests.support.on_gpu import no_waiting
+from pylate_fastmaxsim.compressed import Int8, rounded_queries
+from tests.support.operators import compressed_as
 from tests.support.ragged_batches import ragged
 from tests.support.residual_codecs import random_codec
 
-FORMATS = ("int8", "int8 by token", "fp8", "residual")
-
-
-def compressed_as(batch: TokenBatch, format: str) -> CompressedBatch:
-    if format == "residual":
-        return compress(batch, random_codec(batch.dim, 4))
-    return compress(batch, format.split()[0], per_token="token" in format)
+FORMATS = ("int8", "int8 by token", "fp8", "residual 4")
 
 
 def documents(dtype=torch.float32, masked=True, lengths=(7, 0, 20, 3, 9, 1), dim=16, seed=0) -> TokenBatch:
     """Rows that do not count are NaN."""
-    return ragged(torch.Generator().manual_seed(seed), list(lengths), dim, dtype, integers=False, masked=masked)
+    return ragged(torch.Generator().manual_seed(seed), list(lengths), dim, dtype, masked=masked)
 
 
 def live(batch: TokenBatch) -> torch.Tensor:
@@ -142,18 +136,9 @@ def test_the_scale_of_fp8_fits_the_numbers():
 
 
 def test_rounded_queries():
-    numbers = torch.tensor(
-        [
-            [448.0, 1.0],
-            [448.1, 1.0],
-            [224.0, 1.0],
-            [0.0, 0.0],
-            [1e-40, 0.0],
-            [3e38, 1.0],
-            [torch.nan, 1.0],
-            [1.0, torch.inf],
-        ]
-    )
+    largest = [448.0, 448.1, 224.0, 0.0, 1e-40, 3e38, torch.nan, 1.0]
+    numbers = torch.tensor([[number, float(number not in (0.0, 1e-40))] for number in largest])
+    numbers[7, 1] = torch.inf
     values, scales = rounded_queries(numbers, "fp8")
     assert scales[:6].tolist() == [1, 2, 0.5, 0, 2.0**-126, 2.0**120]
     assert values.float()[:3].tolist() == [[448, 1], [224, 0.5], [448, 2]]
@@ -192,9 +177,7 @@ def test_memory():
 
 
 def test_plaid_codes_have_unit_vectors():
-    whole = compressed_as(documents(), "residual")
-    plaid = Residual(whole.tokens.codes.long(), whole.tokens.packed, None, whole.tokens.codec)
-    batch = CompressedBatch(plaid, whole.starts, whole.lengths, whole.max_length, whole.keep)
+    whole, batch = (compressed_as(documents(), format) for format in ("residual 4", "plaid"))
     vectors = batch.to("cpu").select(torch.arange(6)).decompress(torch.float64).values
     expected = torch.nn.functional.normalize(whole.decompress(torch.float64).values)
     rows = expected.any(dim=1)
@@ -204,7 +187,7 @@ def test_plaid_codes_have_unit_vectors():
 
 @pytest.mark.parametrize("format", ["int8", "int8 by token", "fp8"])
 def test_similarities_differ_by_no_more_than_docs_say(format):
-    one_token = ragged(torch.Generator().manual_seed(1), [1] * 40, 16, torch.float64, integers=False, masked=False)
+    one_token = ragged(torch.Generator().manual_seed(1), [1] * 40, 16, torch.float64)
     unit = one_token.with_values(torch.nn.functional.normalize(one_token.values))
     documents = compressed_as(unit, format)
     exact = reference.maxsim(unit, unit)
@@ -228,7 +211,7 @@ def test_a_gpu_makes_the_same(format):
         *(tensor.cuda() for tensor in (batch.values, batch.starts, batch.lengths)), batch.max_length, batch.keep.cuda()
     )
     here = compressed_as(batch, format)
-    if format == "residual":  # codes as chosen here: the nearest of two may differ by rounding
+    if format == "residual 4":  # codes as chosen here: the nearest of two may differ by rounding
         there = here.to("cuda")
         torch.testing.assert_close(compress(on_gpu, there.tokens.codec).tokens.scales.cpu(), here.tokens.scales)
     else:
@@ -236,18 +219,6 @@ def test_a_gpu_makes_the_same(format):
     for one, other in zip(here.tokens.tensors, there.tokens.tensors, strict=True):
         assert torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8))
     assert torch.equal(here.decompress().values, there.to("cuda:0").decompress().values.cpu())
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("format", ["int8", "fp8"])
-def test_queries_are_rounded_on_a_gpu_without_waiting(format):
-    numbers = torch.randn(3000, 128) * torch.exp(40 * torch.linspace(-1, 1, 3000))[:, None]
-    numbers[5], numbers[6, 3], numbers[7, 7] = 0, torch.nan, torch.inf
-    on_gpu = numbers.cuda()
-    with no_waiting():
-        there = rounded_queries(on_gpu, format)
-    for one, other in zip(rounded_queries(numbers, format), there, strict=True):
-        assert torch.equal(one.float().nan_to_num(-1), other.cpu().float().nan_to_num(-1))
 
 
 VALUES, SCALES = torch.zeros(3, 8, dtype=torch.int8), torch.zeros(3)

@@ -19,6 +19,7 @@ from tests.support.paths import ROOT
 
 README = PAGES["README.md"]
 EVERYTHING = "\n".join(text for name, text in PAGES.items() if name != "CHANGELOG.md")
+CODE = {language: re.findall(rf"```{language}\n(.*?)```", EVERYTHING, flags=re.DOTALL) for language in ("bash", "yaml")}
 
 
 def test_the_readme_is_read_to_its_end():
@@ -34,7 +35,7 @@ def test_tables_are_made_from_the_committed_results():
         name: sorted(made[name]) for name in made
     }
     for name in made:
-        assert updated(name, PAGES[name]) == PAGES[name], "run: python -m benchmarks --render"
+        assert updated(name, PAGES[name], made[name]) == PAGES[name], "run: python -m benchmarks --render"
 
 
 def headings(name: str) -> set[str]:
@@ -123,3 +124,31 @@ def test_layers_to_wrap_are_those_of_transformers():
         assert arguments.training_script == "pylate_fastmaxsim.cli" and arguments.module
         command, recipe = arguments.training_script_args
         assert command == "train" and (ROOT / recipe).is_file()
+
+
+def test_command_lines_of_pages_are_parsed():
+    from pylate_fastmaxsim.cli import command_parser
+    from pylate_fastmaxsim.comparison.script_child import script_comparison_parser
+
+    lines = re.findall(r"^fastmaxsim (\w+) ?(.*)$", "\n".join(CODE["bash"]), flags=re.MULTILINE)
+    assert len(lines) > 5
+    for name, arguments in lines:
+        words = shlex.split(arguments)
+        parser = script_comparison_parser("compare") if ".py" in arguments else command_parser(name)
+        parser.parse_args(words) if ".py" in arguments else parser.parse_intermixed_args(words)
+
+
+def test_sections_of_recipes_in_pages_are_valid():
+    import yaml
+
+    from pylate_fastmaxsim.recipes.config.kinds import build_recipe
+
+    mining = {"pairs": {"source": "files", "files": ["pairs.jsonl"]}, "teacher": "teacher"}
+    data = {"source": "docstrings", "packages": ["torch"]}
+    assert len(CODE["yaml"]) > 4
+    for code in CODE["yaml"]:
+        sections = yaml.safe_load(code)
+        if "mining" in sections:
+            sections["mining"] = mining | sections["mining"]
+        model = {"model": {"name_or_path": "bert"}}
+        build_recipe({"name": "page", "output_dir": "page", "data": data, **model, **sections})

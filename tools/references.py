@@ -27,12 +27,18 @@ from pylate_fastmaxsim.recipes.config.kinds import RECIPES
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pylate_fastmaxsim"
 _TYPES = {
-    bool: "true, false",
-    int: "integer",
-    float: "number",
+    bool: "bool",
+    int: "int",
+    float: "float",
     str: "text",
-    list[str]: "list of texts",
+    list[str]: "list",
     dict: "mapping",
+}
+_GROUPS = {
+    tuple(RECIPES): "",
+    ("colbert", "multi_vector", "splade"): "texts",
+    ("colbert", "multi_vector"): "late",
+    ("colpali", "colqwen2"): "pages",
 }
 # What a line of log means, until somebody writes it.
 _NO_MEANING = "| `{}` | | |"
@@ -46,17 +52,20 @@ def recipe_keys() -> str:
             sections.setdefault(section, {}).setdefault(row, []).append(kind)
     parts = []
     for section, rows in sections.items():
-        kinds = {" ".join(kinds) for kinds in rows.values()}
+        kinds = {tuple(kinds) for kinds in rows.values()}
         title, header = f"### {section or 'The recipe itself'}", ["key", "value", "default", "meaning"]
         if len(kinds) == 1:
-            of_all = kinds == {" ".join(RECIPES)}
-            title += "" if of_all else f" ({', '.join(kinds.pop().split())})"
+            title += f" ({_group(kinds.pop())})".replace(" ()", "")
             lines = [list(row) for row in rows]
         else:
             header.insert(3, "kinds")
-            lines = [[*row[:3], ", ".join(kinds) * (len(kinds) < len(RECIPES)), row[3]] for row, kinds in rows.items()]
+            lines = [[*row[:3], _group(tuple(kinds)), row[3]] for row, kinds in rows.items()]
         parts.append(f"{title}\n\n{table(header, lines)}")
     return "\n\n".join(parts)
+
+
+def _group(kinds: tuple[str, ...]) -> str:
+    return _GROUPS.get(kinds, ", ".join(kinds))
 
 
 def _keys(section: str, of: type) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -102,9 +111,9 @@ def _default(key: Field) -> str:
         return "required"
     if key.default is MISSING:
         return "`{}`"
-    plain = (
-        "null" if key.default is None else str(key.default).lower() if isinstance(key.default, bool) else key.default
-    )
+    if key.default is None:
+        return ""
+    plain = str(key.default).lower() if isinstance(key.default, bool) else key.default
     return f"`{plain:g}`" if isinstance(plain, float) else f"`{plain}`"
 
 
@@ -122,14 +131,15 @@ def commands() -> str:
         "fastmaxsim run SCRIPT": run,
         "fastmaxsim compare SCRIPT": script_comparison_parser("fastmaxsim compare"),
     }
-    parts = []
+    parts, said = [], set()
     for title, parser in parsers.items():
         rows = [row for action in parser._actions if (row := _argument(action))]
-        if title.endswith("compare SCRIPT"):
-            rows = [row for row in rows if row not in map(_argument, run._actions)]
-            rows.append(["", "and those of `fastmaxsim run SCRIPT`"])
+        again = [row[0] for row in rows if row[1] in said]
+        new = [row for row in rows if row[1] not in said]
         text = f"### {title}\n\n{parser.description}"
-        parts.append(f"{text}\n\n{table(['argument', 'meaning'], rows)}" if rows else text)
+        text += f" Also {', '.join(again)}, as above." if again else ""
+        parts.append(f"{text}\n\n{table(['argument', 'meaning'], new)}" if new else text)
+        said |= {row[1] for row in rows}
     return "\n\n".join(parts)
 
 

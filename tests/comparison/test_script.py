@@ -1,8 +1,5 @@
 """``fastmaxsim compare train.py``: real scripts, and what is left of them."""
 
-from __future__ import annotations
-
-import json
 import os
 import re
 import socket
@@ -10,20 +7,18 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from pylate_fastmaxsim.comparison import script
-from pylate_fastmaxsim.comparison.report import publish
 from pylate_fastmaxsim.comparison.script import SEVERAL_MACHINES, Ranks
-from pylate_fastmaxsim.comparison.script_child import FAILURE
-from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY, ChildFailed, OutOfMemoryElsewhere, Run, Turns
-from pylate_fastmaxsim.comparison.verdict import summarize_turns
-from pylate_fastmaxsim.reporting.numbers import without_nan
+from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY, OutOfMemoryElsewhere
 from tests.support.compared_script import accelerated, compare, compared
 from tests.support.examples import training_example
+from tests.support.launcher import LAUNCH, WAYS
 
 STEPS = ("--steps", "12")
 
@@ -211,14 +206,7 @@ for step in range(100):
 @pytest.mark.process
 def test_two_processes_of_a_launcher_step_by_the_same_turns_until_one_is_out_of_memory(tmp_path):
     pytest.importorskip("accelerate")
-    launch = ("-m", "accelerate.commands.launch", "--num_processes=2", "--num_machines=1", "--multi_gpu")
-    launch += (
-        "--mixed_precision=no",
-        "--dynamo_backend=no",
-        "--main_process_port=0",
-        "-m",
-        "pylate_fastmaxsim.compare",
-    )
+    launch = ("-m", *LAUNCH, *WAYS["ddp"], "-m", "pylate_fastmaxsim.compare")
     found = compared(tmp_path, DISTRIBUTED, *STEPS, command=launch)
     stock, fast = found["runs"]["stock"], found["runs"]["fast"]
     # Both wait in vain for the step of the second process, so that each process is started alone, and waits again.
@@ -234,18 +222,14 @@ def test_a_script_that_fails_ends_as_it_does_alone(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (1, "", alone.stderr)
 
 
-def test_a_script_that_ends_by_a_code_has_said_why(tmp_path, capsys):
-    (tmp_path / "stock").mkdir()
-    log = tmp_path / "stock.log"
-    log.write_text("usage: train.py [--lr LR]\n")
-    # As by os._exit, without a result.
-    with pytest.raises(SystemExit, match="1"):
-        script._exit_as_the_script(ChildFailed("stock", 0, log), tmp_path)
-    assert "ended with exit code 0" in capsys.readouterr().err
-    (tmp_path / "stock" / FAILURE).touch()
-    with pytest.raises(SystemExit, match="3"):
-        script._exit_as_the_script(ChildFailed("stock", 3, log), tmp_path)
-    assert capsys.readouterr().err == "usage: train.py [--lr LR]\n"
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("end", "code", "said"), [("sys.exit(3)", 3, "usage: --lr\n"), ("os._exit(0)", 1, "exit code 0")]
+)
+def test_a_script_that_ends_by_a_code_has_said_why(end, code, said, tmp_path):
+    done = compare(tmp_path, f"import os, sys\nprint('usage: --lr', flush=True)\n{end}\n")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr == said if code == 3 else said in done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names a folder that nobody can write into")
@@ -271,73 +255,41 @@ def test_nothing_to_compare_is_one_sentence(words, error, capsys):
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Two ranks of a launcher whose store is that of this process; each is asked for the machine it is on."""
+    """``ranks(*machines)``: two ranks of a launcher whose store is that of this process, each on its machine."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)  # finds a free port
-    for name, value in (
-        ("MASTER_ADDR", "127.0.0.1"),
-        ("MASTER_PORT", str(store.port)),
-        ("TORCHELASTIC_USE_AGENT_STORE", "True"),
-    ):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    here = threading.local()
+    monkeypatch.setattr(socket, "gethostname", lambda: here.machine)
 
-    def made(*machines):
-        monkeypatch.setattr(socket, "gethostname", lambda: machines[int(threading.current_thread().name)])
-        found = [None, None]
+    def make(rank: int, machine: str) -> Ranks | str:
+        here.machine = machine
+        try:
+            return Ranks({"RANK": str(rank), "WORLD_SIZE": "2"})
+        except ValueError as error:
+            return str(error)
 
-        def make(rank):
-            try:
-                found[rank] = Ranks({"RANK": str(rank), "WORLD_SIZE": "2"})
-            except ValueError as error:
-                found[rank] = str(error)
-
-        threads = [threading.Thread(target=make, args=[rank], name=str(rank)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found
-
-    yield made
+    with ThreadPoolExecutor(2) as pool:
+        yield lambda *machines: list(pool.map(make, range(2), machines))
     del store
 
 
 def test_several_machines_are_refused(ranks):
-    first, second = ranks("here", "there")
-    assert first == second == SEVERAL_MACHINES
+    assert ranks("here", "there") == [SEVERAL_MACHINES] * 2
 
 
 def test_ranks_exchange_values_and_hear_who_is_out_of_memory(ranks):
     first, second = ranks("here", "here")
-    heard = []
-    other = threading.Thread(target=lambda: heard.extend([second.gather(3), second.environment()]))
-    other.start()
-    assert first.gather({"steps": 4}) == [{"steps": 4}, 3]
-    variables = first.environment()
-    other.join()
-    assert heard == [[{"steps": 4}, 3], variables] and variables["MASTER_PORT"] != os.environ["MASTER_PORT"]
-    assert "TORCHELASTIC_USE_AGENT_STORE" not in variables
-    first.require_memory_elsewhere()
-    last = threading.Thread(target=second.gather, args=[OUT_OF_MEMORY])
-    last.start()
-    with pytest.raises(OutOfMemoryElsewhere):
-        while last.is_alive():
-            first.require_memory_elsewhere()
-    first.gather("finished")
-    last.join()
-
-
-def test_without_rich_and_matplotlib_the_table_is_text(monkeypatch, tmp_path, capsys):
-    for name in ("rich.console", "rich.table", "matplotlib", "matplotlib.figure", "matplotlib.ticker"):
-        monkeypatch.setitem(sys.modules, name, None)
-    blocks = [{"seconds": 0.5, "cpu_seconds": 0.5, "steps": 2, "pair": 0}]
-    runs = {
-        mode: Run(steps=[{"loss": 1.0}, {"loss": float("nan")}], blocks=blocks, memory={"before": 2**20, "peak": 2**21})
-        for mode in ("stock", "fast")
-    }
-    comparison = {"recipe": {"name": "train.py"}, **summarize_turns(Turns(runs, False))}
-    publish(without_nan(comparison), tmp_path / "compare.json")
-    said = capsys.readouterr()
-    assert "train.py on unknown device\n" in said.out
-    assert re.search(r"\npeak memory +2 MiB +2 MiB +100%\n", said.out)
-    assert said.err == "There is no PNG and no HTML: matplotlib is missing.\n"
-    assert json.loads((tmp_path / "compare.json").read_text())["runs"]["stock"]["losses"] == [1.0, None]
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(lambda: [second.gather(3), second.environment()])
+        assert first.gather({"steps": 4}) == [{"steps": 4}, 3]
+        variables = first.environment()
+        assert heard.result() == [[{"steps": 4}, 3], variables]
+        assert variables["MASTER_PORT"] != os.environ["MASTER_PORT"] and "TORCHELASTIC_USE_AGENT_STORE" not in variables
+        first.require_memory_elsewhere()
+        last = pool.submit(second.gather, OUT_OF_MEMORY)
+        with pytest.raises(OutOfMemoryElsewhere):
+            while not last.done():
+                first.require_memory_elsewhere()
+        first.gather("finished")

@@ -79,13 +79,13 @@ class Script:
         return False
 
     def __call__(self, name: str, child: Child, again: bool, on_wait) -> Scripted:
-        self.alive.append(Scripted(self, name, again))
+        self.alive.append(Scripted(self, name, again, on_wait))
         return self.alive[-1]
 
 
 class Scripted:
-    def __init__(self, script: Script, name: str, again: bool) -> None:
-        self.script, self.name, self.again, self.taken = script, name, again, 0
+    def __init__(self, script: Script, name: str, again: bool, on_wait) -> None:
+        self.script, self.name, self.again, self.on_wait, self.taken = script, name, again, on_wait, 0
         self.done = False
         self.answers = [{"ready": True}]
 
@@ -109,6 +109,7 @@ class Scripted:
         self.answers.append({"block": block, "done": self.done})
 
     def report(self) -> dict:
+        self.on_wait(self.name)
         if self.script.fails(self):
             raise ChildFailed(self.name, 1, self.script.log)
         if self.script.runs_out(self):
@@ -123,9 +124,9 @@ class Scripted:
 def play(monkeypatch):
     """``play(script)``: take turns with scripted processes."""
 
-    def played(script: Script, names=("stock", "fast"), **options):
-        monkeypatch.setattr(turns, "_Process", script)
-        done = take_turns(dict.fromkeys(names), **options)
+    def played(script: Script, names=("stock", "fast"), log: Path | None = None, **options):
+        monkeypatch.setattr(turns, "_Process", script)  # private: real processes take real time and memory
+        done = take_turns(dict.fromkeys(names, Child([], log)), **options)
         assert not script.alive
         return done
 
@@ -228,10 +229,10 @@ def test_all_ranks_go_the_same_way(play):
     assert play(script, names=("fast",), gather=gather_of_one_that_ran_out).runs["fast"].status == "out of memory"
 
 
-def test_a_terminal_shows_whose_turn_it_is_and_the_end_of_its_log(tmp_path, monkeypatch, capsys):
+def test_a_terminal_shows_whose_turn_it_is_and_the_end_of_its_log(play, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    log = tmp_path / "stock.log"
+    log, clear = tmp_path / "stock.log", "\r\x1b[K"
     log.write_text("said\nSearching:  10%|█  | 2/20\rSearching:  45%|███  | 9/20\n")
-    with turns._progress({"stock": Child([], log)}) as show:
-        show("stock")
-    assert capsys.readouterr().err == f"{turns._CLEAR}0 s, stock: Searching:  45%|███  | 9/20{turns._CLEAR}"
+    play(Script(), names=("stock",), log=log)
+    first, *_, last = capsys.readouterr().err.split(clear)[1:]
+    assert (first, last) == ("0 s, stock: Searching:  45%|███  | 9/20", "")

@@ -1,12 +1,11 @@
 """The ratio of two runs on a machine with other work, and when the verdict says that the machine was busy."""
 
-from __future__ import annotations
-
 import pytest
 
 from pylate_fastmaxsim.comparison.report import headline
-from pylate_fastmaxsim.comparison.turns import Child, Run, Turns, python, take_turns
-from pylate_fastmaxsim.comparison.verdict import summarize_turns, verdict
+from pylate_fastmaxsim.comparison.turns import Run, Turns
+from pylate_fastmaxsim.comparison.verdict import summarize_steps, summarize_turns, verdict
+from tests.support.comparisons import steps as steps_of
 
 
 def run(*seconds: float, cpu: float = 2.0, device: str = "cpu", steps: int = 3) -> Run:
@@ -64,16 +63,12 @@ def test_what_the_report_takes():
     assert headline({"recipe": {"name": "x"}, **warm_up}).endswith("too few steps for a verdict on the speed")
 
 
-@pytest.mark.e2e
-def test_a_load_that_starts_in_the_middle_does_not_turn_the_verdict(tmp_path):
-    """One after the other, the load would meet the second alone."""
-    trace = str(tmp_path / "trace")
-
-    def child(name: str, work: int) -> Child:
-        # The load starts in the middle of the 130 steps of both.
-        code = f"stepping.main(steps=65, work={work}, trace={trace!r}, loaded_from=65)"
-        return Child(python(f"from tests.support import stepping; {code}"), tmp_path / f"{name}.log")
-
-    done = take_turns({"stock": child("stock", 120), "fast": child("fast", 60)})
-    judged = verdict(*done.runs.values())
-    assert judged["pairs"] >= 6 and judged["ratio"] == pytest.approx(2.0)
+def test_times_are_taken_after_the_warm_up_and_padding_over_all_steps():
+    run = summarize_steps(steps_of([9.0] * 5 + [1.0, 2.0, 3.0] + [2.0] * 8, encoded=80))
+    assert run["step_seconds"] == 2.0
+    assert run["documents_per_second"] == 4 * 11 / 22
+    assert run["live_tokens_per_second"] == 30 * 11 / 22
+    assert run["padding"] == 0.5
+    # In a short run the warm-up is a third.
+    assert summarize_steps(steps_of([9.0, 1.0, 1.0], encoded=80))["step_seconds"] == 1.0
+    assert "step_seconds" not in summarize_steps([])

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tests.support import exactness
-from tests.support.chosen_tiles import choose_tiles
-from tests.support.on_gpu import DEVICE, ragged
+from tests.support.operators import check, lengths, problem
 
 pytest.importorskip("triton")
+
+from inspect import unwrap  # noqa: E402
 
 from triton.runtime.errors import OutOfResources  # noqa: E402
 
@@ -15,7 +15,6 @@ from pylate_fastmaxsim.kernels.maxsim import launch as scores  # noqa: E402
 from pylate_fastmaxsim.kernels.maxsim import tiles as forward_tiles  # noqa: E402
 from pylate_fastmaxsim.kernels.winner_backward import launch as gradients  # noqa: E402
 from pylate_fastmaxsim.kernels.winner_backward import tiles as backward_tiles  # noqa: E402
-from tests.support import maxsim_kernels  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 
@@ -26,15 +25,10 @@ INPUTS = {
     "tf32": (torch.float32, "medium"),
 }
 TABLES = {
-    "forward": (
-        forward_tiles._FORWARD,
-        forward_tiles._FORWARD_OF_FEW_ROWS,
-        forward_tiles._FORWARD_WITH_WINNERS,
-        forward_tiles._FORWARD_OF_LONG_QUERIES_WITH_WINNERS,
-    ),
-    "query_gradient": (backward_tiles._QUERY_GRADIENT,),
-    "document_gradient": (backward_tiles._DOCUMENT_GRADIENT,),
-    "candidate_gradient": (backward_tiles._CANDIDATE_GRADIENT,),
+    "forward": [value for name, value in vars(forward_tiles).items() if name.startswith("_FORWARD")],
+    "query_gradient": [backward_tiles._QUERY_GRADIENT],  # the tables themselves are what is tested
+    "document_gradient": [backward_tiles._DOCUMENT_GRADIENT],
+    "candidate_gradient": [backward_tiles._CANDIDATE_GRADIENT],
 }
 
 
@@ -54,17 +48,17 @@ def configurations():
 @pytest.mark.parametrize("seed", range(3))
 def test_tiles(family, kind, dim, tiles, seed, monkeypatch):
     # As many documents a program as the table says, of which so few rows would leave one.
-    monkeypatch.setattr(forward_tiles, "_ENOUGH_ROWS", 0)
+    monkeypatch.setattr(forward_tiles, "ENOUGH_ROWS", 0)
+    launch = scores if family == "forward" else gradients
+    monkeypatch.setattr(launch, f"{family}_tiles", lambda *_: tiles)
+    if family == "forward":
+        monkeypatch.setattr(scores, "_plan", unwrap(scores._plan))  # which would keep the plan of other tiles
     dtype, precision = INPUTS[kind]
-    generator = torch.Generator().manual_seed(seed)
-    masked = (None, 0.7, 0.9)[seed]
-    queries = ragged(generator, 19, (32, 300, 9)[seed], dim, dtype, keep=masked, gap=seed % 2)
-    documents = ragged(generator, 37, (300, 180, 700)[seed], dim, dtype, keep=masked, gap=seed % 2)
-    candidates = None
-    if family == "candidate_gradient" or (family != "document_gradient" and seed == 1):
-        candidates = torch.randint(37, (19, 5), generator=generator).to(DEVICE)
-    choose_tiles(monkeypatch, scores if family == "forward" else gradients, **{family: tiles})
+    listed = family == "candidate_gradient" or (family != "document_gradient" and seed == 1)
+    sizes = {"queries": lengths(seed, 19, (32, 300, 9)[seed]), "documents": lengths(9, 37, (300, 180, 700)[seed])}
+    sizes |= {"dim": dim, "dtype": dtype, "masked": seed > 0, "gapless": seed != 1, "slots": 5, "device": "cuda"}
     try:
-        exactness.check(maxsim_kernels, queries, documents, candidates, precision=precision)
+        case = problem("maxsim", seed, layout="shared" if listed else "all", **sizes)
+        check("maxsim", case, precision=precision, may_be_unclear=True)
     except OutOfResources as error:
         pytest.skip(f"made for a GPU with more shared memory: {error}")

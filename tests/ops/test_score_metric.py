@@ -64,10 +64,3 @@ def test_the_pooling_is_read_at_each_call_and_travels_with_a_pickle(padded):
     metric.pooling = 4
     with pytest.raises(TypeError, match=r"pooling must be Max\(\), .* got 4"):
         metric(*padded)
-
-
-def test_what_cannot_be_scored_is_an_error(padded):
-    with pytest.raises(TypeError, match=r"PooledScores: pooling must be Max\(\), .* got 'max'"):
-        PooledScores("max")
-    with pytest.raises(ValueError, match="as many queries as documents .* got 2 and 3; a contrastive loss takes"):
-        PooledScores(own_documents=True)(padded[0][:2], padded[1])

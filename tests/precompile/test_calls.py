@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import subprocess
 import sys
@@ -22,9 +21,6 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("shape", SHAPES, ids=range(len(SHAPES)))
 def test_batches_of_the_same_sizes_launch_nothing_else(shape, architecture):
-    # All modules with kernels are there to be patched.
-    for family in ("maxsim", "winner_backward", "pooled", "xtr", "projection", "compressed", "splade"):
-        importlib.import_module(f"pylate_fastmaxsim.kernels.{family}.launch")
     with recorded_launches(architecture) as ready:
         for call in shapes.calls_of(shape):
             calls.run(call, CPU)

@@ -1,8 +1,5 @@
-"""Outputs of commands: regular files that are no inputs, and one of two whole where two commands write it."""
+"""Outputs of commands: regular files that are no inputs, and whole or as before."""
 
-from __future__ import annotations
-
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -19,85 +16,58 @@ from tests.support.full_disk import no_file_above
 from tests.support.tiny_recipe import tiny, write
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("corpus.jsonl", "it is what this command reads"),
-        ("other-name.jsonl", "it is what this command reads"),
-        ("model/config.json", "it is in .*/model, which this command reads"),
-        ("link", "it is a link"),
-        (".", "it is a folder"),
-        ("/dev/null", "it is no regular file"),
-        ("x" * 300, "File name too long"),
-    ],
-)
-def test_an_output_is_a_regular_file_that_is_no_input(name, reason, tmp_path):
+def test_an_output_is_a_regular_file_that_is_no_input(tmp_path):
     (tmp_path / "corpus.jsonl").write_text("{}")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     os.link(tmp_path / "corpus.jsonl", tmp_path / "other-name.jsonl")
     (tmp_path / "model").mkdir()
     inputs = (None, tmp_path / "corpus.jsonl", tmp_path / "model", Path("name/on-the-hub"))
-    with pytest.raises(RecipeError, match=f"^--run .* cannot be written: {reason}"):
-        prepare_file("--run", tmp_path / name, inputs)
+    for name, reason in {
+        "corpus.jsonl": "it is what this command reads",
+        "other-name.jsonl": "it is what this command reads",
+        "model/config.json": "it is in .*/model, which this command reads",
+        "link": "it is a link",
+        ".": "it is a folder",
+        "/dev/null": "it is no regular file",
+        "x" * 300: "File name too long",
+    }.items():
+        with pytest.raises(RecipeError, match=f"^--run .* cannot be written: {reason}"):
+            prepare_file("--run", tmp_path / name, inputs)
     prepare_file("--run", tmp_path / "runs" / "run", inputs)
 
 
 @pytest.mark.parametrize(
-    ("run", "keys", "said"),
+    ("run", "override", "said"),
     [
-        (train, {"data.files": ["OUT/train.json"]}, "output_dir OUT/train.json .* what this command reads"),
-        (train, {"model.name_or_path": "OUT/model"}, "OUT/model lies in output_dir, where this training replaces it"),
-        (train, {"evaluation.beir": "OUT"}, "output_dir OUT/train.json .* in OUT, which this command reads"),
-        (compare, {"data.files": ["OUT/compare.json"]}, "output_dir OUT/compare.json .* what this command reads"),
-        (mine, {"mining.pairs.name": "OUT"}, "data.name OUT/queries.parquet .* in OUT, which this command reads"),
-        (mine, {"mining.teacher": "OUT"}, "data.name OUT/queries.parquet .* in OUT, which this command reads"),
+        (train, "data.files=[OUT/train.json]", "output_dir OUT/train.json .* what this command reads"),
+        (train, "model={name_or_path: OUT/model}", "OUT/model lies in output_dir, where this training replaces it"),
+        (train, "evaluation.beir=OUT", "output_dir OUT/train.json .* in OUT, which this command reads"),
+        (compare, "data.files=[OUT/compare.json]", "output_dir OUT/compare.json .* what this command reads"),
+        (mine, "mining.pairs.name=OUT", "data.name OUT/queries.parquet .* in OUT, which this command reads"),
+        (mine, "mining.teacher=OUT", "data.name OUT/queries.parquet .* in OUT, which this command reads"),
     ],
 )
-def test_a_recipe_replaces_nothing_that_it_reads(run, keys, said, tmp_path):
+def test_a_recipe_replaces_nothing_that_it_reads(run, override, said, tmp_path):
     out = tmp_path / "out"
     (out / "model").mkdir(parents=True)
     for name in ("train.json", "compare.json"):
         (out / name).write_text('{"query": "a", "positive": "b"}\n' * 60)
     values = tiny(tmp_path, evaluation={"rows": 0})
     if run is mine:
+        mining = {"pairs": {"source": "hub", "name": "pairs"}, "teacher": "teacher", "num_negatives": 1}
+        values |= {"model": {"name_or_path": "name/on-the-hub"}, "loss": {"name": "distillation"}, "mining": mining}
         values["data"] = {"source": "distillation", "name": str(out)}
-        values["loss"] = {"name": "distillation"}
-        values["mining"] = {"pairs": {"source": "hub", "name": "pairs"}, "teacher": "teacher", "num_negatives": 1}
-    if "model.name_or_path" in keys or run is mine:
-        values["model"] = {"name_or_path": "name/on-the-hub"}
-    recipe = load_recipe(
-        write(tmp_path, values), [f"{key}={value}".replace("OUT", str(out)) for key, value in keys.items()]
-    )
+    recipe = load_recipe(write(tmp_path, values), [override.replace("OUT", str(out))])
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
     with pytest.raises(RecipeError, match=said.replace("OUT", str(out))):
         run(recipe)
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_of_two_commands_with_one_output_file_one_is_there_whole(tmp_path):
-    file, context = tmp_path / "run.trec", multiprocessing.get_context("fork")
-    rankings = [{f"q{query}": {name * 20: 1.0} for query in range(2000)} for name in "ab"]
-    for _ in range(5):
-        processes = [context.Process(target=write_run, args=(file, ranking)) for ranking in rankings]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        lines = file.read_text().splitlines()
-        assert len(lines) == 2000 and len({line.split()[2] for line in lines}) == 1
-    assert os.listdir(tmp_path) == ["run.trec"]
-
-
-@pytest.mark.parametrize("share", [0, 0.3, 0.9])
-def test_a_full_disk_leaves_the_run_file_of_before(share, tmp_path):
+def test_a_full_disk_leaves_the_run_file_of_before(tmp_path):
     file = tmp_path / "run.trec"
     write_run(file, {"q": {"old": 1.0}})
     before = file.read_text()
-    ranking = {f"q{query}": {"new": 1.0} for query in range(2000)}
-    write_run(tmp_path / "whole", ranking)
-    with (
-        no_file_above(int(share * (tmp_path / "whole").stat().st_size)),
-        pytest.raises(OSError, match="File too large"),
-    ):
-        write_run(file, ranking)
-    assert file.read_text() == before and sorted(os.listdir(tmp_path)) == ["run.trec", "whole"]
+    with no_file_above(20_000), pytest.raises(OSError, match="File too large"):
+        write_run(file, {f"q{query}": {"new": 1.0} for query in range(2000)})
+    assert file.read_text() == before and os.listdir(tmp_path) == ["run.trec"]

@@ -1,10 +1,9 @@
 """The plugin as a recipe switches it."""
 
-from dataclasses import asdict, fields
-from typing import get_type_hints
+from dataclasses import asdict
 
 from pylate_fastmaxsim.integrations.options import current_options
-from pylate_fastmaxsim.recipes.config.kinds import RECIPES, PyLateFast
+from pylate_fastmaxsim.recipes.config.kinds import PyLateFast
 from pylate_fastmaxsim.recipes.plugin import plugin_of
 
 
@@ -14,14 +13,3 @@ def test_every_option_of_the_fast_section_reaches_the_flag():
     with plugin_of(section):
         # Scores are pooled as loss.pooling says.
         assert {"enabled": True, **asdict(current_options())} == asdict(section) | {"pooling": {}}
-
-
-def test_a_kind_has_the_options_of_its_host():
-    of_texts = ["enabled", "padding_free", "compile"]
-    assert {kind: [key.name for key in fields(get_type_hints(recipe)["fast"])] for kind, recipe in RECIPES.items()} == {
-        "colbert": [*of_texts, "stock_masking"],
-        "multi_vector": of_texts,
-        "splade": of_texts,
-        "colpali": ["enabled"],
-        "colqwen2": ["enabled"],
-    }

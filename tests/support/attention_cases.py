@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim import reference
+from pylate_fastmaxsim.ops.attention import text_attention
 
 
 class Case(NamedTuple):
@@ -128,3 +129,21 @@ def distances(found: list[Tensor], exact: list[Tensor]) -> list[float]:
         float((ours.double() - wanted).norm() / wanted.norm().clamp(min=1))
         for ours, wanted in zip(found, exact, strict=True)
     ]
+
+
+def text_layer(batch: Case, dropout: float = 0.0) -> Callable[[], Tensor]:
+    leaves = [values.detach().requires_grad_() for values in batch[:3]]
+    return lambda: text_attention(*leaves, *batch[3:], dropout=dropout)
+
+
+def rotary_arguments(rows: int = 14, dtype: torch.dtype = torch.float64, bias: bool = True, heads: int = 3) -> tuple:
+    """Of ``rotary_self_attention``: texts of 5, 0 and 6 rows, of which 3, 2 and 6 have keys, and rows behind."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    x, weight, offset = made(rows, 24), made(3 * heads * 16, 24), made(3 * heads * 16) if bias else None
+    angles = 9 * torch.rand(rows, 8, generator=generator).repeat(1, 2).to(dtype)
+    texts = borders([5, 0, 6], "cpu"), borders([3, 2, 6], "cpu")
+    return x, weight, offset, angles.cos(), angles.sin(), *texts, 6, heads, 0.25, 3

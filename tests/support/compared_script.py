@@ -1,7 +1,5 @@
 """A training script in a folder, compared stock and fast by the command."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

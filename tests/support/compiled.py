@@ -66,10 +66,6 @@ def kind(operand: str) -> str:
     return "half" if operand in ("bf16", "fp16") else operand
 
 
-def precision(operand: str) -> str:
-    return INPUT_PRECISION["highest"] if kind(operand) == "half" else operand
-
-
 def options_of(tile) -> dict[str, int | None]:
     """The options of Triton among the fields of tiles."""
     names = {"num_warps": "num_warps", "num_stages": "num_stages", "max_registers": "maxnreg"}
@@ -88,7 +84,8 @@ def compiled(
     kernel = launcher.kernel
     known = TYPES | dict.fromkeys(["winners", "token_winners"], WINNERS[winners])
     types = known | dict.fromkeys(VECTORS.split(), ELEMENT[operand]) | dict(types)
-    constants |= {"SENTINEL": no_winner(winners), "PRECISION": precision(operand)}
+    precision = INPUT_PRECISION["highest"] if kind(operand) == "half" else operand
+    constants |= {"SENTINEL": no_winner(winners), "PRECISION": precision}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     constants |= dict.fromkeys(set(absent) & set(kernel.arg_names))
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}

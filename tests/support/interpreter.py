@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from pylate_fastmaxsim.kernels.primitives import running_best, running_maximum
+from tests.support.kernels_on_cpu import kernels_on_cpu
 
 
 def _values(operand) -> np.ndarray:
@@ -90,17 +91,6 @@ def _patch_with_index(tensor, scope):
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
-def spread_out(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers, not one after the other: a matrix by columns, other tensors with a gap between any two."""
-    if tensor.dim() > 1:
-        strided = tensor.t().contiguous().t()
-    else:
-        strided = torch.stack([tensor, ~tensor if tensor.dtype == torch.bool else -tensor], dim=1).flatten()[::2]
-    assert torch.equal(strided.nan_to_num(), tensor.nan_to_num())
-    assert min(tensor.shape) < 2 or not strided.is_contiguous()
-    return strided
-
-
 @contextmanager
 def mended() -> Iterator[None]:
     """The interpreter multiplies bits of bf16, truncates to e4m3, cannot convert sizes under NumPy 2.4, reduces slowly, has no assembly."""
@@ -121,8 +111,8 @@ def mended() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[None]:
-    """Kernels of this process are interpreted; otherwise the test is skipped."""
+    """Operators on a CPU run kernels, which this process interprets; otherwise the test is skipped."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("kernels are compiled in this process; run it with TRITON_INTERPRET=1")
-    with mended():
+    with mended(), kernels_on_cpu():
         yield

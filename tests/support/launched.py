@@ -3,8 +3,6 @@
 Both processes note each file that they write.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -12,6 +10,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 RANK = int(os.environ["RANK"])
 FSDP = os.environ.get("ACCELERATE_USE_FSDP") == "true"
@@ -42,6 +41,7 @@ from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainerState  # noqa: E402
 
 from pylate_fastmaxsim.recipes.load import load_recipe  # noqa: E402
+from pylate_fastmaxsim.recipes.models.load import kind_of  # noqa: E402
 from pylate_fastmaxsim.recipes.training import train as training  # noqa: E402
 
 serialize = safetensors.torch.serialize_file
@@ -96,19 +96,18 @@ class Interrupt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def train(recipe: str, output: Path, interrupt: bool = False) -> dict:
-    run = training._run_trainer
+def train(file: str, output: Path, interrupt: bool = False) -> dict:
+    recipe = load_recipe(file, [f"output_dir={output}"])
+    kind = kind_of(recipe.model)
+    build = kind.build_trainer
 
-    def interrupted(recipe, kind, trainer, checkpoint):
-        if interrupt:
-            trainer.add_callback(Interrupt())
-        return run(recipe, kind, trainer, checkpoint)
+    def interrupted(*args):
+        trainer = build(*args)
+        trainer.add_callback(Interrupt())
+        return trainer
 
-    training._run_trainer = interrupted
-    try:
-        return training.train(load_recipe(recipe, [f"output_dir={output}"]))
-    finally:
-        training._run_trainer = run
+    with mock.patch.object(kind, "build_trainer", interrupted if interrupt else build):
+        return training.train(recipe)
 
 
 def main() -> None:

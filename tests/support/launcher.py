@@ -1,7 +1,5 @@
 """``accelerate launch`` of launched.py in two processes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +8,7 @@ from tests.support.paths import SUPPORT
 
 LAUNCH = ["accelerate.commands.launch", "--num_processes=2", "--num_machines=1"]
 LAUNCH += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
-KINDS = {
+WAYS = {
     # Not --cpu, for which accelerate needs MPI; training.use_cpu makes it two processes on the CPU.
     "ddp": ["--multi_gpu"],
     # Version 1 needs a GPU. So does the loading that is left out, which begins with an empty model.
@@ -20,9 +18,9 @@ KINDS = {
 }
 
 
-def launch(kind: str, folder: Path, recipes: list[Path], layer: str = "ModernBertEncoderLayer"):
+def launch(way: str, folder: Path, recipes: list[Path], layer: str = "ModernBertEncoderLayer"):
     """Train recipes as launched.py does, by "ddp" or "fsdp", and write into ``folder``."""
-    options = [option.replace("ModernBertEncoderLayer", layer) for option in KINDS[kind]]
+    options = [option.replace("ModernBertEncoderLayer", layer) for option in WAYS[way]]
     return run(*options, str(SUPPORT / "launched.py"), str(folder), *map(str, recipes))
 
 

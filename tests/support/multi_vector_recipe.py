@@ -1,7 +1,5 @@
 """A recipe of a tiny MultiVectorEncoder, made from scratch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

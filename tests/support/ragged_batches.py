@@ -1,4 +1,4 @@
-"""Small ragged batches on a CPU, with unused rows and masked tokens of NaN."""
+"""Small ragged batches, with unused rows and masked tokens of NaN."""
 
 from __future__ import annotations
 
@@ -11,38 +11,39 @@ CANDIDATES = torch.tensor([[0, 1], [2, 2], [5, 0], [3, 3], [4, 1]])
 
 
 def ragged(
-    generator: torch.Generator, lengths: list[int], dim: int, dtype: torch.dtype, integers: bool, masked: bool
+    generator: torch.Generator,
+    lengths: list[int],
+    dim: int,
+    dtype: torch.dtype = torch.float32,
+    integers: bool = False,
+    masked: bool = False,
+    gapless: bool = False,
 ) -> TokenBatch:
     """Sequences in shuffled order with unused rows between them; every row that does not count is NaN.
 
-    ``integers``: small integer vectors, for which every product and sum is exact in any dtype and ties abound.
+    ``integers``: small integer vectors, for which every product and sum is exact in any dtype and ties abound. Otherwise
+    vectors have a length of about 1.
     """
-    starts, row = torch.zeros(len(lengths), dtype=torch.int64), 1
+    starts, row = torch.zeros(len(lengths), dtype=torch.int64), 0 if gapless else 1
     for i in torch.randperm(len(lengths), generator=generator).tolist():
         starts[i] = row
-        row += lengths[i] + int(torch.randint(0, 3, (), generator=generator))
+        row += lengths[i] + (0 if gapless else int(torch.randint(0, 3, (), generator=generator)))
     if integers:
         values = torch.randint(-2, 3, (row, dim), generator=generator).to(dtype)
     else:
-        values = torch.randn(row, dim, generator=generator).to(dtype)
+        values = (torch.randn(row, dim, generator=generator) * max(1, dim) ** -0.5).to(dtype)
     keep = torch.rand(row, generator=generator) < 0.6 if masked else torch.ones(row, dtype=torch.bool)
     used = torch.zeros(row, dtype=torch.bool)
     for start, length in zip(starts.tolist(), lengths, strict=True):
         used[start : start + length] = True
     values[~(used & keep)] = torch.nan
     slack = int(torch.randint(0, 4, (), generator=generator))
+    longest = max(lengths, default=0) + slack
     return TokenBatch(
-        values,
-        starts,
-        torch.tensor(lengths, dtype=torch.int64),
-        max(lengths, default=0) + slack,
-        keep if masked else None,
+        values, starts, torch.tensor(lengths, dtype=torch.int64), longest, keep if masked else None, gapless
     )
 
 
 def batches(dtype=torch.float32, dim=16, queries=(5, 5, 3, 0, 5), documents=(7, 0, 20, 3, 9, 1), masked=True, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return (
-        ragged(generator, list(queries), dim, dtype, integers=False, masked=masked),
-        ragged(generator, list(documents), dim, dtype, integers=False, masked=masked),
-    )
+    return tuple(ragged(generator, list(lengths), dim, dtype, masked=masked) for lengths in (queries, documents))

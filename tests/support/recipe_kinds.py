@@ -1,17 +1,17 @@
-"""The kinds of text models that recipes train in this environment, and a tiny recipe of each."""
-
-from __future__ import annotations
+"""The kinds of models that recipes train in this environment, and a tiny recipe of each."""
 
 from pathlib import Path
 
 import sentence_transformers
 
+from tests.support.page_recipes import PAGES
 from tests.support.splade_recipe import tiny_splade
 from tests.support.tiny_recipe import tiny
 
 # PyLate and the release of Sentence Transformers that has MultiVectorEncoder are not installed together.
 LATE = "multi_vector" if hasattr(sentence_transformers, "MultiVectorEncoder") else "colbert"
-KINDS = (LATE, "splade")
+KINDS = (LATE, "splade")  # of texts
+TRAINED = (*KINDS, *PAGES)
 
 
 def tiny_of(kind: str, directory: Path, *arguments: str, **options) -> dict:

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from pylate_fastmaxsim.recipes.training import train as training
+from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
+from pylate_fastmaxsim.recipes.training.train import train
 from tests.support.command_line import fastmaxsim
 
 
@@ -28,16 +29,18 @@ def interrupt(recipe, monkeypatch, step: int) -> str:
             if state.global_step == step:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    run = training._run_trainer
+    kind = kind_of(recipe.model)
+    build = kind.build_trainer
 
-    def interrupted(recipe, kind, trainer, checkpoint):
+    def interrupted(*args):
+        trainer = build(*args)
         trainer.add_callback(Interrupt())
-        return run(recipe, kind, trainer, checkpoint)
+        return trainer
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "_run_trainer", interrupted)
+        patch.setattr(kind, "build_trainer", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            training.train(recipe)
+            train(recipe)
     return last_checkpoint(recipe).name
 
 

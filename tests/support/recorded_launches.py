@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
-from pylate_fastmaxsim.ops.operands import KERNEL_DTYPES
+from tests.support.kernels_on_cpu import kernels_on_cpu
 
 
 def _kind(argument) -> object:
@@ -28,12 +28,9 @@ def recorded_launches(architecture: int) -> Iterator[set[tuple]]:
         launched.add((name, tuple(map(_kind, arguments)), tuple(sorted(constants.items(), key=str))))
 
     with ExitStack() as stack:
+        stack.enter_context(kernels_on_cpu())
         stack.enter_context(patch.object(Launcher, "_launch", record))
         for name, module in list(sys.modules.items()):
-            if name.startswith("pylate_fastmaxsim."):
-                if hasattr(module, "runs_kernels"):
-                    takes = patch.object(module, "runs_kernels", lambda values: values.dtype in KERNEL_DTYPES)
-                    stack.enter_context(takes)
-                if name.startswith("pylate_fastmaxsim.kernels.") and callable(getattr(module, "architecture", None)):
-                    stack.enter_context(patch.object(module, "architecture", lambda device: architecture))
+            if name.startswith("pylate_fastmaxsim.kernels.") and callable(getattr(module, "architecture", None)):
+                stack.enter_context(patch.object(module, "architecture", lambda device: architecture))
         yield launched

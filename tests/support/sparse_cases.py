@@ -80,16 +80,19 @@ def blocks_of(documents: SparseBatch, device: str, engine, live: Tensor | None =
     return blocks
 
 
-def check(case: Case, device: str, engine, seed: int = 0) -> launch.DeviceBlocks:
-    """Scores and positions are those of the definition, bit for bit."""
+def assert_found(blocks: launch.DeviceBlocks, queries: SparseBatch, k: int, expected, at_least=None) -> None:
+    """Scores and positions, bit for bit."""
+    own = queries.to(blocks.device)
+    for found, wanted in zip(blocks.search(own.offsets, own.terms, own.weights, k, at_least), expected, strict=True):
+        assert torch.equal(found.cpu(), wanted)
+
+
+def check(case: Case, device: str, engine, seed: int = 0) -> None:
+    """A search finds what the definition does."""
     queries, documents = drawn(case, seed)
-    blocks = blocks_of(documents, device, engine)
-    own = queries.to(device)
-    scores, positions = blocks.search(own.offsets, own.terms, own.weights, case.k)
-    expected_scores, expected_positions = reference.sparse_top(queries, documents, case.k)
-    assert torch.equal(positions.cpu(), expected_positions)
-    assert torch.equal(scores.cpu(), expected_scores)
-    return blocks
+    assert_found(
+        blocks_of(documents, device, engine), queries, case.k, reference.sparse_top(queries, documents, case.k)
+    )
 
 
 def check_removed(device: str, engine) -> None:
@@ -97,26 +100,18 @@ def check_removed(device: str, engine) -> None:
     case = CASES["few sizes"]
     queries, documents = drawn(case)
     live = torch.rand(len(documents), generator=torch.Generator().manual_seed(0)) < 0.5
-    blocks = blocks_of(documents, device, engine, live)
-    own = queries.to(device)
-    scores, positions = blocks.search(own.offsets, own.terms, own.weights, case.k)
-    expected_scores, expected = reference.sparse_top(queries, documents.select(live.nonzero()[:, 0]), case.k)
     places = live.nonzero()[:, 0]
+    scores, expected = reference.sparse_top(queries, documents.select(places), case.k)
     expected = torch.where(expected < 0, -1, places[expected.clamp(min=0)])
-    assert torch.equal(positions.cpu(), expected)
-    assert torch.equal(scores.cpu(), expected_scores)
+    assert_found(blocks_of(documents, device, engine, live), queries, case.k, (scores, expected))
 
 
 def check_at_least(device: str, engine) -> None:
     """With scores that are known to be reached, what reaches them is found all the same, equal ones too."""
     case = CASES["few sizes"]
     queries, documents = drawn(case)
-    blocks = blocks_of(documents, device, engine)
-    own = queries.to(device)
-    expected, places = reference.sparse_top(queries, documents, case.k)
-    scores, positions = blocks.search(own.offsets, own.terms, own.weights, case.k, expected[:, -1].to(device))
-    assert torch.equal(positions.cpu(), places)
-    assert torch.equal(scores.cpu(), expected)
+    expected = reference.sparse_top(queries, documents, case.k)
+    assert_found(blocks_of(documents, device, engine), queries, case.k, expected, expected[0][:, -1].to(device))
 
 
 # Their sums in float64 round to different float32 numbers in the two directions.
@@ -127,7 +122,6 @@ def check_order(device: str, engine) -> None:
     """Scores are sums in the order of terms."""
     rows = [list(enumerate(ORDERED)), list(enumerate(reversed(ORDERED)))]
     documents = SparseBatch.from_lists(rows, 4)
-    queries = SparseBatch.from_lists([[(term, 1.0) for term in range(4)]], 4).to(device)
-    blocks = blocks_of(documents, device, engine)
-    scores, positions = blocks.search(queries.offsets, queries.terms, queries.weights, 2)
-    assert (scores.tolist(), positions.tolist()) == ([[1.0 + 2.0**-23, 1.0]], [[1, 0]])
+    queries = SparseBatch.from_lists([[(term, 1.0) for term in range(4)]], 4)
+    expected = torch.tensor([[1.0 + 2.0**-23, 1.0]]), torch.tensor([[1, 0]])
+    assert_found(blocks_of(documents, device, engine), queries, 2, expected)

@@ -1,7 +1,5 @@
 """A recipe of a tiny SPLADE, made from scratch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support.tiny_recipe import ONE_LAYER, tiny

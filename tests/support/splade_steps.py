@@ -1,24 +1,21 @@
-"""Losses of a tiny SPLADE model and their gradients, ours against stock."""
+"""Steps of the losses of a tiny SPLADE model: every loss that trains one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
 import torch
-from sentence_transformers import SparseEncoder
+from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
 from sentence_transformers.sparse_encoder import losses
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding import modes as encoding_modes
 from pylate_fastmaxsim.integrations.models.encoders import hidden_states_of
-from tests.support import compared
+from tests.support.hosts import Host, Step
 from tests.support.models import sentences
-from tests.support.sparse_encoders import transformer_of
+from tests.support.sparse_encoders import FAMILIES, splade, transformer_of
 
 pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE by the flag before it")
 
@@ -29,21 +26,23 @@ TEXTS = [sentences(COUNT, longest, seed) for longest, seed in ((6, 1), (20, 2), 
 SCORES = torch.linspace(1, 0, COUNT, dtype=torch.float64)
 MARGINS = torch.linspace(-1, 1, COUNT, dtype=torch.float64)
 TEACHER = torch.linspace(-1, 1, 3 * COUNT, dtype=torch.float64).view(COUNT, 3)
+TOLERANCE = 1e-9
 
+CONTRASTIVE = losses.SparseMultipleNegativesRankingLoss
 # Options of splade_loss() for GradCache; before release 5.3, which has none, those for a loss without it.
 CACHED = {"kind": losses.CachedSpladeLoss, "mini_batch_size": 4} if hasattr(losses, "CachedSpladeLoss") else {}
 
-assert_equal = partial(compared.assert_equal, tolerance=1e-9)
 
-
-def batch_of(model: SparseEncoder, columns: int, texts: Sequence[list[str]] = TEXTS) -> list[dict]:
+def batch_of(model: SparseEncoder, columns: int = 3, texts: Sequence[list[str]] = TEXTS) -> list[dict]:
     """A tokenized batch, as the collator makes it."""
     tokenize = model.preprocess if hasattr(model, "preprocess") else model.tokenize
     columns = [tokenize(each, task=task) for each, task in zip(texts[:columns], TASKS, strict=False)]
     return [{key: value for key, value in column.items() if value is not None} for column in columns]
 
 
-def splade_loss(model: SparseEncoder, base: type[nn.Module], kind: type[nn.Module] = losses.SpladeLoss, **options):
+def splade_loss(
+    model: SparseEncoder, base: type[nn.Module] = CONTRASTIVE, kind: type[nn.Module] = losses.SpladeLoss, **options
+):
     """A loss with regularisers. Those of the base loss are in ``base``, a class or a partial of one."""
     weights = {"document_regularizer_weight": 3e-2}
     if not options.get("use_document_regularizer_only"):
@@ -51,59 +50,92 @@ def splade_loss(model: SparseEncoder, base: type[nn.Module], kind: type[nn.Modul
     return kind(model, base(model), **{**weights, **options})
 
 
-def run(model: SparseEncoder, loss: nn.Module, batch: list[dict], labels: Tensor | None = None, bf16: bool = False):
-    """The loss and the gradients of all parameters that have one."""
-    model.zero_grad(set_to_none=True)
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
-        value = loss([dict(column) for column in batch], labels)
-        # As the trainer adds them up.
-        value = sum(value.values()) if isinstance(value, dict) else value
-    value.backward()
-    weights = model.named_parameters()
-    return value.detach(), {name: weight.grad.clone() for name, weight in weights if weight.grad is not None}
+def step_of(
+    model: SparseEncoder, base: type[nn.Module] = CONTRASTIVE, columns: int = 3, labels: Tensor | None = None, **options
+) -> Step:
+    return Step(splade_loss(model, base, **options), batch_of(model, columns), labels, TOLERANCE)
 
 
-def error(found: tuple, exact: tuple) -> float:
-    """Distance of all gradients from exact ones."""
-    return sum((found[1][name] - gradient).norm() for name, gradient in exact[1].items()).item()
+class L1(nn.Module):
+    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
+        return embeddings.abs().sum(dim=1).mean()
 
 
-def modes(model: SparseEncoder) -> set[str]:
-    """How its texts were encoded."""
-    return set(encoding_modes.chosen.get(hidden_states_of(transformer_of(model)), {}).values())
+def squared_error(similarities: Tensor, labels: Tensor) -> Tensor:
+    """The default but for labels, which stock casts to float32, and similarities here are float64."""
+    return F.mse_loss(similarities, labels.to(similarities))
 
 
-@dataclass
-class Decoded:
-    """How many tokens the decoder of a masked language model was called with, call by call."""
-
-    decoder: nn.Module
-    tokens: list[int] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, model: SparseEncoder, monkeypatch) -> Decoded:
-        seen, stock = cls(transformer_of(model).auto_model.get_output_embeddings()), F.linear
-
-        # Not its forward, nor that of Linear: a model with code of the user's own is encoded with padding.
-        def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            if weight is seen.decoder.weight:
-                seen.tokens.append(input.shape[:-1].numel())
-            return stock(input, weight, bias)
-
-        monkeypatch.setattr(F, "linear", linear)
-        return seen
+def of_embeddings(model: SparseEncoder) -> Step:
+    """A loss that calls the model itself."""
+    queries, documents = batch_of(model, 2)
+    with torch.no_grad():
+        teacher = model(dict(queries))["sentence_embedding"].roll(1, dims=0)
+    return Step(losses.SparseMSELoss(model), [queries, documents], teacher, TOLERANCE)
 
 
-def assert_as_stock(model: SparseEncoder, decoded: Decoded, steps: dict[str, tuple], **options: object) -> None:
-    """Loss and gradients of steps are stock's, and their logits are not computed. The package stays on.
+def _several(model: SparseEncoder) -> nn.Module:
+    return CONTRASTIVE(model, gather_across_devices=True)
 
-    A step is a loss, a batch and perhaps labels. It is made twice, because the first one checks the head by numbers.
-    """
-    stock = {name: run(model, *step) for name, step in steps.items()}
-    assert decoded.tokens, "stock does not call this decoder"
-    pylate_fastmaxsim.enable(**options)
-    for name, step in steps.items():
-        for _ in range(2):
-            decoded.tokens.clear()
-            assert_equal(run(model, *step), stock[name])
-        assert not decoded.tokens, "the fast way was not taken"
+
+LOSSES = {
+    "contrastive": step_of,
+    "cached": partial(step_of, **CACHED),
+    "distillation": partial(
+        step_of, base=partial(losses.SparseDistillKLDivLoss, temperature=0.5), columns=4, labels=TEACHER
+    ),
+    "pairs": partial(step_of, columns=2),
+    "several negatives": partial(step_of, base=_several, columns=4),
+    "thresholds": partial(step_of, document_regularizer_threshold=150, query_regularizer_threshold=80),
+    "all are documents": partial(step_of, use_document_regularizer_only=True),
+    "L1": partial(step_of, document_regularizer=L1(), query_regularizer=L1()),
+    "margins": partial(step_of, base=losses.SparseMarginMSELoss, labels=MARGINS),
+    "margins of several": partial(step_of, base=losses.SparseMarginMSELoss, columns=4, labels=TEACHER),
+    "triplets": partial(step_of, base=losses.SparseTripletLoss),
+    "cosine": partial(
+        step_of,
+        base=partial(losses.SparseCosineSimilarityLoss, loss_fct=squared_error),
+        columns=2,
+        labels=SCORES,
+    ),
+    "CoSENT": partial(step_of, base=losses.SparseCoSENTLoss, columns=2, labels=SCORES),
+    "AnglE": partial(step_of, base=losses.SparseAnglELoss, columns=2, labels=SCORES),
+    "cached distillation": partial(step_of, base=losses.SparseDistillKLDivLoss, columns=4, labels=TEACHER, **CACHED),
+    "embeddings": of_embeddings,
+}
+
+
+def watch_decoder(model: SparseEncoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens the decoder of the masked language model is called with, call by call."""
+    decoder, seen, stock = transformer_of(model).auto_model.get_output_embeddings(), [], F.linear
+
+    # Not its forward, nor that of Linear: a model with code of the user's own is encoded with padding.
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight is decoder.weight:
+            seen.append(input.shape[:-1].numel())
+        return stock(input, weight, bias)
+
+    monkeypatch.setattr(F, "linear", linear)
+    return seen
+
+
+def step_of_rank(model: SparseEncoder, wrapped: nn.Module, name: str, rank: int, **options) -> Step:
+    """Texts of other lengths than those of the other rank."""
+    texts = [sentences(6, 8, rank), *(sentences(6, (6, 40)[rank], 10 * n + rank) for n in (1, 2))]
+    loss = splade_loss(model, _several, **(CACHED if name == "cached" else {}), **options)
+    loss.model = wrapped
+    return Step(loss, batch_of(model, 3, texts), None, TOLERANCE)
+
+
+HOST = Host(
+    load=splade,
+    losses=LOSSES,
+    step_of_rank=step_of_rank,
+    transformer=transformer_of,
+    decided_by=lambda model: hidden_states_of(transformer_of(model)),
+    families=dict.fromkeys(FAMILIES[1:]),
+    watch=watch_decoder,
+    watches_stock=True,
+    changes={"masked_lm": True},
+    trainer=(SparseEncoderTrainer, SparseEncoderTrainingArguments),
+)

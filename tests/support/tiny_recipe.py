@@ -1,6 +1,7 @@
 """A recipe small enough to be run by a test."""
 
 import json
+import re
 from pathlib import Path
 
 import yaml
@@ -20,6 +21,11 @@ def fell_back(said: str) -> list[str]:
     """What the plugin says where it leaves something to stock PyLate, of the output of a command."""
     words = " ".join(said.split())
     return [reason for reason in ("with padding", "not fused", "as PyLate has it") if reason in words]
+
+
+def split_overrides(written: str) -> list[str]:
+    """The overrides of a recipe that are written in a row."""
+    return re.split(r" (?=[a-z_.]+=)", written) if written else []
 
 
 def json_lines(file: Path, rows: list) -> str:
@@ -67,6 +73,18 @@ def write(directory: Path, recipe: dict, name: str = "tiny") -> Path:
     file = directory / f"{name}.yaml"
     file.write_text(yaml.safe_dump(recipe))
     return file
+
+
+def list_rows(count: int = 40) -> list[dict]:
+    """Rows with lists of positives and of negatives, which differ in length."""
+    return [
+        {
+            "question": text(n, 4),
+            "pos": [f"{text(n, 9)} {n}"] * (1 + n % 2),
+            "neg": [text(n + k, 7) for k in range(1 + n % 3)],
+        }
+        for n in range(count)
+    ]
 
 
 def hub_dataset(folder: Path, **subsets: list[dict]) -> Path:

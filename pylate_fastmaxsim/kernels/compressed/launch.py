@@ -18,7 +18,7 @@ from pylate_fastmaxsim.kernels.runtime.arch import architecture, cdiv, next_powe
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, gradient_of, on_device_of
 
 # Tokens that are decompressed at once, padding included: 256 MiB of 128 numbers of 16 bits.
-_TOKENS_AT_ONCE = 2**20
+TOKENS_AT_ONCE = 2**20
 
 # Looked up by table_row. block_k shrinks to fit d.
 _FORWARD = {
@@ -45,7 +45,7 @@ _FORWARD_OF_FEW_ROWS = {
 # The fused kernel holds whole vectors of residual codes.
 LARGEST_FUSED_DIM = 256
 # Up to so many query rows decompressing in the tile costs less than writing vectors and reading them again.
-_FUSED_ROWS = 128
+FUSED_ROWS = 128
 
 
 @functools.lru_cache(maxsize=256)
@@ -95,7 +95,7 @@ def _in_tiles(operands: CompressedOperands, rows_in_all: int) -> bool:
     q_values = operands.q_values
     if operands.format == "residual":
         # Nothing is gained by decompressing a document once for one query.
-        few = operands.candidates is not None or rows_in_all <= _FUSED_ROWS
+        few = operands.candidates is not None or rows_in_all <= FUSED_ROWS
         return few and q_values.dtype != torch.float32 and q_values.shape[1] <= LARGEST_FUSED_DIM
     return operands.format == "int8" or has_fp8(q_values.device)
 
@@ -152,7 +152,7 @@ def _decompressed_forward(
         q_values = (rounded.float() * scales[:, None]).to(torch.bfloat16)
     num_queries, num_slots = operands.q_starts.shape[0], operands.num_slots
     device, max_length = q_values.device, operands.max_d_length
-    at_once = max(1, _TOKENS_AT_ONCE // max_length)
+    at_once = max(1, TOKENS_AT_ONCE // max_length)
     if operands.candidates is not None:
         at_once = max(1, at_once // num_queries)
     scores = torch.empty((num_queries, num_slots), dtype=torch.float32, device=device)

@@ -65,7 +65,7 @@ _FORWARD_OF_LONG_QUERIES_WITH_WINNERS = {(90, "half"): [(128, ForwardTiles(256, 
 
 # Query rows of all programs of a launch: several programs in turn for each multiprocessor of the largest GPU, so that
 # none idles at the end. With tiles of 256 rows half as many are enough, since two programs fill a multiprocessor.
-_ENOUGH_ROWS = 2**17
+ENOUGH_ROWS = 2**17
 
 
 @functools.lru_cache(maxsize=256)
@@ -112,7 +112,7 @@ def documents_per_program(tiles: ForwardTiles, num_tiles: int, num_slots: int) -
     """Documents of a program, one after the other: as in the table, but fewer where the GPU would run out of programs."""
     # The forward holds the scores of no more than 8.
     count = min(tiles.documents_per_program, 8)
-    enough = _ENOUGH_ROWS // 2 if tiles.block_m >= 256 else _ENOUGH_ROWS
+    enough = ENOUGH_ROWS // 2 if tiles.block_m >= 256 else ENOUGH_ROWS
     while count > 1 and tiles.block_m * num_tiles * cdiv(num_slots, count) < enough:
         count //= 2
     return count

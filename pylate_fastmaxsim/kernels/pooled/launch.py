@@ -38,7 +38,7 @@ MOST_OF_FEW = 4
 # The most winners of a row. Sorting and merging are in Triton from 3.4 on.
 LARGEST_K = 64 if RELEASE >= (3, 4) else MOST_OF_FEW
 # Programs of the query gradient, which documents are divided among: two rounds for each multiprocessor of the largest GPU.
-_ENOUGH_PROGRAMS = 264
+ENOUGH_PROGRAMS = 264
 
 
 class QueryGradientTiles(NamedTuple):
@@ -269,7 +269,7 @@ def _query_gradient(operands, queries, documents, coefficients, pooling, tile, c
     row_blocks = cdiv(operands.max_q_length, tile.block_m)
     num_tiles = cdiv(num_rows, tile.block_m) if candidates is None else num_queries * row_blocks
     chunks = cdiv(dim, tile.block_d)
-    slots_per_part = cdiv(num_slots, min(num_slots, max(1, cdiv(_ENOUGH_PROGRAMS, num_tiles * chunks))))
+    slots_per_part = cdiv(num_slots, min(num_slots, max(1, cdiv(ENOUGH_PROGRAMS, num_tiles * chunks))))
     parts = cdiv(num_slots, slots_per_part)
     # Rows that are not live are not written.
     make = torch.empty if operands.q_gapless and operands.q_keep is None else torch.zeros

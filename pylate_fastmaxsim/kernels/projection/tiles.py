@@ -6,9 +6,9 @@ from pylate_fastmaxsim.kernels.runtime.arch import cdiv, shrunk, table_row
 from pylate_fastmaxsim.kernels.runtime.cached_launch import RELEASE
 
 # Programs of a launch of the weight's gradient: a few for each multiprocessor of the largest GPU.
-_ENOUGH_PROGRAMS = 264
+ENOUGH_PROGRAMS = 264
 # Rows of a part of the weight's gradient: enough that writing and summing the parts costs little.
-_FEWEST_ROWS = 512
+FEWEST_ROWS = 512
 
 
 class ProjectionTiles(NamedTuple):
@@ -73,5 +73,5 @@ def weight_gradient_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> We
 
 def rows_per_part(tiles: WeightGradientTiles, num_rows: int, num_tiles: int) -> int:
     """Rows of a program of the weight's gradient. It depends on sizes only, so that sums repeat bit by bit."""
-    parts = max(1, min(cdiv(num_rows, _FEWEST_ROWS), _ENOUGH_PROGRAMS // num_tiles))
+    parts = max(1, min(cdiv(num_rows, FEWEST_ROWS), ENOUGH_PROGRAMS // num_tiles))
     return cdiv(num_rows, parts * tiles.block_r) * tiles.block_r

@@ -35,16 +35,16 @@ from pylate_fastmaxsim.kernels.winner_backward.tiles import (
 )
 
 # Places of buckets at once: 32 MiB of entries and weights, 48 MiB where entries are sets, and seldom as much of counts.
-_BUCKET_ENTRIES = 2**22
+BUCKET_ENTRIES = 2**22
 # Winners that a program of the counting sort of sets holds.
-_WINNERS_AT_ONCE = 2**11
+WINNERS_AT_ONCE = 2**11
 # Warps of a launch that fill every multiprocessor of the largest GPU, and that leave most of them idle.
 _MANY_WARPS, _FEW_WARPS = 2**12, 2**10
 # Up to so many comparisons the quadratic sort of candidates is faster than the launches of a library's sort.
-_QUADRATIC_ORDER = 2**26
+QUADRATIC_ORDER = 2**26
 # Up to so many candidates each document's program reads all of them, which is faster than sorting them first.
-_SCANNED_PAIRS = 2**13
-_BLOCK_SCAN = 2048
+SCANNED_PAIRS = 2**13
+BLOCK_SCAN = 2048
 
 
 def backward(
@@ -135,7 +135,7 @@ def document_gradient(
     if ranks > 1:
         tile = tile._replace(
             block_t=min(tile.block_t, LONGEST_TILE),
-            rows_of_scan=min(tile.rows_of_scan, _WINNERS_AT_ONCE // next_power_of_2(ranks)),
+            rows_of_scan=min(tile.rows_of_scan, WINNERS_AT_ONCE // next_power_of_2(ranks)),
         )
     num_documents = d_starts.shape[0]
     tiles_per_document = cdiv(operands.max_d_length, tile.block_t)
@@ -144,7 +144,7 @@ def document_gradient(
     num_entries = num_rows * min(ranks, tiles_per_document)
     # Buckets hold an entry and a weight for each place and document, and a count and its prefix sum for each tile and
     # chunk. Taking some documents at a time bounds that.
-    at_once = max(1, min(num_documents, _BUCKET_ENTRIES // max(num_entries, tiles_per_document * num_chunks)))
+    at_once = max(1, min(num_documents, BUCKET_ENTRIES // max(num_entries, tiles_per_document * num_chunks)))
     entry_dtype = torch.int32 if ranks == 1 and num_rows * tile.block_t <= 2**31 else torch.int64
     count_dtype = torch.int32 if num_entries < 2**31 else torch.int64
     counts = torch.empty((at_once, 1 + tiles_per_document * num_chunks), dtype=count_dtype, device=device)
@@ -187,7 +187,7 @@ def _candidate_document_gradient(
     alone = short_queries and num_pairs <= num_documents
     programs_per_document = 1 if alone else cdiv(operands.max_d_length, tile.block_t)
     pairs = pair_offsets = None
-    if not alone or num_pairs > _SCANNED_PAIRS:
+    if not alone or num_pairs > SCANNED_PAIRS:
         pairs, pair_offsets = candidate_order(candidates, num_documents)
     grid = (num_documents * programs_per_document, cdiv(dim, tile.block_d))
     if ranks > 1:
@@ -196,7 +196,7 @@ def _candidate_document_gradient(
         grad_scores, winners, q_values, operands.q_starts, operands.q_lengths, operands.d_starts, operands.d_lengths,
         candidates, pairs, pair_offsets, grad_d, num_pairs, candidates.shape[1], num_rows, programs_per_document,
         DIM=dim, RANKS=ranks, SENTINEL=no_winner(winners.dtype), SHORT_QUERIES=short_queries,
-        WRITE_ZEROS=operands.d_gapless, PRECISION=INPUT_PRECISION[precision], BLOCK_SCAN=_BLOCK_SCAN,
+        WRITE_ZEROS=operands.d_gapless, PRECISION=INPUT_PRECISION[precision], BLOCK_SCAN=BLOCK_SCAN,
         **launch_options(tile),
     )  # fmt: skip
 
@@ -207,7 +207,7 @@ def candidate_order(candidates: Tensor, num_documents: int) -> tuple[Tensor, Ten
     The order of the pairs of one document never varies, so that their sum repeats bit by bit.
     """
     num_pairs = candidates.numel()
-    if num_pairs * (num_pairs + num_documents) > _QUADRATIC_ORDER:
+    if num_pairs * (num_pairs + num_documents) > QUADRATIC_ORDER:
         named, pairs = torch.sort(candidates.reshape(-1), stable=True)
         return pairs, torch.searchsorted(named, torch.arange(num_documents + 1, device=named.device))
     pairs = candidates.new_empty(num_pairs)

@@ -25,12 +25,12 @@ from pylate_fastmaxsim.kernels.xtr.scores import xtr_scores_kernel
 from pylate_fastmaxsim.kernels.xtr.token_maxima import negative_maxima_kernel, token_maxima_kernel
 
 # Bounds how many query rows are handled at once, by their groups and collected similarities.
-_SCRATCH_BYTES = 2**28
+SCRATCH_BYTES = 2**28
 # Similarities that can be collected for each row, as a multiple of k, and for all rows together where that is more.
-_PLACES_OF_K = 8
-_PLACES = 2**23
+PLACES_OF_K = 8
+PLACES = 2**23
 # Rounds of collecting; rows that are left are bisected.
-_ROUNDS = 2
+ROUNDS = 2
 # Programs of a launch of collecting: those of one tile of query rows share the document tokens.
 _PROGRAMS = 2048
 
@@ -141,11 +141,11 @@ def _thresholds_and_maxima(
     # With at most k tokens all pass, and thresholds stay -infinity.
     select = k < most_tokens
     num_groups = 8 * num_documents
-    capacity = min(most_tokens, max(_PLACES_OF_K * next_power_of_2(k), _PLACES // most_rows))
+    capacity = min(most_tokens, max(PLACES_OF_K * next_power_of_2(k), PLACES // most_rows))
     block = max(tile.block_m, collect.block_m)
     rows_at_once = cdiv(most_rows, block) * block
     if select:
-        rows_at_once = min(rows_at_once, max(1, _SCRATCH_BYTES // (2 * num_groups + 4 * capacity) // block) * block)
+        rows_at_once = min(rows_at_once, max(1, SCRATCH_BYTES // (2 * num_groups + 4 * capacity) // block) * block)
         groups = torch.empty((rows_at_once, num_groups), dtype=torch.int16, device=device)
         pool = torch.empty((rows_at_once, 1 + capacity), dtype=torch.int32, device=device)
         bounds, pending = torch.empty((2, rows_at_once), dtype=torch.int32, device=device)
@@ -166,7 +166,7 @@ def _thresholds_and_maxima(
             groups, queries.offsets, bounds, pending, pool, first_row, num_queries, num_groups, k, capacity,
             BLOCK=min(4096, next_power_of_2(num_groups)), num_warps=4,
         )  # fmt: skip
-        for _ in range(_ROUNDS):
+        for _ in range(ROUNDS):
             collect_kernel[(num_collect_tiles * token_parts,)](
                 q_values, queries.rows, d_values, *documents, bounds, pending, pool,
                 first_row, num_documents, num_collect_tiles, token_parts, capacity, **of_collect,

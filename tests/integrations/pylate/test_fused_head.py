@@ -18,7 +18,8 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 from pylate_fastmaxsim.integrations.pylate import fused_head
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
-from tests.support.compared import assert_equal, batch_for, batch_of, run
+from tests.support.compared import assert_equal, batch_for, batch_of, distance, run
+from tests.support.hosts import operators
 from tests.support.models import load_model
 
 LOSSES = [
@@ -31,11 +32,10 @@ LOSSES = [
 @pytest.fixture
 def projected(monkeypatch):
     """The dtypes of what the fused head made."""
-    seen = []
-    original = fused_head.project_normalize
+    seen, project = [], fused_head.project_normalize
 
     def recording(*args):
-        output = original(*args)
+        output = project(*args)
         seen.append(output.dtype)
         return output
 
@@ -43,16 +43,9 @@ def projected(monkeypatch):
     return seen
 
 
-def distance(one, other) -> float:
-    """Between the gradients of two runs, relative to those of the other."""
-    assert one[1].keys() == other[1].keys()
-    difference = sum((one[1][name] - gradient).square().sum() for name, gradient in other[1].items())
-    return (difference / sum(gradient.square().sum() for gradient in other[1].values())).sqrt().item()
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("loss_class, options", LOSSES)
-def test_loss_and_gradients_are_those_of_stock_in_float32(encoder, mode, projected, loss_class, options, bias):
+def test_loss_and_gradients_are_those_of_stock_in_float32(encoder, packed, projected, loss_class, options, bias):
     model = load_model(encoder("modernbert"), bias=bias)
     assert (model[-1].linear.bias is not None) == bias
     loss_function = loss_class(model, **options)
@@ -77,22 +70,13 @@ def test_inside_a_compiled_loss_the_head_is_not_fused(encoder, caplog):
 @pytest.mark.parametrize(
     "options", [{"padding_free": False}, pytest.param({"compile": True}, marks=pytest.mark.compile)], ids=str
 )
-def test_other_options(encoder, projected, traced, options):
-    model = load_model(encoder("modernbert", num_hidden_layers=1))
-    loss_function, batch = losses.Contrastive(model), batch_of(model)
-    stock = run(loss_function, batch)
-    with pylate_fastmaxsim.enabled(stock_masking=True, **options):
-        assert_equal(run(loss_function, batch), stock, 1e-4)
-    assert projected
-
-
-def test_the_last_of_chained_dense_modules_is_fused(encoder, projected):
-    model = load_model(encoder("bert")).double()
+def test_the_last_of_chained_dense_modules_is_fused_with_other_options(encoder, projected, traced, options):
+    model = load_model(encoder("modernbert", num_hidden_layers=1)).double()
     model.append(Dense(16, 8, bias=True).double())
     loss_function, batch = losses.Contrastive(model), batch_of(model)
     stock = run(loss_function, batch)
     assert "2.linear.bias" in stock[1]
-    with pylate_fastmaxsim.enabled(stock_masking=True):
+    with pylate_fastmaxsim.enabled(stock_masking=True, **options):
         assert_equal(run(loss_function, batch), stock)
     assert projected
 
@@ -139,43 +123,36 @@ class _Moving(nn.Module):
         return _moved(features)
 
 
-def _on_linear(register, hook):
-    return lambda model: getattr(model[-1].linear, register)(hook)
+def _lora(model):
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["linear"], init_lora_weights=False), model[-1])
+    model.double().train()
 
 
 _cut_after = torch.autocast("cpu", enabled=False)(lambda _module, _args, output: _cut_short(output))
+_ACTIVATION, _LINEAR = "Dense has an activation or a residual", "on the linear layer"
+CHANGES = [
+    (lambda model: setattr(model[-1], "activation_function", nn.Tanh()), _ACTIVATION),
+    (lambda model: setattr(model[-1], "activation_function", _Squashing()), _ACTIVATION),
+    (lambda model: model.__setitem__(-1, Dense(32, 16, use_residual=True).double()), _ACTIVATION),
+    (lambda model: model[-1].linear.register_forward_pre_hook(lambda _module, args: (args[0] + 1,)), _LINEAR),
+    (lambda model: model[-1].linear.register_full_backward_pre_hook(lambda _module, grads: (2 * grads[0],)), _LINEAR),
+    (_linear_forward, _LINEAR),
+    (lambda model: nn.utils.parametrizations.weight_norm(model[-1].linear), "is not PyTorch's"),
+    (_lora, "is not PyTorch's"),
+    (lambda model: model[-1].register_forward_hook(_cut_after), "is on Dense"),
+    (lambda model: _cutting(model[-1]), "ends with Cutting"),
+    (lambda model: _cutting(model), "Cutting may change"),
+    (_replaced_forward, "is on ColBERT"),
+    (_replaced_forward_in_mixed_precision, "is on ColBERT"),
+    (lambda model: model.append(nn.Identity()), "ends with Identity"),
+    (lambda model: model.insert(1, _Moving()), "_Moving may change"),
+    (lambda model: model.register_forward_hook(lambda _m, _a, output: _cut_short(output)), "is on ColBERT"),
+    (lambda model: model.register_forward_pre_hook(lambda _, args: (_moved(args[0]),)), "is on ColBERT"),
+    (lambda model: model[0].register_forward_pre_hook(lambda _, args: (_moved(args[0]),)), "is on Transformer"),
+]
 
 
-@pytest.mark.parametrize(
-    "change, reason",
-    [
-        (lambda model: setattr(model[-1], "activation_function", nn.Tanh()), "Dense has an activation or a residual"),
-        (
-            lambda model: setattr(model[-1], "activation_function", _Squashing()),
-            "Dense has an activation or a residual",
-        ),
-        (
-            lambda model: model.__setitem__(-1, Dense(32, 16, use_residual=True).double()),
-            "Dense has an activation or a residual",
-        ),
-        (_on_linear("register_forward_hook", lambda *_: None), "on the linear layer"),
-        (_on_linear("register_forward_pre_hook", lambda _module, args: (args[0] + 1,)), "on the linear layer"),
-        (_on_linear("register_full_backward_hook", lambda _module, grads, _: (2 * grads[0],)), "on the linear layer"),
-        (_on_linear("register_full_backward_pre_hook", lambda _module, grads: (2 * grads[0],)), "on the linear layer"),
-        (_linear_forward, "on the linear layer"),
-        (lambda model: nn.utils.parametrizations.weight_norm(model[-1].linear), "is not PyTorch's"),
-        (lambda model: model[-1].register_forward_hook(_cut_after), "is on Dense"),
-        (lambda model: _cutting(model[-1]), "ends with Cutting"),
-        (lambda model: _cutting(model), "Cutting may change"),
-        (_replaced_forward, "is on ColBERT"),
-        (_replaced_forward_in_mixed_precision, "is on ColBERT"),
-        (lambda model: model.append(nn.Identity()), "ends with Identity"),
-        (lambda model: model.insert(1, _Moving()), "_Moving may change"),
-        (lambda model: model.register_forward_hook(lambda _m, _a, output: _cut_short(output)), "is on ColBERT"),
-        (lambda model: model.register_forward_pre_hook(lambda _, args: (_moved(args[0]),)), "is on ColBERT"),
-        (lambda model: model[0].register_forward_pre_hook(lambda _, args: (_moved(args[0]),)), "is on Transformer"),
-    ],
-)
+@pytest.mark.parametrize("change, reason", CHANGES)
 def test_what_cannot_be_fused_runs_as_stock_and_says_why_once(encoder, projected, caplog, change, reason):
     model = load_model(encoder("bert")).double()
     change(model)
@@ -198,17 +175,6 @@ def test_a_forward_of_all_linear_layers_is_called(encoder, projected, monkeypatc
     assert not projected
 
 
-def test_lora_on_the_dense_layer(encoder, projected):
-    model = load_model(encoder("bert"))
-    inject_adapter_in_model(LoraConfig(r=4, target_modules=["linear"], init_lora_weights=False), model[-1])
-    model.double().train()
-    loss_function, batch = losses.Contrastive(model), batch_of(model)
-    stock = run(loss_function, batch)
-    pylate_fastmaxsim.enable(stock_masking=True)
-    assert_equal(run(loss_function, batch), stock)
-    assert not projected
-
-
 def _prepared_for(dtype, model):
     """What accelerate makes of a model's forward for bf16=True or fp16=True."""
     forward = torch.autocast("cpu", dtype)(type(model).forward)
@@ -223,17 +189,11 @@ def test_embeddings_stay_in_bfloat16_behind_accelerate(encoder, mode, projected,
     exact = run(exact_function, batch, labels)
     _prepared_for(torch.bfloat16, model)
     stock = run(exact_function, batch, labels)
-    scored = []
-    maxsim = pylate_losses.maxsim
-
-    def recording(queries, documents, *args, **kwargs):
-        scored.append((queries.values.dtype, documents.values.dtype))
-        return maxsim(queries, documents, *args, **kwargs)
-
-    monkeypatch.setattr(pylate_losses, "maxsim", recording)
+    scored = operators((pylate_losses, "maxsim"))(model, monkeypatch)
     with pylate_fastmaxsim.enabled(stock_masking=True):
         ours = run(exact_function, batch, labels)
-    assert set(projected) == {torch.bfloat16} and set(scored) == {(torch.bfloat16, torch.bfloat16)}
+    assert set(projected) == {torch.bfloat16}
+    assert {tokens.values.dtype for args, _ in scored for tokens in args[:2]} == {torch.bfloat16}
     assert ours[0].dtype == torch.float32
     # No further from float32 than stock in the same precision, but for chance.
     assert distance(ours, exact) < 1.5 * distance(stock, exact)
@@ -246,8 +206,7 @@ def test_nobody_else_gets_unit_embeddings(encoder):
     with pylate_fastmaxsim.enabled():
         run(losses.Contrastive(model), batch)
         output = model(dict(batch[1]))
-        assert torch.equal(output["token_embeddings"], stock)
-        assert "unit_embeddings" not in output
+        assert torch.equal(output["token_embeddings"], stock) and "unit_embeddings" not in output
     assert unwrap(model) is model and "forward" not in vars(model[-1]) and list(model.state_dict()) == names
 
 

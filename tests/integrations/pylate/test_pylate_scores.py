@@ -1,34 +1,45 @@
+"""PyLate's scores, XTR among them, and reranking: the values and gradients of stock, in any form it takes."""
+
+from __future__ import annotations
+
 import itertools
-import logging
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from pylate import rank, retrieve, scores
+from pylate.scores import XTRKDScores, XTRScores
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import log as say_once
+from pylate_fastmaxsim.integrations.pylate import scores as pylate_scores
+from tests.support.hosts import operators
 
-pytest.importorskip("pylate")
-
-from pylate import rank, retrieve, scores  # noqa: E402
-
-GROUPED = ("colbert_scores", "colbert_kd_scores", "ColBERTScores")
+SCORERS = {
+    "colbert_scores": scores.colbert_scores,
+    "colbert_kd_scores": scores.colbert_kd_scores,
+    "colbert_scores_pairwise": scores.colbert_scores_pairwise,
+    "ColBERTScores": scores.ColBERTScores(),
+}
+NAMES = tuple(SCORERS)
+MASKED = "colbert_scores", "colbert_kd_scores", "ColBERTScores"
+SCORERS |= {"XTR 1": XTRScores(1), "XTR 9 in chunks": XTRScores(9, document_chunk_size=2), "XTR 24": XTRScores(24)}
+SCORERS |= {"XTR of own documents": XTRKDScores(9)}
 KINDS = ("bool", "int", "float", "weights")
-NAMES = ("colbert_scores", "colbert_kd_scores", "colbert_scores_pairwise", "ColBERTScores")
 COUNT, WAYS, QUERY_LENGTH, LENGTH, DIM = 3, 2, 4, 6, 5
 
 
-def scorer(name):
-    found = getattr(scores, name)
-    return found() if isinstance(found, type) else found
+@pytest.fixture
+def calls(monkeypatch) -> list:
+    """An entry for each call of an operator."""
+    return operators((pylate_scores, "maxsim"), (pylate_scores, "xtr_scores"))(None, monkeypatch)
 
 
 def embeddings(name, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    grouped = name in ("colbert_kd_scores", "ColBERTScores")
+    groups = [] if name in ("colbert_scores", "colbert_scores_pairwise") else [WAYS]
     queries = torch.randn(COUNT, QUERY_LENGTH, DIM, generator=generator).to(dtype)
-    documents = torch.randn(COUNT, *([WAYS] if grouped else []), LENGTH, DIM, generator=generator).to(dtype)
+    documents = torch.randn(COUNT, *groups, LENGTH, DIM, generator=generator).to(dtype)
     return queries, documents
 
 
@@ -45,23 +56,16 @@ def masks(name, kind):
     return (queries != 0).to(dtype), (documents != 0).to(dtype)
 
 
-@pytest.fixture
-def log(monkeypatch, caplog):
-    monkeypatch.setattr(say_once, "_said", set())
-    caplog.set_level(logging.INFO, "pylate_fastmaxsim")
-    return caplog
-
-
 def compare(name, *args, calls):
-    expected = scorer(name)(*args)
+    expected = SCORERS[name](*args)
     calls.clear()
     with pylate_fastmaxsim.enabled():
-        result = scorer(name)(*args)
+        result = SCORERS[name](*args)
     assert len(calls) == 1
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCORERS)
 def test_scores_equal_stock(name, calls):
     converters = [
         lambda tensor: tensor,
@@ -76,21 +80,40 @@ def test_scores_equal_stock(name, calls):
         compare(name, *map(convert, embeddings(name)), calls=calls)
     queries, documents = embeddings(name)
     with pylate_fastmaxsim.enabled():
-        assert scorer(name)(queries[:0], documents[:0]).shape[0] == 0
+        if name in NAMES:
+            assert SCORERS[name](queries[:0], documents[:0]).shape[0] == 0
+        compiled = torch.compile(lambda *args: SCORERS[name](*args), fullgraph=True, backend="eager")
+        calls.clear()
+        torch.testing.assert_close(compiled(queries, documents), SCORERS[name](queries, documents))
+        assert len(calls) == 2
 
 
-@pytest.mark.parametrize("name", GROUPED)
-def test_a_mask_in_float64_makes_scores_in_float64(name, log):
-    queries_mask, documents_mask = masks(name, KINDS[0])
+def test_xtr_scores_that_are_compiled_by_their_user_and_the_default_instances(calls):
+    """Of arrays in double precision; the default instances take 256 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (COUNT, QUERY_LENGTH, DIM), (COUNT, WAYS, 60, DIM)
+    inputs = [torch.randn(*shape, generator=generator, dtype=torch.float64).numpy() for shape in shapes]
+    compiled = XTRScores(k=5)
+    metrics = compiled, scores.xtr_scores, scores.xtr_kd_scores
+    expected = [metric(*inputs) for metric in metrics]
+    compiled.compile(backend="eager")
+    with pylate_fastmaxsim.enabled():
+        torch.testing.assert_close([metric(*inputs) for metric in metrics], expected, rtol=1e-6, atol=1e-6)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_mask_in_float64_makes_scores_in_float64(name, caplog):
+    queries_mask, documents_mask = masks(name, "bool")
     given = *embeddings(name), queries_mask.double(), documents_mask
-    expected = scorer(name)(*given)
+    expected = SCORERS[name](*given)
     pylate_fastmaxsim.enable()
-    ours = scorer(name)(*given)
+    ours = SCORERS[name](*given)
     assert expected.dtype == torch.float64 and torch.equal(ours, expected)
-    assert "a mask is float64 and the embeddings are torch.float32" in log.text
+    assert "a mask is float64 and the embeddings are torch.float32" in caplog.text
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", MASKED)
 @pytest.mark.parametrize("kind", KINDS[:3])
 def test_a_masked_document_token_never_wins(name, kind):
     queries_mask, documents_mask = masks(name, kind)
@@ -101,20 +124,30 @@ def test_a_masked_document_token_never_wins(name, kind):
     first_live = live.int().argmax(dim=-1)[..., None, None].expand(*documents.shape[:-2], 1, DIM)
     filled = torch.where(live[..., None], documents, documents.gather(-2, first_live))
     filled.flatten(0, -3)[0] = 0.0
-    expected = scorer(name)(queries, filled, queries_mask=queries_mask)
+    expected = SCORERS[name](queries, filled, queries_mask=queries_mask)
     with pylate_fastmaxsim.enabled():
-        result = scorer(name)(queries, documents, queries_mask=queries_mask, documents_mask=documents_mask)
+        result = SCORERS[name](queries, documents, queries_mask=queries_mask, documents_mask=documents_mask)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
     assert result.min() < 0
 
 
-@pytest.mark.parametrize("name, kind", [("colbert_scores_pairwise", None), *itertools.product(GROUPED, KINDS)])
+XTR = [name for name in SCORERS if name not in NAMES]
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("colbert_scores_pairwise", None),
+        *itertools.product(MASKED, KINDS),
+        *itertools.product(XTR, (None, "bool", "float")),
+    ],
+)
 def test_scores_with_stock_masking_and_gradients_equal_stock(name, kind):
     given = {} if kind is None else dict(zip(("queries_mask", "documents_mask"), masks(name, kind), strict=True))
 
     def results():
         inputs = [tensor.requires_grad_() for tensor in embeddings(name)]
-        result = scorer(name)(*inputs, **given)
+        result = SCORERS[name](*inputs, **given)
         weights = torch.arange(1.0, result.numel() + 1).view_as(result)
         return result, *torch.autograd.grad((result * weights).sum(), inputs)
 
@@ -126,27 +159,28 @@ def test_scores_with_stock_masking_and_gradients_equal_stock(name, kind):
 @pytest.mark.parametrize("name", NAMES)
 def test_half_precision_scores_are_float32(name):
     queries, documents = embeddings(name, torch.bfloat16)
-    expected = scorer(name)(queries.float(), documents.float())
+    expected = SCORERS[name](queries.float(), documents.float())
     with pylate_fastmaxsim.enabled():
-        result = scorer(name)(queries, documents)
+        result = SCORERS[name](queries, documents)
     assert result.dtype == torch.float32
     torch.testing.assert_close(result, expected, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", [*MASKED, "XTR 9 in chunks"])
 @pytest.mark.parametrize("start", [0.0, 0.5])
-def test_weights_of_query_tokens_that_are_learned(name, start):
+def test_weights_of_query_tokens_that_are_learned(name, start, calls):
+    """With XTR stock chooses tokens before it weighs them, and runs."""
     queries, documents = embeddings(name)
     weights = torch.full(queries.shape[:2], start, requires_grad=True)
 
     def gradient():
-        (of_weights,) = torch.autograd.grad(scorer(name)(queries, documents, queries_mask=weights).sum(), weights)
-        return of_weights
+        return torch.autograd.grad(SCORERS[name](queries, documents, queries_mask=weights).sum(), weights)[0]
 
     expected = gradient()
     assert expected.abs().max() > 0
     with pylate_fastmaxsim.enabled():
         torch.testing.assert_close(gradient(), expected)
+    assert bool(calls) == (name in MASKED)
 
 
 def test_pairwise_takes_ragged_lists_and_stops_with_the_shorter(calls):
@@ -163,37 +197,36 @@ def test_zero_padding_without_a_mask_competes_as_in_stock(calls):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_backend_asked_for_is_honoured(name, calls, log, monkeypatch):
+def test_a_backend_asked_for_is_honoured(name, calls, caplog, monkeypatch):
     inputs = embeddings(name)
     with pylate_fastmaxsim.enabled():
-        scorer(name)(*inputs, backend="torch")
-        scorer(name)(*inputs, backend="torch")
-        assert log.text.count("backend='torch'") == 1 + (name == "ColBERTScores")
+        SCORERS[name](*inputs, backend="torch")
+        SCORERS[name](*inputs, backend="torch")
+        assert caplog.text.count("backend='torch'") == 1 + (name == "ColBERTScores")
         monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
-        scorer(name)(*inputs)
+        SCORERS[name](*inputs)
         rank.rerank(**candidates())
-        assert log.text.count("PYLATE_SCORES_BACKEND=torch") >= 2 and not calls
-        scorer(name)(*inputs, backend="auto")
+        assert caplog.text.count("PYLATE_SCORES_BACKEND=torch") >= 2 and not calls
+        SCORERS[name](*inputs, backend="auto")
         assert len(calls) == 1
         with pytest.raises(ValueError, match="backend must be one of"):
-            scorer(name)(*inputs, backend="fastest")
+            SCORERS[name](*inputs, backend="fastest")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_mixed_dtypes_stay_an_error_and_unknown_ones_run_stock(name, calls, log):
+def test_mixed_dtypes_stay_an_error_and_unknown_ones_run_stock(name, calls, caplog):
     queries, documents = embeddings(name)
     whole = [tensor.round().long() for tensor in (queries, documents)]
-    expected = scorer(name)(*whole)
+    expected = SCORERS[name](*whole)
     with pylate_fastmaxsim.enabled():
         with pytest.raises(RuntimeError):
-            scorer(name)(queries, documents.to(torch.bfloat16))
-        assert "is not accelerated" not in log.text
-        assert torch.equal(scorer(name)(*whole), expected)
-    assert not calls
-    assert "torch.int64" in log.text
+            SCORERS[name](queries, documents.to(torch.bfloat16))
+        assert "is not accelerated" not in caplog.text
+        assert torch.equal(SCORERS[name](*whole), expected)
+    assert not calls and "torch.int64" in caplog.text
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", MASKED)
 @pytest.mark.parametrize("masked, length", [("queries", QUERY_LENGTH), ("documents", LENGTH)])
 def test_several_masks_of_one_sequence(name, masked, length):
     queries, documents = (tensor[:1] for tensor in embeddings(name))
@@ -201,20 +234,10 @@ def test_several_masks_of_one_sequence(name, masked, length):
     if masked == "documents" and documents.dim() == 4:
         without_one = without_one[:, None].expand(-1, WAYS, -1)
     mask = {f"{masked}_mask": without_one}
-    expected = scorer(name)(queries, documents, **mask)
+    expected = SCORERS[name](queries, documents, **mask)
     assert expected.numel() > documents.shape[:-2].numel()
     with pylate_fastmaxsim.enabled(stock_masking=True):
-        assert torch.equal(scorer(name)(queries, documents, **mask), expected)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_scores_in_one_graph(name, calls):
-    function = scorer(name)
-    expected = function(*embeddings(name))
-    with pylate_fastmaxsim.enabled():
-        compiled = torch.compile(lambda *args: function(*args), fullgraph=True, backend="eager")
-        torch.testing.assert_close(compiled(*embeddings(name)), expected)
-    assert calls
+        assert torch.equal(SCORERS[name](queries, documents, **mask), expected)
 
 
 def candidates(convert=lambda tensor: tensor):
@@ -228,18 +251,25 @@ def candidates(convert=lambda tensor: tensor):
     }
 
 
-@pytest.mark.parametrize(
-    "convert, change",
-    [
-        (lambda tensor: tensor, {"device": None}),
-        (lambda tensor: tensor.numpy(), {"device": "cpu"}),
-        (lambda tensor: tensor.tolist(), {}),
-        (lambda tensor: (50 * tensor).to(torch.int8), {}),
-        (lambda tensor: tensor, {"documents_ids": iter, "queries_embeddings": iter, "documents_embeddings": iter}),
-        (lambda tensor: tensor, {"queries_embeddings": lambda queries: queries[0]}),
-    ],
-    ids=["tensors", "arrays", "lists", "int8", "generators", "one query"],
-)
+RERANKED = {
+    "tensors": (lambda tensor: tensor, {"device": None}),
+    "arrays": (lambda tensor: tensor.numpy(), {"device": "cpu"}),
+    "lists": (lambda tensor: tensor.tolist(), {}),
+    "int8": (lambda tensor: (50 * tensor).to(torch.int8), {}),
+    "generators": (
+        lambda tensor: tensor,
+        dict.fromkeys(("documents_ids", "queries_embeddings", "documents_embeddings"), iter),
+    ),
+    "one query": (lambda tensor: tensor, {"queries_embeddings": lambda queries: queries[0]}),
+    # Stock pads all but the longest with zeros, whose score of 0 is then the best.
+    "negative": (
+        lambda tensor: torch.full_like(tensor, -1.0),
+        {"queries_embeddings": lambda queries: [-queries[0]] * 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("convert, change", RERANKED.values(), ids=RERANKED)
 def test_rerank_with_stock_masking_equals_stock(convert, change):
     def results():
         given = candidates(convert)
@@ -287,6 +317,5 @@ def test_autocast_takes_lists_of_any_dtype(dtype, listed, calls):
     assert len(calls) == 3
     torch.testing.assert_close(pairwise, pairs, rtol=2e-2, atol=2e-2)
     for hits, expected in zip(reranked, exact, strict=True):
-        assert {hit["id"]: hit["score"] for hit in hits} == pytest.approx(
-            {hit["id"]: hit["score"] for hit in expected}, abs=5e-2
-        )
+        own, other = ({hit["id"]: hit["score"] for hit in each} for each in (hits, expected))
+        assert own == pytest.approx(other, abs=5e-2)

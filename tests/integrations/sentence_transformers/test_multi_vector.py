@@ -1,21 +1,24 @@
-"""Sentence Transformers' own late interaction: losses, scores and training of a MultiVectorEncoder."""
+"""Sentence Transformers' own late interaction: what of a MultiVectorEncoder is encoded without padding, and when."""
 
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
 from accelerate import Accelerator
 from sentence_transformers import MultiVectorEncoder
-from sentence_transformers.multi_vector_encoder import losses
+from sentence_transformers.base.modules import Transformer
 from torch import nn
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import hosts
-from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
-from pylate_fastmaxsim.integrations.sentence_transformers import scores as sentence_transformers_scores
-from tests.support.multi_vector import LOSSES, POSITIVES, assert_as_stock, assert_equal, batch_of, load, modes, run
+from pylate_fastmaxsim.integrations import doctor, hosts
+from pylate_fastmaxsim.integrations.sentence_transformers import encoder as sentence_transformers_encoder
+from tests.support.hosts import encoder_calls
+from tests.support.models import looking
+from tests.support.multi_vector import CACHED, COUNT, HOST, POSITIVES, batch_of, load, modes, step_of
 
 
 @pytest.fixture
@@ -23,78 +26,60 @@ def model(encoder) -> MultiVectorEncoder:
     return load(encoder("bert"))
 
 
-@pytest.fixture
-def scored(monkeypatch) -> list[None]:
-    """An entry for each time that an operator was called."""
-    made = []
-
-    def counted(operator):
-        return lambda *args, **kwargs: made.append(None) or operator(*args, **kwargs)
-
-    monkeypatch.setattr(
-        sentence_transformers_scores, "pooled_scores", counted(sentence_transformers_scores.pooled_scores)
-    )
-    monkeypatch.setattr(sentence_transformers_scores, "xtr_scores", counted(sentence_transformers_scores.xtr_scores))
-    return made
-
-
-@pytest.mark.parametrize("loss_class, options", LOSSES)
-def test_losses_and_gradients_are_those_of_stock(model, mode, scored, loss_class, options):
-    assert_as_stock(model, loss_class(model, **options))
-    assert modes(model) == {mode}
-    assert scored
-
-
-@pytest.mark.parametrize("family", ["modernbert", "mpnet", "longrope"])
-def test_encoders(encoder, mode, family):
-    model = load(encoder(family))
-    assert_as_stock(model, losses.MultiVectorMultipleNegativesRankingLoss(model))
-    # MPNet attends in code of its own; long texts change what this Llama makes of short ones.
-    assert modes(model) == {{"mpnet": "grouped", "longrope": "padded"}.get(family, mode)}
-
-
 @pytest.mark.parametrize(("strategy", "attend"), [("fixed", True), ("min", False)])
-def test_query_expansion(encoder, mode, strategy, attend, caplog):
+def test_query_expansion(encoder, mode, monkeypatch, caplog, strategy, attend):
     model = load(encoder("bert"))
     model[0].query_expansion = {"strategy": strategy, "attend": attend, "length": 10}
-    assert_as_stock(model, losses.MultiVectorMultipleNegativesRankingLoss(model))
+    HOST.assert_as_stock(model, step_of(model), monkeypatch)
     # That they are padded is the rule.
     assert "with padding" not in caplog.text
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing(model, mode, reentrant):
-    model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        model[0].auto_model.enable_input_require_grads()
-    assert_as_stock(model, losses.CachedMultiVectorMultipleNegativesRankingLoss(model, mini_batch_size=3))
-    assert modes(model) == {mode}
-
-
-@pytest.mark.compile
-def test_compiled_layers(model, packed, traced):
-    """Also of expanded queries: checkpointing has to do in the backward what it did in the forward."""
-    seen = []
-    model[0].query_expansion = {"strategy": "fixed", "attend": False, "length": 10}
-    model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
-    layers = compilation_layers.encoder_layers(model[0])
-    hook = model[1].register_forward_hook(lambda *_: seen.append(layers[0]._compiled_call_impl is not None))
-    assert_as_stock(model, losses.MultiVectorMultipleNegativesRankingLoss(model), compile=True)
-    hook.remove()
-    stock, ours = seen[: len(seen) // 2], seen[len(seen) // 2 :]
-    assert not any(stock) and all(ours)
-    pylate_fastmaxsim.disable()
-    assert all(layer._compiled_call_impl is None for layer in layers)
-
-
-@pytest.mark.compile
-def test_a_model_that_is_compiled_as_a_whole_is_encoded_as_it_came(model):
-    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
-    stock = run(model, loss)
+def test_columns_that_are_not_merged(model, packed, monkeypatch):
+    """Column after column, in whatever calls they are asked for."""
+    step = step_of(model)
+    made, stock = encoder_calls(model), step.run()
     pylate_fastmaxsim.enable()
-    model.compile(backend="eager")
-    assert_equal(run(model, loss), stock)
-    assert not modes(model)
+    # Behind enable(), which leaves a loss to stock if a function that it calls was replaced before.
+    merge = "sentence_transformers.base.losses.merged_forward.merge_feature_batches"
+    monkeypatch.setattr(merge, lambda features_list: None)
+    step.run()
+    made.clear()
+    step.assert_equal(step.run(), stock)
+    assert len(made) == 1
+
+
+def test_what_is_asked_for_in_another_way_is_encoded(model, packed):
+    """A score of somebody's own may encode other texts of the same model, while the loss encodes its own."""
+    step, seen = step_of(model), []
+    similarity = step.loss.similarity_fct
+
+    def encoding(queries, documents, **masks):
+        seen.append(model(batch_of(model)[2], task="document")["token_embeddings"])
+        return similarity(queries, documents, **masks)
+
+    step.loss.similarity_fct = encoding
+    pylate_fastmaxsim.enable()
+    step.run()
+    expected = model(batch_of(model)[2], task="document")
+    attended = expected["attention_mask"].bool()
+    torch.testing.assert_close(seen[0][attended], expected["token_embeddings"][attended])
+
+
+def test_what_is_decided_in_the_first_pass_holds_in_the_second(encoder, packed, monkeypatch):
+    """Wider texts of the same batch may be decided about in between."""
+    model = load(encoder("bert", hidden_dropout_prob=0.3))
+    made, decisions = encoder_calls(model), iter(["packed", "padded", "grouped"])
+    pylate_fastmaxsim.enable()
+    model(batch_of(model)[1], task="document")  # prepares the encoder for packed texts
+    made.clear()
+    monkeypatch.setattr(sentence_transformers_encoder, "mode_for", lambda *args, **kwargs: next(decisions))
+    # As many calls as there are columns: a fourth question would have no answer.
+    step = step_of(model, CACHED, mini_batch_size=COUNT)
+    value = step.value()
+    calls = len(made)
+    value.backward()
+    assert all(torch.equal(*passes) for passes in zip(made[:calls], made[calls:], strict=True))
 
 
 def test_only_training_leaves_padding_out(model, mode):
@@ -112,9 +97,11 @@ def test_the_output_is_that_of_stock_but_for_padding(model, mode):
     stock = model[0](dict(features))["token_embeddings"]
     pylate_fastmaxsim.enable()
     seen = []
-    hook = model[1].register_forward_pre_hook(lambda _, args: seen.append(dict(args[0])))
-    model(dict(features), task="document")
-    hook.remove()
+    model[1].register_forward_pre_hook(looking(lambda _, args: seen.append(dict(args[0]))))
+    for _ in range(2):  # the first call has trials
+        seen.clear()
+        model(dict(features), task="document")
+    assert modes(model) == {mode}
     assert seen[0].keys() == {*features, "token_embeddings"}
     attended = features["attention_mask"].bool()
     torch.testing.assert_close(seen[0]["token_embeddings"][attended], stock[attended])
@@ -137,21 +124,41 @@ def test_a_model_as_accelerate_prepares_it(model, mode):
 
 
 def test_off_again_everything_is_as_it_came(model, caplog):
-    from sentence_transformers.base.modules import Transformer
-
     names = {"__call__", "forward"}
     stock = Transformer.forward, names & vars(MultiVectorEncoder).keys()
     with caplog.at_level(logging.INFO), pylate_fastmaxsim.enabled():
         assert Transformer.forward is not stock[0]
-        run(model, losses.MultiVectorMultipleNegativesRankingLoss(model))
+        step_of(model).run()
     assert (Transformer.forward, names & vars(MultiVectorEncoder).keys()) == stock
     assert MultiVectorEncoder.__call__ is nn.Module.__call__
     assert "Sentence Transformers" in caplog.text and " accelerated: fused MaxSim" in caplog.text
+    assert {
+        "sentence_transformers.util.similarity.maxsim",
+        "sentence_transformers.base.modules.transformer.Transformer.forward",
+    } <= set(doctor.diagnose()["enable() replaces"])
 
 
 def test_an_option_that_only_pylate_has(caplog, monkeypatch):
     # Another host may be there too.
-    of_sentence_transformers = tuple(host for host in hosts.HOSTS if host.name == "Sentence Transformers")
-    monkeypatch.setattr(hosts, "HOSTS", of_sentence_transformers)
+    monkeypatch.setattr(hosts, "HOSTS", tuple(host for host in hosts.HOSTS if host.name == "Sentence Transformers"))
     pylate_fastmaxsim.enable(stock_masking=True)
     assert "stock_masking=True has no effect: it is an option for PyLate." in caplog.text
+
+
+SCRIPT = """
+import torch
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.util import maxsim
+from pylate_fastmaxsim.integrations.options import current_options
+print("on" if current_options() else "off", "forward" in vars(MultiVectorEncoder),
+      maxsim(torch.ones(1, 1, 1), torch.full((1, 1, 1), 2.0)).item())
+"""
+
+
+@pytest.mark.process
+def test_a_script_that_is_not_edited(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "pylate_fastmaxsim.run", "script.py"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["on", "True", "2.0"]
+    assert "Sentence Transformers" in said.stderr and "Nothing was accelerated" not in said.stderr

@@ -8,23 +8,15 @@ import pytest
 import torch
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Router
-from sentence_transformers.multi_vector_encoder import losses
 from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
 from sentence_transformers.sentence_transformer.modules import CNN
 from torch import nn
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
-from tests.support.multi_vector import (
-    POSITIVES,
-    assert_as_stock,
-    assert_equal,
-    batch_of,
-    load,
-    modes,
-    of_ones_own,
-    run,
-)
+from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
+from tests.support.multi_vector import CONTRASTIVE, HOST, POSITIVES, OfOnesOwn, batch_of, load, modes, step_of
+
+PADDED = "with padding, as stock Sentence Transformers does: "
 
 
 @pytest.fixture
@@ -32,11 +24,8 @@ def model(encoder) -> MultiVectorEncoder:
     return load(encoder("bert"))
 
 
-def test_a_forward_of_ones_own_may_look_at_padding(model, packed, caplog):
-    pylate_fastmaxsim.enable()
-    of_ones_own(model)(batch_of(model)[1], task="document")
-    assert modes(model) == {"padded"}
-    assert "OfOnesOwn is a module of your own" in caplog.text
+def dense(activation: nn.Module | None = None) -> Dense:
+    return Dense(32, 32, activation_function=activation, module_input_name="token_embeddings").double().train()
 
 
 class Over(nn.Module):
@@ -58,8 +47,10 @@ class Centred(nn.Module):
         return values - values.mean(dim=1, keepdim=True)
 
 
-def centred(output: dict) -> dict:
-    return {**output, "token_embeddings": Centred()(output["token_embeddings"])}
+def centred(output: dict | torch.Tensor) -> dict | torch.Tensor:
+    if isinstance(output, dict):
+        return {**output, "token_embeddings": Centred()(output["token_embeddings"])}
+    return Centred()(output)
 
 
 def activated(activation):
@@ -71,16 +62,12 @@ def activated(activation):
     return change
 
 
-def hooked_on(find, before=False):
-    def change(model):
-        if before:
-            find(model).register_forward_pre_hook(lambda _, args: (centred(args[0]),))
-        else:
-            find(model).register_forward_hook(
-                lambda _module, _args, output: centred(output) if isinstance(output, dict) else Centred()(output)
-            )
+def hooked_on(find):
+    return lambda model: find(model).register_forward_hook(lambda _module, _args, output: centred(output))
 
-    return change
+
+def hooked_before(model):
+    model[-1].register_forward_pre_hook(lambda _, args: (centred(args[0]),))
 
 
 def called_otherwise(model):
@@ -104,20 +91,11 @@ class Untrained(nn.Module):
         return values + self.convolution(values)
 
 
+OVER = "Over is a module of your own"
 # What is changed in a model, and which part that reads padding is named without and with padding_free="always".
 READERS = {
-    "hook on Dense": (hooked_on(lambda model: model[1]), "a hook of your own is on Dense", "Dense"),
     "hook inside Dense": (hooked_on(lambda model: model[1].linear), "a hook of your own is on Linear", "Dense"),
-    "hook before Normalize": (
-        hooked_on(lambda model: model[-1], before=True),
-        "a hook of your own is on Normalize",
-        "Normalize",
-    ),
-    "hook on MultiVectorMask": (
-        hooked_on(lambda model: model[-2]),
-        "a hook of your own is on MultiVectorMask",
-        "MultiVectorMask",
-    ),
+    "hook before Normalize": (hooked_before, "a hook of your own is on Normalize", "Normalize"),
     "hook on the model": (
         hooked_on(lambda model: model),
         "a hook of your own is on MultiVectorEncoder",
@@ -136,92 +114,27 @@ READERS = {
     ),
     "activation of PyTorch": (activated(nn.Softmax(dim=1)), "Dense reads the states of padding", "Dense"),
     "CNN": (inserted(CNN(32, 32, kernel_sizes=[3])), "CNN reads the states of padding", "CNN"),
-    "convolution": (inserted(Over(nn.Conv1d(32, 32, 3, padding=1))), "Over is a module of your own", "Over"),
-    "convolution that is 0 now": (
-        inserted(Over(Untrained())),
-        "Over is a module of your own",
-        "Over",
-    ),
-    "statistics": (inserted(Over(nn.BatchNorm1d(32))), "Over is a module of your own", "Over"),
+    "convolution that is 0 now": (inserted(Over(Untrained())), OVER, "Over"),
+    "statistics": (inserted(Over(nn.BatchNorm1d(32))), OVER, "Over"),
 }
 
 
 @pytest.mark.parametrize("padding_free", [True, "always"])
 @pytest.mark.parametrize("case", READERS)
-def test_what_reads_padding_is_given_it(model, packed, caplog, case, padding_free):
+def test_what_reads_padding_is_given_it(model, packed, monkeypatch, caplog, case, padding_free):
     change, said, reader = READERS[case]
     torch.manual_seed(0)
-    model.insert(1, Dense(32, 32, activation_function=None, module_input_name="token_embeddings").double().train())
+    model.insert(1, dense())
     change(model)
-    assert_as_stock(model, losses.MultiVectorMultipleNegativesRankingLoss(model), padding_free=padding_free)
+    HOST.assert_as_stock(model, step_of(model), monkeypatch, padding_free=padding_free)
     assert modes(model) == {"padded"}
     if padding_free == "always":
         said = f"{reader} reads the states of padding"
-    assert caplog.text.count("with padding, as stock Sentence Transformers does: ") == caplog.text.count(said) == 1
+    assert caplog.text.count(PADDED) == caplog.text.count(said) == 1
 
 
-def test_a_penalty_that_a_hook_collects(model, packed):
-    """What it collects does not change what the model returns, so that no check of that finds it."""
-    collected = []
-    model[-1].register_forward_hook(
-        lambda _, args, output: collected.append(output["token_embeddings"].square().mean())
-    )
-
-    class Penalised(losses.MultiVectorMultipleNegativesRankingLoss):
-        def forward(self, *args):
-            collected.clear()
-            loss = super().forward(*args)
-            return loss + torch.stack(collected).sum().to(loss)
-
-    assert_as_stock(model, Penalised(model))
-    assert modes(model) == {"padded"}
-
-
-def test_an_activation_that_is_changed_between_two_batches(model, packed):
-    model.insert(1, Dense(32, 32, activation_function=nn.Tanh(), module_input_name="token_embeddings").double().train())
-    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
-    pylate_fastmaxsim.enable()
-    run(model, loss)
-    model[1].activation_function = nn.Softmax(dim=1)
-    ours = run(model, loss)
-    pylate_fastmaxsim.disable()
-    assert_equal(ours, run(model, loss))
-
-
-class Unit(nn.Module):
-    def forward(self, features: dict) -> dict:
-        tokens = features["token_embeddings"]
-        return {**features, "token_embeddings": tokens / tokens.norm(dim=-1, keepdim=True)}
-
-
-@pytest.mark.parametrize("divides", [False, True])
-def test_modules_of_ones_own_behind_the_encoder(model, mode, divides):
-    if divides:  # by no zero, which would be the norm of padding
-        model[[isinstance(module, Normalize) for module in model].index(True)] = Unit()
-    else:
-        model.insert(1, Over(nn.Tanh()))
-    assert_as_stock(model, losses.MultiVectorMultipleNegativesRankingLoss(model), padding_free="always")
-    assert modes(model) == {mode}
-
-
-def test_modules_of_sentence_transformers_behind_the_encoder(encoder, mode):
-    routed = [load(encoder(family)) for family in ("bert", "modernbert")]
-    for each in routed:
-        each.insert(1, Dense(32, 32, module_input_name="token_embeddings").double())
-    model = MultiVectorEncoder(modules=[Router.for_query_document(*map(list, routed))], device="cpu").train()
-    model.append(HierarchicalTokenPooling(pool_factor=2))
-    assert_as_stock(model, losses.MultiVectorMultipleNegativesRankingLoss(model))
-    assert [modes(each) for each in routed] == [{mode}, {mode}]
-
-
-def test_routes_that_share_their_encoder(model, mode):
-    """What stands behind it in one route says nothing of the other."""
-    encoder, *rest = model
-    convolved = CNN(32, 32, kernel_sizes=[3]).double()
-    routed = Router.for_query_document([encoder, *rest], [encoder, convolved, *rest])
-    routed = MultiVectorEncoder(modules=[routed], device="cpu").train()
-    assert_as_stock(routed, losses.MultiVectorMultipleNegativesRankingLoss(routed))
-    assert modes(model) == {mode, "padded"}
+def own_forward(model):
+    model.__class__ = OfOnesOwn
 
 
 def returns_all_layers(model):
@@ -239,16 +152,81 @@ def pads_on_the_left(model):
 @pytest.mark.parametrize(
     "change, said",
     [
+        (own_forward, "OfOnesOwn is a module of your own"),
         (returns_all_layers, "it returns the hidden states of all layers."),
         (hooks, "a hook of your own is on BertModel"),
         (pads_on_the_left, "the tokenizer pads on the left"),
     ],
 )
-def test_what_needs_padding_has_it(model, packed, caplog, change, said):
+def test_what_needs_padding_has_it(model, packed, monkeypatch, caplog, change, said):
     change(model)
-    assert_as_stock(model, losses.MultiVectorMultipleNegativesRankingLoss(model))
+    HOST.assert_as_stock(model, step_of(model), monkeypatch)
     assert modes(model) <= {"padded"}
-    assert "with padding, as stock Sentence Transformers does: " in caplog.text and said in caplog.text
+    assert PADDED in caplog.text and said in caplog.text
+
+
+def test_a_penalty_that_a_hook_collects(model, packed, monkeypatch):
+    """What it collects does not change what the model returns, so that no check of that finds it."""
+    collected = []
+    model[-1].register_forward_hook(
+        lambda _, args, output: collected.append(output["token_embeddings"].square().mean())
+    )
+
+    class Penalised(CONTRASTIVE):
+        def forward(self, *args):
+            collected.clear()
+            loss = super().forward(*args)
+            return loss + torch.stack(collected).sum().to(loss)
+
+    HOST.assert_as_stock(model, step_of(model, Penalised), monkeypatch)
+    assert modes(model) == {"padded"}
+
+
+def test_an_activation_that_is_changed_between_two_batches(model, packed):
+    model.insert(1, dense(nn.Tanh()))
+    step = step_of(model)
+    pylate_fastmaxsim.enable()
+    step.run()
+    model[1].activation_function = nn.Softmax(dim=1)
+    ours = step.run()
+    pylate_fastmaxsim.disable()
+    step.assert_equal(ours, step.run())
+
+
+class Unit(nn.Module):
+    def forward(self, features: dict) -> dict:
+        tokens = features["token_embeddings"]
+        return {**features, "token_embeddings": tokens / tokens.norm(dim=-1, keepdim=True)}
+
+
+@pytest.mark.parametrize("divides", [False, True])
+def test_modules_of_ones_own_behind_the_encoder(model, mode, monkeypatch, divides):
+    if divides:  # by no zero, which would be the norm of padding
+        model[[isinstance(module, Normalize) for module in model].index(True)] = Unit()
+    else:
+        model.insert(1, Over(nn.Tanh()))
+    HOST.assert_as_stock(model, step_of(model), monkeypatch, padding_free="always")
+    assert modes(model) == {mode}
+
+
+def test_modules_of_sentence_transformers_behind_the_encoder(encoder, mode, monkeypatch):
+    routed = [load(encoder(family)) for family in ("bert", "modernbert")]
+    for each in routed:
+        each.insert(1, dense())
+    model = MultiVectorEncoder(modules=[Router.for_query_document(*map(list, routed))], device="cpu").train()
+    model.append(HierarchicalTokenPooling(pool_factor=2))
+    HOST.assert_as_stock(model, step_of(model), monkeypatch)
+    assert [modes(each) for each in routed] == [{mode}, {mode}]
+
+
+def test_routes_that_share_their_encoder(model, mode, monkeypatch):
+    """What stands behind it in one route says nothing of the other."""
+    encoder, *rest = model
+    convolved = CNN(32, 32, kernel_sizes=[3]).double()
+    routed = Router.for_query_document([encoder, *rest], [encoder, convolved, *rest])
+    routed = MultiVectorEncoder(modules=[routed], device="cpu").train()
+    HOST.assert_as_stock(routed, step_of(routed), monkeypatch)
+    assert modes(model) == {mode, "padded"}
 
 
 @pytest.mark.parametrize(("gap", "said"), [(slice(1, 2), "one has a gap in its attention_mask"), (slice(None), "")])
@@ -275,23 +253,26 @@ def copied(module: nn.Module) -> nn.Module:
     return copy
 
 
+def is_compiled(model: nn.Module) -> bool:
+    return any(layer._compiled_call_impl is not None for layer in encoder_layers(model))
+
+
 def test_copies_of_data_parallel(model, packed, caplog):
     features = batch_of(model)[1]
     stock = model(dict(features), task="document")["token_embeddings"]
     pylate_fastmaxsim.enable(compile=True)
     for _ in range(2):
-        ours = copied(model)(dict(features), task="document")["token_embeddings"]
-    torch.testing.assert_close(ours, stock)
-    assert not compilation_layers._compiled and not modes(model)
-    assert (
-        caplog.text.count("does: DataParallel copies the model") == caplog.text.count("compile=True does nothing") == 1
-    )
+        copy = copied(model)
+        torch.testing.assert_close(copy(dict(features), task="document")["token_embeddings"], stock)
+    assert not is_compiled(copy) and not modes(model)
+    for said in ("does: DataParallel copies the model", "compile=True does nothing"):
+        assert caplog.text.count(said) == 1
 
 
 def test_what_sentence_transformers_flattened_is_left_to_it(model, packed, caplog):
     pylate_fastmaxsim.enable(compile=True)
     flat = {"input_ids": torch.ones(1, 4, dtype=torch.long), "cu_seq_lens_q": torch.tensor([0, 4])}
     model(flat, task="document")
-    assert not modes(model) and not compilation_layers._compiled
+    assert not modes(model) and not is_compiled(model)
     assert "compile=True does nothing: Sentence Transformers leaves padding out itself." in caplog.text
     assert caplog.text.count("calls the encoder for each column of a batch") == 1

@@ -1,8 +1,9 @@
-"""Scores of Sentence Transformers' MultiVectorEncoder."""
+"""Scores and evaluators of Sentence Transformers' MultiVectorEncoder, with the maximum and other poolings."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,10 +16,15 @@ pytest.importorskip(
 )
 
 from sentence_transformers import util
-from sentence_transformers.multi_vector_encoder import scoring
+from sentence_transformers.multi_vector_encoder import evaluation, scoring
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TopK
 from pylate_fastmaxsim.integrations.sentence_transformers import scores as sentence_transformers_scores
+from tests.support.hosts import operators
+from tests.support.multi_vector import NEGATIVES, POSITIVES, TEACHER, load
+from tests.support.multi_vector import QUERIES as TEXTS
+from tests.support.pooled_definitions import PlainScores
 
 torch.manual_seed(0)
 QUERIES = torch.randn(3, 5, 16)
@@ -169,20 +175,13 @@ def test_half_precision_is_summed_in_float32():
     torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "module, operator, functions",
-    [
-        (sentence_transformers_scores, "pooled_scores", (scoring.colbert_scores, scoring.colbert_kd_scores)),
-        (sentence_transformers_scores, "xtr_scores", (scoring.xtr_scores,)),
-    ],
-)
-def test_one_call_scores_all_groups(monkeypatch, module, operator, functions):
-    seen, original = [], getattr(module, operator)
-    monkeypatch.setattr(module, operator, lambda *args, **kwargs: seen.append(operator) or original(*args, **kwargs))
+@pytest.mark.parametrize("function", [scoring.colbert_scores, scoring.colbert_kd_scores, scoring.xtr_scores])
+def test_one_call_scores_all_groups(monkeypatch, function):
+    module = sentence_transformers_scores
+    seen = operators((module, "pooled_scores"), (module, "xtr_scores"))(None, monkeypatch)
     pylate_fastmaxsim.enable()
-    for function in functions:
-        function(QUERIES, GROUPS)
-    assert seen == [operator] * len(functions)
+    function(QUERIES, GROUPS)
+    assert len(seen) == 1
 
 
 @pytest.mark.compile
@@ -194,3 +193,65 @@ def test_xtr_scores_are_compiled_as_its_documentation_says():
         run(scoring.xtr_scores, (QUERIES, GROUPS), {**GROUP_MASKS, "top_k": 5}),
     )
     torch._dynamo.reset()
+
+
+LIVE = torch.arange(5) < torch.tensor([5, 2, 1])[:, None]
+RAGGED = [vectors[mask] for vectors, mask in zip(QUERIES, LIVE, strict=True)]
+PASSAGES = [vectors[mask] for vectors, mask in zip(GROUPS.flatten(0, 1), GROUPS_MASK.flatten(0, 1), strict=True)]
+
+
+@pytest.mark.parametrize("pooling", [TopK(3), Softmax(0.3), LogSumExp(0.1), Max()], ids=str)
+def test_every_score_pools(pooling):
+    masks = {"queries_mask": LIVE, "documents_mask": GROUPS_MASK}
+    all_pairs = PlainScores(PooledScores(pooling))(QUERIES, GROUPS, **masks)
+    # An empty document ranks last, as ever in Sentence Transformers.
+    all_pairs[:, 3] = util.maxsim(RAGGED, PASSAGES)[:, 3]
+    own = all_pairs.view(3, 3, 2).diagonal().T
+    counts = LIVE.sum(1, keepdim=True)
+    pylate_fastmaxsim.enable(pooling=pooling)
+    for ours, expected in (
+        (util.maxsim(RAGGED, PASSAGES), all_pairs),
+        (util.mean_maxsim(RAGGED, PASSAGES), all_pairs / counts),
+        (util.maxsim_pairwise(RAGGED, PASSAGES[1::2]), own[:, 1]),
+        (util.mean_maxsim_pairwise(RAGGED, PASSAGES[1::2]), own[:, 1] / counts[:, 0]),
+        (scoring.colbert_scores(QUERIES, GROUPS, **masks), all_pairs),
+        (scoring.mean_colbert_scores(QUERIES, GROUPS, **masks), all_pairs / counts),
+        (scoring.colbert_kd_scores(QUERIES, GROUPS, **masks), own),
+    ):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_only_stock_takes_is_an_error_with_another_pooling():
+    weighted = {"a_mask": torch.rand(3, 5)}
+    pylate_fastmaxsim.enable(pooling=TopK(2))
+    assert util.maxsim(QUERIES, []).shape == (3, 0)
+    sentence = r"^maxsim: with enable\(pooling=TopK\(k=2\)\) .*: a mask of queries may weigh"
+    with pytest.raises(ValueError, match=sentence):
+        util.maxsim(QUERIES, QUERIES, **weighted)
+    pylate_fastmaxsim.enable(pooling=Max())
+    assert util.maxsim(QUERIES, QUERIES, **weighted).shape == (3, 3)
+
+
+def test_evaluators_pool_with_the_flag_and_by_a_metric(encoder):
+    model = load(encoder("bert")).float().eval()
+    samples = [
+        {"query": query, "positive": [positive], "negative": [negative]}
+        for query, positive, negative in zip(TEXTS, POSITIVES, NEGATIVES, strict=True)
+    ]
+    ids = {str(place): query for place, query in enumerate(TEXTS)}
+    corpus, relevant = dict(zip(ids, POSITIVES, strict=True)), {key: {key} for key in ids}
+    rerank = partial(evaluation.MultiVectorRerankingEvaluator, samples, write_csv=False)
+    search = partial(evaluation.MultiVectorInformationRetrievalEvaluator, ids, corpus, relevant, write_csv=False)
+    labels = TEACHER[:, 0].tolist()
+    distill = partial(evaluation.MultiVectorDistillationEvaluator, TEXTS, POSITIVES, labels, write_csv=False)
+    metric, pairs = PooledScores(TopK(3)), PooledScores(TopK(3), own_documents=True)
+    by_metric = [
+        *(rerank(similarity_fct=metric, use_batched_encoding=batched)(model) for batched in (True, False)),
+        search(score_functions={"maxsim": metric})(model),
+        distill(similarity_fct=pairs)(model),
+    ]
+    usual = [rerank()(model), search()(model), distill()(model)]
+    pylate_fastmaxsim.enable(pooling=TopK(3))
+    with_flag = [rerank()(model), search()(model), distill()(model)]
+    assert by_metric == [with_flag[0], *map(pytest.approx, with_flag)]
+    assert all(one != other for one, other in zip(with_flag, usual, strict=True))

@@ -9,3 +9,19 @@ def _of_any_size(monkeypatch):
     from pylate_fastmaxsim.integrations.sparse_encoder import encoder
 
     monkeypatch.setattr(encoder, "FEW_TOKENS", 0)
+
+
+@pytest.fixture
+def searches(monkeypatch) -> list[int]:
+    """The numbers of documents that were searched exactly, search by search."""
+    from pylate_fastmaxsim.integrations.sparse_encoder import search as module
+
+    made, search = [], module.sparse_search
+
+    def counted(queries, documents, k):
+        documents = list(documents)
+        made.append(sum(map(len, documents)))
+        return search(queries, documents, k)
+
+    monkeypatch.setattr(module, "sparse_search", counted)
+    return made

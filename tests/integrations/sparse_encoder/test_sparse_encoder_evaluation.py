@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 
 import datasets
 import pytest
 import torch
 
-from tests.support.edited import edited
 from tests.support.models import sentences
 from tests.support.sparse_encoders import load_sparse
 
@@ -23,7 +21,6 @@ from sentence_transformers.sparse_encoder.evaluation import (
 )
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.sparse_encoder import search as module
 
 DenseEvaluator = SparseInformationRetrievalEvaluator.__base__
 # From release 6 on stock orders equal scores by id, before by chance.
@@ -58,21 +55,6 @@ def relevant_documents(model, functions=(util.dot_score,), **options) -> dict[st
 @pytest.fixture(scope="module")
 def relevant(model):
     return relevant_documents(model)
-
-
-@pytest.fixture
-def searches(monkeypatch):
-    """The numbers of documents that were searched."""
-    made: list[int] = []
-    search = module.sparse_search
-
-    def counted(queries, documents, k):
-        documents = list(documents)
-        made.append(sum(map(len, documents)))
-        return search(queries, documents, k)
-
-    monkeypatch.setattr(module, "sparse_search", counted)
-    return made
 
 
 def evaluator_of(relevant, kind=SparseInformationRetrievalEvaluator, **options):
@@ -201,24 +183,16 @@ def test_hooks_of_a_subclass_are_called_and_a_chunk_with_negative_weights_is_sto
     assert line.startswith("InformationRetrievalEvaluator is not accelerated") and "negative" in line
 
 
-def test_another_score_function_is_left_to_stock(model, relevant, searches, caplog):
+@pytest.mark.parametrize("dense", [False, True])
+def test_other_scores_and_dense_evaluators_are_left_to_stock(encoder, model, relevant, searches, caplog, dense):
     functions = {"dot": util.dot_score, "manhattan": util.manhattan_sim}
-    stock = evaluator_of(relevant, score_functions=functions)(model)
+    options = {"kind": DenseEvaluator} if dense else {"score_functions": functions}
+    model = SentenceTransformer(encoder("bert"), device="cpu") if dense else model
+    stock = evaluator_of(relevant, **options)(model)
     pylate_fastmaxsim.enable()
-    assert evaluator_of(relevant, score_functions=functions)(model) == stock
-    assert not searches and "the score function manhattan_sim is neither dot_score nor cos_sim" in caplog.text
-
-
-def test_an_edited_score_function_runs_as_it_is(model, relevant, searches, monkeypatch, caplog):
-    edit = edited(util.normalize_embeddings, "values**2", "values.abs()")
-    plain = evaluator_of(relevant, score_functions={"cosine": util.cos_sim})(model)
-    monkeypatch.setattr(sys.modules[util.cos_sim.__module__], "normalize_embeddings", edit)
-    found = []
-    for switch in (pylate_fastmaxsim.disable, pylate_fastmaxsim.enable):
-        switch()
-        found.append(evaluator_of(relevant, score_functions={"cosine": util.cos_sim})(model))
-    assert found[0] == found[1] != plain
-    assert not searches and "normalize_embeddings is not the code of a release" in caplog.text
+    assert evaluator_of(relevant, **options)(model) == stock
+    assert not searches and ("(running Sentence Transformers" in caplog.text) != dense
+    assert dense or "the score function manhattan_sim is neither dot_score nor cos_sim" in caplog.text
 
 
 def test_no_query_with_relevant_documents_is_stock_s_error(model):
@@ -246,14 +220,6 @@ def test_nanobeir(model, relevant, searches, monkeypatch):
     pylate_fastmaxsim.enable()
     assert SparseNanoBEIREvaluator(["msmarco", "nq"])(model) == stock
     assert searches == [COUNT, COUNT]
-
-
-def test_dense_evaluators_are_left_as_they_are(encoder, relevant, searches, caplog):
-    model = SentenceTransformer(encoder("bert"), device="cpu")
-    stock = evaluator_of(relevant, DenseEvaluator)(model)
-    pylate_fastmaxsim.enable()
-    assert evaluator_of(relevant, DenseEvaluator)(model) == stock
-    assert not searches and "Evaluator is not accelerated" not in caplog.text
 
 
 @pytest.mark.cuda

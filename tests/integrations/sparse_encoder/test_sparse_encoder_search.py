@@ -19,7 +19,6 @@ from sentence_transformers import __version__ as version
 from sentence_transformers import util
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.sparse_encoder import search as module
 
 FUNCTIONS = [util.dot_score, util.cos_sim]
 
@@ -35,10 +34,6 @@ QUERIES, DOCUMENTS = random(6, 0.15, seed=0), random(90, 0.05, seed=1)
 QUERIES[4] = 0  # shares nothing with any document
 
 
-def coo(dense: torch.Tensor) -> torch.Tensor:
-    return dense.to_sparse()
-
-
 def uncoalesced(dense: torch.Tensor) -> torch.Tensor:
     """Every entry twice, with half of its weight."""
     tensor = dense.to_sparse()
@@ -46,16 +41,14 @@ def uncoalesced(dense: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices.repeat(1, 2).flip(1), values.repeat(2).flip(0), dense.shape)
 
 
-def rows(dense: torch.Tensor) -> list[torch.Tensor]:
-    return [row.to_sparse() for row in dense]
-
-
-def half(dense: torch.Tensor) -> torch.Tensor:
-    return dense.half().to_sparse()
-
-
-def double(dense: torch.Tensor) -> torch.Tensor:
-    return dense.double().to_sparse()
+coo = torch.Tensor.to_sparse
+FORMS = {
+    "coo": coo,
+    "uncoalesced": uncoalesced,
+    "rows": lambda dense: [row.to_sparse() for row in dense],
+    "half": lambda dense: dense.half().to_sparse(),
+    "double": lambda dense: dense.double().to_sparse(),
+}
 
 
 def expected(queries: torch.Tensor, documents: torch.Tensor, k: int, function=util.dot_score) -> list[list[dict]]:
@@ -71,21 +64,7 @@ def scores_of(results: list[list[dict]]) -> torch.Tensor:
     return torch.tensor([[hit["score"] for hit in row] for row in results])
 
 
-@pytest.fixture
-def searches(monkeypatch):
-    """An entry for each search that was exact."""
-    made: list[None] = []
-    search = module.sparse_search
-
-    def counted(*arguments):
-        made.append(None)
-        return search(*arguments)
-
-    monkeypatch.setattr(module, "sparse_search", counted)
-    return made
-
-
-@pytest.mark.parametrize("form", [coo, uncoalesced, rows, half, double])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("top_k", [1, 10, 90, 200])
 def test_results_are_those_of_stock_with_equal_scores_by_position(form, top_k, searches):
     arguments = form(QUERIES), form(DOCUMENTS), 4, 11, top_k, util.dot_score

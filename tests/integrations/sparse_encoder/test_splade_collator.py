@@ -7,12 +7,12 @@ pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE
 
 from sentence_transformers.sparse_encoder import SparseEncoderTrainer  # noqa: E402
 from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator  # noqa: E402
-from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss  # noqa: E402
 from sentence_transformers.sparse_encoder.training_args import SparseEncoderTrainingArguments  # noqa: E402
 
 import pylate_fastmaxsim  # noqa: E402
 from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL  # noqa: E402
 from tests.support.sparse_encoders import splade  # noqa: E402
+from tests.support.splade_steps import splade_loss  # noqa: E402
 
 ROWS = [
     {"query": "sea", "document": "sand and sea and sky", "negative": "a", "negative_1": "b c d"},
@@ -29,35 +29,34 @@ def model(encoder):
     return splade(encoder("bert", masked_lm=True))
 
 
-def loss_of(model):
-    ranking = SparseMultipleNegativesRankingLoss(model)
-    return SpladeLoss(model, ranking, document_regularizer_weight=1e-3, query_regularizer_weight=1e-3)
+def value_of(model, columns) -> torch.Tensor:
+    return sum(splade_loss(model)([dict(column) for column in columns]).values())
 
 
 def test_the_trainer_leaves_stocks_columns_and_no_search(model, packed, no_search, tmp_path):
     arguments = SparseEncoderTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     stock = collator(model)(ROWS)
     of_stock, _ = SparseEncoderTrainer(model, arguments).collect_features(stock)
-    expected = sum(loss_of(model)([dict(column) for column in of_stock]).values())
+    expected = value_of(model, of_stock)
     pylate_fastmaxsim.enable()
     trainer = SparseEncoderTrainer(model, arguments)
     batch = collator(model)(ROWS)
     assert batch.keys() - stock.keys() == {f"{column}_{TOKEN_TOTAL}" for column in ROWS[0]}
     columns, _ = trainer.collect_features(trainer._prepare_inputs(batch))
     assert [column.keys() for column in columns] == [column.keys() for column in of_stock]
-    sum(loss_of(model)([dict(column) for column in columns]).values())  # the check on the first batch searches
+    value_of(model, columns)  # the check on the first batch searches
     no_search()
-    torch.testing.assert_close(sum(loss_of(model)(columns).values()), expected)
+    torch.testing.assert_close(value_of(model, columns), expected)
 
 
 def test_features_that_a_column_has_of_another(model, packed, caplog):
     """The trainer gives ``negative`` what begins with its name: all that is of ``negative_1``, as ``1_input_ids``."""
-    batch, loss = collator(model)(ROWS), loss_of(model)
+    batch = collator(model)(ROWS)
     columns, _ = SparseEncoderTrainer(model, SparseEncoderTrainingArguments(use_cpu=True)).collect_features(batch)
     assert "1_input_ids" in columns[2]
-    stock = sum(loss([dict(column) for column in columns]).values())
+    stock = value_of(model, columns)
     with pylate_fastmaxsim.enabled():
-        torch.testing.assert_close(sum(loss(columns).values()), stock)
+        torch.testing.assert_close(value_of(model, columns), stock)
     assert "Vocabulary logits" not in caplog.text and "calls of their own" not in caplog.text
 
 
@@ -74,7 +73,7 @@ def test_a_loop_without_the_trainer(model):
     torch.testing.assert_close(fast, stock)
 
 
-class Shortening(SparseEncoderDataCollator):
+class OfOnesOwn(SparseEncoderDataCollator):
     def __call__(self, features):
         return super().__call__(features)
 
@@ -82,7 +81,7 @@ class Shortening(SparseEncoderDataCollator):
 def test_batches_without_counts(model, monkeypatch):
     """Of a collator of somebody's own, and where batches may be sent from process to process."""
     with pylate_fastmaxsim.enabled():
-        batch = Shortening(getattr(model, "preprocess", model.tokenize))(ROWS)
+        batch = OfOnesOwn(getattr(model, "preprocess", model.tokenize))(ROWS)
         assert not any(TOKEN_TOTAL in key for key in batch)
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert not any(TOKEN_TOTAL in key for key in collator(model)(ROWS))

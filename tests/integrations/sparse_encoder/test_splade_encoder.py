@@ -1,4 +1,4 @@
-"""Embeddings of a SPLADE model without vocabulary logits, against stock."""
+"""Embeddings and losses of SPLADE models without vocabulary logits, beside what tests of all hosts compare."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from tests.support.sparse_encoders import (
     FAMILIES,
     Router,
     SpladePooling,
+    autoencoder,
     inference_free,
     masked_lm,
     splade,
     transformer_of,
 )
-from tests.support.splade_steps import TEXTS, Decoded, assert_as_stock, batch_of, modes, run, splade_loss
+from tests.support.splade_steps import CACHED, CONTRASTIVE, HOST, TEXTS, Step, batch_of, step_of, watch_decoder
 
 
 @pytest.fixture
@@ -30,22 +31,11 @@ def model(encoder) -> SparseEncoder:
     return splade(encoder("bert", masked_lm=True))
 
 
-def loss_of(model):
-    return splade_loss(model, losses.SparseMultipleNegativesRankingLoss)
-
-
-def assert_step_as_stock(model, monkeypatch, batch=None, **options) -> None:
-    """And it stays on."""
-    batch = batch_of(model, 3) if batch is None else batch
-    assert_as_stock(model, Decoded.of(model, monkeypatch), {"contrastive": (loss_of(model), batch)}, **options)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
-def test_steps_are_those_of_stock(encoder, mode, monkeypatch, family, activation):
-    model = splade(encoder(family, masked_lm=True), activation_function=activation)
-    assert_step_as_stock(model, monkeypatch)
-    assert modes(model) == {mode}
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_the_other_activation_function_with_padding_and_without(encoder, packed, monkeypatch, padding_free):
+    model = splade(encoder("bert", masked_lm=True), activation_function="log1p_relu")
+    HOST.assert_as_stock(model, step_of(model), monkeypatch, padding_free=padding_free)
+    assert HOST.modes(model) == ({"packed"} if padding_free else set())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,14 +46,13 @@ def test_encoded_texts_are_those_of_stock(encoder, monkeypatch, family):
     stock = [model.encode(texts, show_progress_bar=False, **each) for each in options]
     pylate_fastmaxsim.enable()
     model.encode(texts[:1])
-    decoded = Decoded.of(model, monkeypatch)
+    decoded = watch_decoder(model, monkeypatch)
     ours = [model.encode(texts, show_progress_bar=False, **each) for each in options]
     for own, expected in zip(ours, stock, strict=True):
         assert (own.layout, own.dtype, own.shape) == (expected.layout, expected.dtype, expected.shape)
         torch.testing.assert_close(own.to_dense(), expected.to_dense())
-    assert not decoded.tokens
     # Texts of similar length need no check of how to leave padding out.
-    assert not modes(model)
+    assert not decoded and not HOST.modes(model)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -85,8 +74,7 @@ def test_dtypes_are_those_of_stock(model, training, dtype):
 
 
 def test_the_output_has_no_logits(model):
-    features = batch_of(model, 2)[1]
-    pooling = model[1]
+    features, pooling = batch_of(model, 2)[1], model[1]
     dimensions = [name for name in ("embedding_dimension", "word_embedding_dimension") if hasattr(pooling, name)]
     pylate_fastmaxsim.enable()
     for name in dimensions:
@@ -96,68 +84,67 @@ def test_the_output_has_no_logits(model):
 
 
 def test_texts_with_gaps_and_without_tokens(model, packed, monkeypatch, caplog):
-    batch = batch_of(model, 3)
-    batch[1]["attention_mask"][0, 1] = 0
-    batch[2]["attention_mask"][1] = 0
-    assert_step_as_stock(model, monkeypatch, batch)
+    step = step_of(model)
+    step.batch[1]["attention_mask"][0, 1] = 0
+    step.batch[2]["attention_mask"][1] = 0
+    HOST.assert_as_stock(model, step, monkeypatch)
     assert "Texts are encoded with padding, as stock Sentence Transformers does: one has a gap" in caplog.text
-
-
-def test_with_padding(model, monkeypatch):
-    assert_step_as_stock(model, monkeypatch, padding_free=False)
-    assert not modes(model)
-
-
-def wrap_masked_lm(model, wrap) -> None:
-    (name,) = {"model", "auto_model"} & transformer_of(model)._modules.keys()
-    setattr(transformer_of(model), name, wrap(transformer_of(model).auto_model))
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_adapters_in_the_encoder(model, mode, monkeypatch, wrapped):
     torch.manual_seed(0)
-    config = LoraConfig(target_modules=["query", "transform.dense"], init_lora_weights=False)
+    config, transformer = LoraConfig(target_modules=["query", "transform.dense"], init_lora_weights=False), model[0]
     if wrapped:
-        wrap_masked_lm(model, lambda masked: get_peft_model(masked, config))
+        (name,) = {"model", "auto_model"} & transformer._modules.keys()
+        setattr(transformer, name, get_peft_model(transformer.auto_model, config))
     else:
-        inject_adapter_in_model(config, transformer_of(model).auto_model)
+        inject_adapter_in_model(config, transformer.auto_model)
     model.double()
-    assert_step_as_stock(model, monkeypatch)
-    assert modes(model) == {mode}
+    HOST.assert_as_stock(model, step_of(model), monkeypatch)
+    assert HOST.modes(model) == {mode}
 
 
-def test_documents_beside_queries_without_an_encoder(encoder, mode, monkeypatch, caplog):
-    model = inference_free(encoder("bert", masked_lm=True))
-    assert_step_as_stock(model, monkeypatch)
-    assert modes(model) == {mode}
-    assert "stock" not in caplog.text
+@pytest.mark.parametrize("options", [{"query_regularizer_weight": None}, CACHED], ids=["contrastive", "cached"])
+def test_queries_without_an_encoder(encoder, mode, monkeypatch, caplog, options):
+    """Inference-free SPLADE: a Router sends queries to SparseStaticEmbedding."""
+    model = inference_free(encoder("distilbert", masked_lm=True))
+    HOST.assert_as_stock(model, step_of(model, **options), monkeypatch)
+    assert HOST.modes(model) == {mode} and "stock" not in caplog.text
 
 
 def test_one_encoder_in_two_routes(encoder, mode, monkeypatch):
     transformer = masked_lm(encoder("bert", masked_lm=True))
     routes = [[transformer], [transformer]]
     model = SparseEncoder(modules=[Router.for_query_document(*routes), SpladePooling()], device="cpu").double().train()
-    assert_step_as_stock(model, monkeypatch)
-    assert modes(model) == {mode}
+    HOST.assert_as_stock(model, step_of(model), monkeypatch)
+    assert HOST.modes(model) == {mode}
 
 
 def test_a_hook_in_the_encoder_keeps_the_padding(model, packed, monkeypatch, caplog):
     calls = []
     transformer_of(model).auto_model.bert.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    assert_step_as_stock(model, monkeypatch)
+    HOST.assert_as_stock(model, step_of(model), monkeypatch)
     assert calls and all(calls), "a trial has called a hook, which may collect a penalty"
-    assert modes(model) == {"padded"}
+    assert HOST.modes(model) == {"padded"}
     assert "with padding, as stock Sentence Transformers does: a hook of your own is on BertModel" in caplog.text
 
 
 def test_few_tokens_on_a_cpu_are_left_to_stock(model, monkeypatch, caplog):
-    batch = batch_of(model, 2)
-    decoded = Decoded.of(model, monkeypatch)
-    widths = [column["input_ids"].numel() for column in batch]
+    step, decoded = step_of(model, columns=2), watch_decoder(model, monkeypatch)
+    widths = [column["input_ids"].numel() for column in step.batch]
     monkeypatch.setattr(sparse_encoder, "FEW_TOKENS", widths[1])
     pylate_fastmaxsim.enable()
-    run(model, loss_of(model), batch)
-    decoded.tokens.clear()
-    run(model, loss_of(model), batch)
-    assert decoded.tokens == widths[:1]
-    assert "stock" not in caplog.text
+    step.run()
+    decoded.clear()
+    step.run()
+    assert decoded == widths[:1] and "stock" not in caplog.text
+
+
+def test_models_without_vocabulary_logits_are_left_alone_in_silence(encoder, caplog):
+    model = autoencoder(encoder("bert"))
+    step = Step(losses.CSRLoss(model, CONTRASTIVE(model)), batch_of(model))
+    stock = step.run()
+    pylate_fastmaxsim.enable()
+    step.assert_equal(step.run(), stock)
+    assert "logits" not in caplog.text and "padding" not in caplog.text

@@ -12,7 +12,6 @@ pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE
 
 from peft import LoraConfig, inject_adapter_in_model
 from sentence_transformers import SparseEncoder
-from sentence_transformers.sparse_encoder import losses
 from torch import nn
 from transformers import (
     BertForMaskedLM,
@@ -27,8 +26,8 @@ from transformers.models.bert.modeling_bert import BertLMPredictionHead, BertOnl
 
 import pylate_fastmaxsim
 from tests.support.edited import edited
-from tests.support.sparse_encoders import Router, SpladePooling, autoencoder, masked_lm, splade, transformer_of
-from tests.support.splade_steps import Decoded, assert_equal, batch_of, run, splade_loss
+from tests.support.sparse_encoders import Router, SpladePooling, masked_lm, splade, transformer_of
+from tests.support.splade_steps import Step, batch_of, splade_loss, step_of, watch_decoder
 
 STOCK = "Vocabulary logits are computed for every token, as stock Sentence Transformers does: "
 
@@ -112,8 +111,8 @@ def adapter_on_the_decoder(model) -> None:
     model.double()
 
 
-def no_op_hook(*_) -> None:
-    return None
+def centres(_module, _args, output: torch.Tensor) -> torch.Tensor:
+    return output - output.mean(dim=-2, keepdim=True)
 
 
 def replace_forward(module: nn.Module) -> None:
@@ -121,6 +120,18 @@ def replace_forward(module: nn.Module) -> None:
     module.forward = lambda *args, **kwargs: forward(*args, **kwargs)
 
 
+def own_step(model) -> None:
+    head = mlm(model).cls.predictions
+    head.transform = OwnStep(head.transform)
+
+
+HOOK = "a hook or another forward is on "
+SMALL = {"hidden_size": 32, "intermediate_size": 32}
+PARTS = {**SMALL, "embedding_size": 16, "intra_bottleneck_size": 16}
+ESM = other_architecture(EsmForMaskedLM, EsmConfig, **SMALL, pad_token_id=0)
+ELECTRA = other_architecture(ElectraForMaskedLM, ElectraConfig, **SMALL, embedding_size=32)
+MOBILE_BERT = other_architecture(MobileBertForMaskedLM, MobileBertConfig, **PARTS)
+# What is changed, and the line of log.
 CASES = {
     "sum": (lambda m: setattr(m[1], "pooling_strategy", "sum"), 'SpladePooling has pooling_strategy="sum"'),
     "module between": (lambda m: m.insert(1, Unchanged()), "Unchanged follows the encoder, not SpladePooling"),
@@ -128,56 +139,23 @@ CASES = {
     "module behind": (lambda m: m.append(ReadsLogits()), "ReadsLogits may read them"),
     "own model": (lambda m: setattr(m, "__class__", OwnEncoder), "OwnEncoder has a forward of its own"),
     "own language model": (lambda m: setattr(mlm(m), "__class__", OwnBert), "OwnBert has no head that is known"),
-    "hook on the model": (
-        lambda m: m.register_forward_hook(no_op_hook),
-        "a hook or another forward is on SparseEncoder",
-    ),
-    "hook on the pooling": (
-        lambda m: m[1].register_forward_pre_hook(no_op_hook),
-        "a hook or another forward is on SpladePooling",
-    ),
-    "hook on the head": (
-        lambda m: mlm(m).cls.register_forward_hook(no_op_hook),
-        "a hook or another forward is on BertOnlyMLMHead",
-    ),
+    "hook on the model": (lambda m: m.register_forward_hook(lambda *_: None), HOOK + "SparseEncoder"),
+    "hook on the pooling": (lambda m: m[1].register_forward_pre_hook(lambda *_: None), HOOK + "SpladePooling"),
+    "hook on the head": (lambda m: mlm(m).cls.register_forward_hook(lambda *_: None), HOOK + "BertOnlyMLMHead"),
     "hook inside the head": (
-        lambda m: mlm(m).cls.predictions.transform.dense.register_forward_hook(
-            lambda _module, _args, output: output - output.mean(dim=-2, keepdim=True)
-        ),
+        lambda m: mlm(m).cls.predictions.transform.dense.register_forward_hook(centres),
         "a hook of your own is on Linear",
     ),
-    "own step of the head": (
-        lambda m: setattr(mlm(m).cls.predictions, "transform", OwnStep(mlm(m).cls.predictions.transform)),
-        "OwnStep is a module of your own",
-    ),
+    "own step of the head": (own_step, "OwnStep is a module of your own"),
     "own head": (lambda m: setattr(mlm(m).cls, "__class__", OwnHead), "OwnHead is a module of your own"),
-    "forward of the decoder": (
-        lambda m: replace_forward(mlm(m).cls.predictions.decoder),
-        "a hook or another forward is on Linear",
-    ),
+    "forward of the decoder": (lambda m: replace_forward(mlm(m).cls.predictions.decoder), HOOK + "Linear"),
     "adapter on the decoder": (
         adapter_on_the_decoder,
         "the decoder of BertForMaskedLM is a peft.tuners.lora.layer.Linear",
     ),
-    "a bias behind the decoder": (
-        other_architecture(EsmForMaskedLM, EsmConfig, hidden_size=32, intermediate_size=32, pad_token_id=0),
-        "EsmForMaskedLM gives other logits than its parts",
-    ),
-    "another head": (
-        other_architecture(ElectraForMaskedLM, ElectraConfig, hidden_size=32, embedding_size=32, intermediate_size=32),
-        "ElectraForMaskedLM has no head that is known",
-    ),
-    "a decoder in parts": (
-        other_architecture(
-            MobileBertForMaskedLM,
-            MobileBertConfig,
-            hidden_size=32,
-            embedding_size=16,
-            intermediate_size=32,
-            intra_bottleneck_size=16,
-        ),
-        "MobileBertForMaskedLM cannot run in parts (RuntimeError",
-    ),
+    "a bias behind the decoder": (ESM, "EsmForMaskedLM gives other logits than its parts"),
+    "another head": (ELECTRA, "ElectraForMaskedLM has no head that is known"),
+    "a decoder in parts": (MOBILE_BERT, "MobileBertForMaskedLM cannot run in parts (RuntimeError"),
     "FSDP": (lambda m: setattr(mlm(m).cls, "_is_fsdp_managed_module", True), "FSDP divides the weights of"),
     "DataParallel": (lambda m: setattr(m[0], "_is_replica", True), "DataParallel copies the model in every step"),
     "hidden states": (
@@ -190,30 +168,48 @@ CASES = {
 @pytest.mark.parametrize(("change", "line"), CASES.values(), ids=CASES)
 def test_what_is_left_to_stock(model, caplog, change, line):
     change(model)
-    batch = batch_of(model, 2)
-    loss = splade_loss(model, losses.SparseMultipleNegativesRankingLoss)
-    texts = ["flowers and bees", "rivers"]
-    stock, encoded = run(model, loss, batch), model.encode(texts, show_progress_bar=False)
+    step, texts = step_of(model, columns=2), ["flowers and bees", "rivers"]
+    stock, encoded = step.run(), model.encode(texts, show_progress_bar=False)
     model.train()
     pylate_fastmaxsim.enable()
-    assert_equal(run(model, loss, batch), stock)
+    step.assert_equal(step.run(), stock)
     torch.testing.assert_close(model.encode(texts, show_progress_bar=False).to_dense(), encoded.to_dense())
     lines = [record.message for record in caplog.records if record.message.startswith(STOCK)]
     assert len(lines) == 1 and line in lines[0]
 
 
+def routed(transformer, *poolings) -> SparseEncoder:
+    """The same encoder for queries and documents, each with a pooling of its own, or one behind both."""
+    routes = (
+        [[transformer, *poolings[place : place + 1]] for place in range(2)]
+        if len(poolings) > 1
+        else [[transformer]] * 2
+    )
+    behind = poolings if len(poolings) == 1 else ()
+    modules = [Router.for_query_document(*routes, default_route="document"), *behind]
+    return SparseEncoder(modules=modules, device="cpu").double().train()
+
+
 def test_a_hook_on_routes_sees_logits(model, caplog):
-    routes = Router.for_query_document([model[0]], [model[0]], default_route="document")
-    routed = SparseEncoder(modules=[routes, model[1]], device="cpu").train()
+    other = routed(model[0], model[1])
     batch = [{**column, "task": task} for column, task in zip(batch_of(model, 2), ("query", "document"), strict=True)]
-    loss = splade_loss(routed, losses.SparseMultipleNegativesRankingLoss)
-    routes.register_forward_hook(
+    step = Step(splade_loss(other), batch)
+    other[0].register_forward_hook(
         lambda _module, _args, output: {**output, "token_embeddings": 2 * output["token_embeddings"]}
     )
-    stock = run(routed, loss, batch)
+    stock = step.run()
     pylate_fastmaxsim.enable()
-    assert_equal(run(routed, loss, batch), stock)
+    step.assert_equal(step.run(), stock)
     assert f"{STOCK}a hook or another forward is on Router" in caplog.text
+
+
+def test_two_poolings_of_one_encoder(encoder, caplog):
+    model = routed(masked_lm(encoder("bert", masked_lm=True)), SpladePooling("max"), SpladePooling("sum"))
+    step = step_of(model, columns=2)
+    stock = step.run()
+    pylate_fastmaxsim.enable()
+    step.assert_equal(step.run(), stock)
+    assert STOCK + "no one module follows the encoder, not SpladePooling" in caplog.text
 
 
 def change_class(monkeypatch, model) -> None:
@@ -232,13 +228,13 @@ def hook_all_modules(monkeypatch, model) -> None:
 
 @pytest.mark.parametrize("change", [change_class, hook_all_modules])
 def test_what_comes_after_the_check_by_numbers(model, monkeypatch, change):
-    loss, batch = splade_loss(model, losses.SparseMultipleNegativesRankingLoss), batch_of(model, 2)
+    step = step_of(model, columns=2)
     with pylate_fastmaxsim.enabled():
-        before = run(model, loss, batch)
+        before = step.run()
         change(monkeypatch, model)
-        ours = run(model, loss, batch)
-    stock = run(model, loss, batch)
-    assert_equal(ours, stock)
+        ours = step.run()
+    stock = step.run()
+    step.assert_equal(ours, stock)
     assert stock[0] != before[0]
 
 
@@ -284,39 +280,15 @@ def test_an_edited_pooling_is_left_to_stock(model, monkeypatch, caplog):
     assert "SPLADE without vocabulary logits, exact search of sparse embeddings; " in caplog.text
 
 
-def test_two_poolings_of_one_encoder_are_left_to_stock(encoder, caplog):
-    transformer = masked_lm(encoder("bert", masked_lm=True))
-    routes = [[transformer, SpladePooling(strategy)] for strategy in ("max", "sum")]
-    model = SparseEncoder(modules=[Router.for_query_document(*routes)], device="cpu").double().train()
-    loss = splade_loss(model, losses.SparseMultipleNegativesRankingLoss)
-    batch = batch_of(model, 2)
-    stock = run(model, loss, batch)
-    pylate_fastmaxsim.enable()
-    assert_equal(run(model, loss, batch), stock)
-    assert STOCK + "no one module follows the encoder, not SpladePooling" in caplog.text
-
-
 @pytest.mark.compile
-@pytest.mark.parametrize("part", [lambda m: m, mlm], ids=["model", "language model"])
-def test_a_model_that_is_compiled_as_a_whole_is_embedded_as_it_came(model, monkeypatch, part):
-    loss = splade_loss(model, losses.SparseMultipleNegativesRankingLoss)
-    batch = batch_of(model, 2)
-    decoded = Decoded.of(model, monkeypatch)
-    stock = run(model, loss, batch)
+def test_a_language_model_that_is_compiled_as_a_whole(model, monkeypatch):
+    step, decoded = step_of(model, columns=2), watch_decoder(model, monkeypatch)
+    stock = step.run()
     pylate_fastmaxsim.enable()
-    part(model).compile(backend="eager")
-    decoded.tokens.clear()
-    assert_equal(run(model, loss, batch), stock)
-    assert decoded.tokens
-
-
-def test_models_without_vocabulary_logits_are_left_alone_in_silence(encoder, caplog):
-    model = autoencoder(encoder("bert"))
-    features = batch_of(model, 2)[1]
-    stock = model.eval()(dict(features))["sentence_embedding"]
-    pylate_fastmaxsim.enable()
-    torch.testing.assert_close(model(dict(features))["sentence_embedding"], stock, rtol=0, atol=0)
-    assert STOCK not in caplog.text
+    mlm(model).compile(backend="eager")
+    decoded.clear()
+    step.assert_equal(step.run(), stock)
+    assert decoded
 
 
 def test_a_copy_and_its_original_are_independent(model):

@@ -1,7 +1,5 @@
 """Stock against fast: both really run, and what goes wrong in one of them is said or shown."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
@@ -19,7 +17,7 @@ from transformers import Trainer
 
 from pylate_fastmaxsim.comparison.report import sweep_sentence
 from pylate_fastmaxsim.comparison.turns import Run, Turns
-from pylate_fastmaxsim.comparison.verdict import MODES, PHASES, summarize_steps
+from pylate_fastmaxsim.comparison.verdict import MODES
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -35,8 +33,6 @@ MEBIBYTE = 2**20
 @pytest.mark.smoke
 def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path, monkeypatch):
     # Modules in the working directory are not taken for libraries.
-    (tmp_path / "datasets").mkdir()
-    (tmp_path / "datasets" / "__init__.py").write_text("")
     (tmp_path / "tokenizers.py").write_text("")
     monkeypatch.chdir(tmp_path)
     recipe = tiny(tmp_path, training={"max_steps": 8, "learning_rate": 1e-3})
@@ -46,19 +42,13 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path, monke
     comparison = json.loads((tmp_path / "out" / "compare.json").read_text())
     stock, fast = comparison["runs"]["stock"], comparison["runs"]["fast"]
     for run in (stock, fast):
-        assert run["status"] == "finished" and run["steps"] == len(run["losses"]) == 8
-        assert run["step_seconds"] > 0 and run["documents_per_second"] > 0
+        assert run["status"] == "finished" and run["steps"] == len(run["losses"]) == 8 and run["step_seconds"] > 0
         assert run["memory"]["peak"] >= run["memory"]["before"] > 50 * MEBIBYTE
-        assert 0 < run["ndcg@10"] <= 1
-        assert tuple(run["phases"]) == PHASES and all(seconds > 0 for seconds in run["phases"].values())
-    # What is measured is what trains: measuring does not keep the head from being fused, for one.
-    assert fast["warnings"] == []
     # Stock and fast begin with the same model, which is evaluated once.
     assert 0 < fast["untrained"]["ndcg@10"] <= 1 and "untrained" not in stock
     # Rows of 4 to 21 words in 64 places: most of what stock encodes is padding, little of what fast does.
-    assert stock["padding"] > 0.5 > fast["padding"] >= 0
+    assert stock["padding"] > 0.5 > fast["padding"] >= 0 and fast["warnings"] == []
     assert comparison["summary"]["largest_loss_difference"] < 1e-4
-    assert abs(comparison["summary"]["ndcg@10_difference"]) < 1e-6
     turns = comparison["summary"]["turns"]
     # 2 steps of warm-up and two blocks of 3.
     assert comparison["summary"]["speedup"] == turns["ratio"] > 0 and turns["pairs"] == 2 and turns["cpu_ratio"] > 0
@@ -84,34 +74,15 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path, monke
     assert [json.loads(line)["loss"] for line in lines] == fast["losses"]
 
 
-@pytest.mark.e2e
-def test_stock_is_given_the_pooling_of_the_recipe(tmp_path):
-    pooling = {"softmax": 0.05, "start": 1.0, "schedule": "cosine"}
-    recipe = tiny(tmp_path, training={"max_steps": 6}, loss={"pooling": pooling})
-    recipe["model"]["build"]["dropout"] = 0.0
-    done = command("compare", write(tmp_path, recipe), "model.document_length=64")
-    assert done.exit_code == 0, done.output
-    comparison = json.loads((tmp_path / "out" / "compare.json").read_text())
-    stock, fast = comparison["runs"]["stock"], comparison["runs"]["fast"]
-    assert stock["warnings"] == fast["warnings"] == []
-    assert stock["padding"] > 0.5 > fast["padding"] and stock["ndcg@10"] > 0
-    assert comparison["summary"]["largest_loss_difference"] < 1e-4
-    assert abs(comparison["summary"]["ndcg@10_difference"]) < 1e-6
-    said = "Stock PyLate has no pooling but the maximum: the stock run scored with the same pooling in plain PyTorch"
-    assert said in " ".join(done.stdout.split())
-    assert said in Page((tmp_path / "out" / "compare.html").read_text()).text
-
-
 def test_a_run_out_of_memory_is_a_result_and_ends_the_sweep(tmp_path, monkeypatch):
     ran = []
 
-    def run(recipe_file, logs, options, suffix="", rounds=3):
-        ran.extend(mode + suffix for mode in options)
-        memory = {"before": 1, "peak": 2}
-        fast = run_of(steps([1.0] * 4, encoded=50), memory=memory, result={"ndcg@10": None})
-        return Turns({mode: Run("out of memory") if mode == "stock" else fast for mode in options}, restarted=False)
+    def run(children, rounds):
+        ran.extend(child.log.stem for child in children.values())
+        fast = run_of(steps([1.0] * 4, encoded=50), memory={"before": 1, "peak": 2}, result={"ndcg@10": None})
+        return Turns({mode: Run("out of memory") if mode == "stock" else fast for mode in children}, restarted=False)
 
-    monkeypatch.setattr(comparing, "_run", run)
+    monkeypatch.setattr(comparing, "take_turns", run)
     comparison = comparing.compare(load_recipe(write(tmp_path, tiny(tmp_path))), batch_sizes=[16, 8])
     assert [run["status"] for run in comparison["runs"].values()] == ["out of memory", "finished"]
     points = {mode: [(point["batch_size"], point["status"]) for point in comparison["sweep"][mode]] for mode in MODES}
@@ -212,16 +183,5 @@ def test_a_comparison_that_is_ended_ends_its_run_and_until_then_no_other_may_beg
 @pytest.mark.process
 def test_a_run_that_the_system_kills_is_out_of_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(comparing, "python", lambda code: ["sh", "-c", "kill -KILL $$"])
-    turns = comparing._run(tmp_path / "recipe.yaml", tmp_path, {"stock": {}})
-    assert (turns.runs["stock"].status, turns.runs["stock"].steps) == ("out of memory", [])
-
-
-def test_times_are_taken_after_the_warm_up_and_padding_over_all_steps():
-    run = summarize_steps(steps([9.0] * 5 + [1.0, 2.0, 3.0] + [2.0] * 8, encoded=80))
-    assert run["step_seconds"] == 2.0
-    assert run["documents_per_second"] == 4 * 11 / 22
-    assert run["live_tokens_per_second"] == 30 * 11 / 22
-    assert run["padding"] == 0.5
-    # In a short run the warm-up is a third.
-    assert summarize_steps(steps([9.0, 1.0, 1.0], encoded=80))["step_seconds"] == 1.0
-    assert "step_seconds" not in summarize_steps([])
+    runs = comparing.compare(load_recipe(write(tmp_path, tiny(tmp_path))))["runs"]
+    assert [(run["status"], run["steps"]) for run in runs.values()] == [("out of memory", 0)] * 2

@@ -1,7 +1,5 @@
 """Where a step's time goes: a part that is made slow shows under its own name, and nowhere else."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 
@@ -49,8 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.mark.parametrize(
-    ("loss", "fast"),
-    [({"name": "contrastive"}, True), ({"name": "cached_contrastive", "mini_batch_size": 2}, False)],
+    ("loss", "fast"), [({"name": "contrastive"}, True), ({"name": "cached_contrastive", "mini_batch_size": 2}, False)]
 )
 def test_a_slow_part_shows_under_its_name(loss, fast, tmp_path, clock):
     recipe = tiny(tmp_path, loss=loss, fast={"enabled": fast}, training={"max_steps": WARM_UP_STEPS + 2})

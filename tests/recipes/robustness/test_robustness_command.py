@@ -1,33 +1,25 @@
 """``fastmaxsim robustness``: what it measures on which data, what it writes, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
-from sentence_transformers import SparseEncoder
 
 from pylate_fastmaxsim import Max, Softmax
 from pylate_fastmaxsim.diagnostics.injection import EVERYWHERE, RANDOM, TARGETED
-from pylate_fastmaxsim.recipes.data.collection import Collection, load_collection
+from pylate_fastmaxsim.recipes.data.collection import Collection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.ranking import evaluate_collection
-from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.robustness.lengthen import Lengthened
 from pylate_fastmaxsim.recipes.robustness.measure import measure
 from pylate_fastmaxsim.recipes.robustness.task import Settings, Task, collection_task
 from tests.support import models
 from tests.support.beir_folder import write_folder
+from tests.support.case_tables import cases
 from tests.support.command_line import fastmaxsim
-from tests.support.paths import RECIPES
 from tests.support.recipe_runs import command
-from tests.support.sparse_encoders import build_sparse_encoder
-from tests.support.static_cases import save_static
 from tests.support.tiny_recipe import text, tiny, write
 
 FEW = ["--pooling", "max", "--pooling", "softmax=0.1", "--times", "1,3", "--tokens", "0,20"]
@@ -124,74 +116,32 @@ def test_pairs_are_those_of_the_sweep_with_the_names_of_their_tokens(encoder, ta
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["RECIPE"], "RECIPE: there is no model in"),
-        (["RECIPE", "--pooling", "mean"], "--pooling must be max, top_k=K"),
-        (["RECIPE", "--times", "0,2"], "--times 0,2: write it as"),
-        (["RECIPE", "--tokens", "x"], "--tokens x: write it as"),
-        (["RECIPE", "--append", "words"], "--append must be auto, text, tokens"),
-        (["./nowhere", "--beir", "data"], "MODEL: there is no folder ./nowhere"),
-        (["a/model"], "a/model needs held-out data"),
-        (["a/model", "--beir", "data", "--set", "name=a"], "--set overrides a key of a recipe"),
-    ],
+    ("arguments", "said"),
+    cases("""
+RECIPE | RECIPE: there is no model in
+RECIPE --pooling mean | --pooling must be max, top_k=K
+RECIPE --times 0,2 | --times 0,2: write it as
+RECIPE --tokens x | --tokens x: write it as
+RECIPE --append words | --append must be auto, text, tokens
+./nowhere --beir data | MODEL: there is no folder ./nowhere
+a/model | a/model needs held-out data
+a/model --beir data --set name=a | --set overrides a key of a recipe
+colqwen_vidore --set output_dir=OUT | colqwen_vidore retrieves pages; fastmaxsim robustness makes documents of text longer.
+"""),
 )
 def test_errors_are_one_line(arguments, said, tmp_path):
-    file = write(tmp_path, tiny(tmp_path))
-    done = fastmaxsim(["robustness", *(str(file) if each == "RECIPE" else each for each in arguments)])
+    (tmp_path / "model").mkdir()
+    places = {"RECIPE": str(write(tmp_path, tiny(tmp_path))), "OUT": str(tmp_path)}
+    for name, place in places.items():
+        arguments, said = arguments.replace(name, place), said.replace(name, place)
+    done = fastmaxsim(["robustness", *arguments.split()])
     assert done.exit_code == 2 and not done.stdout
-    assert done.stderr.startswith(f"fastmaxsim: {said.replace('RECIPE', str(file))}") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"fastmaxsim: {said}") and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_pages_are_refused(tmp_path):
-    (tmp_path / "model").mkdir()
-    arguments = ["robustness", str(RECIPES / "colqwen_vidore.yaml"), "--set", f"output_dir={tmp_path}"]
-    done = fastmaxsim(arguments)
-    assert done.exit_code == 2 and not done.stdout
-    assert done.stderr == (
-        "fastmaxsim: colqwen_vidore retrieves pages; fastmaxsim robustness makes documents of text longer.\n"
-    )
-
-
-@pytest.mark.parametrize("kind, tokens", [("sparse", 40), ("static late interaction", None)])
-def test_of_sparse_vectors_longer_documents_are_measured_alone(kind, tokens, encoder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    folder, data = tmp_path / "static", write_folder(tmp_path / "data")
-    if tokens is None:
-        save_static(folder, encoder("bert"))
-    else:
-        folder = Path(build_sparse_encoder(tmp_path, encoder("bert")))
-        model = SparseEncoder(str(folder))
-        model.max_seq_length = tokens
-        model.save_pretrained(str(folder))
-    arguments = ["robustness", str(folder), "--beir", str(data), "--times", "1,20"]
-    done = fastmaxsim(arguments)
-    assert done.exit_code == 0, done.output
-    assert f"Nothing is injected: a {kind} model has no token embeddings." in " ".join(done.stdout.split())
-    result = json.loads((tmp_path / "robustness.json").read_text())
-    assert (result["kind"], result["appended"], result["document_length"]) == (kind, "text", tokens)
-    # Of 512 positions; a static model has no limit.
-    assert result["lengthened_document_length"] == (None if tokens is None else 512)
-    own, longer = result["lengths"]
-    assert own["pooling"] == "max" and longer["tokens"] > own["tokens"] > 1
-    assert (longer["cut"] > 0) == (tokens is not None) and own["cut"] == 0
-    assert 0 < own["ndcg@10"] < 1 and own["ndcg@10"] != longer["ndcg@10"]
-    # At their own length documents are ranked as everywhere else.
-    retriever = retriever_of(load_retriever(str(folder), "cpu"))
-    expected = evaluate_collection(retriever, load_collection(str(data)), 8)
-    assert own["ndcg@10"] == pytest.approx(expected["ndcg@10"], abs=1e-6)
-    for option, said in {
-        "--pooling=softmax=0.1": "--pooling must be max for a sparse or static model",
-        "--append=tokens": f"--append tokens needs a model of token embeddings, and this one is {kind}; use --append text.",
-    }.items():
-        done = fastmaxsim([*arguments, option])
-        assert done.exit_code == 2 and done.stderr.splitlines()[-1].startswith(f"fastmaxsim: {said}")
-
-
 @pytest.mark.e2e
-def test_a_trained_recipe_and_its_model_are_measured_and_reported(tmp_path, monkeypatch):
+def test_a_trained_recipe_is_measured_and_reported(tmp_path):
     file = write(tmp_path, tiny(tmp_path, training={"max_steps": 2, "save_steps": None}))
     trained = command("train", file)
     assert trained.exit_code == 0, trained.output
@@ -214,30 +164,13 @@ def test_a_trained_recipe_and_its_model_are_measured_and_reported(tmp_path, monk
     page = (folder / "robustness.html").read_text()
     assert "http://" not in page and "https://" not in page and page.count("data:image/svg+xml;base64,") == 5
     assert "nDCG@10 / Recall@1" in done.stdout and str(folder / "robustness.png") in done.stdout
-
-    monkeypatch.chdir(tmp_path)
-    data = tmp_path / "data"
-    write_collection(data)
-    done = fastmaxsim(["robustness", str(folder / "model"), "--beir", str(data), *FEW])
-    assert done.exit_code == 0, done.output
-    refused = fastmaxsim(
-        ["robustness", str(folder / "model"), "--beir", str(data), "--output", str(folder / "model"), *FEW]
-    )
-    assert refused.exit_code == 2 and f"it is in {folder / 'model'}, which this command reads" in refused.stderr
-    of_model = json.loads((tmp_path / "robustness.json").read_text())
-    assert of_model["recipe"] is None and of_model["documents"] == 12 and of_model["data"] == str(data)
-    done = fastmaxsim(["robustness", str(file), "--set", "evaluation.rows=0"])
-    assert done.exit_code == 2 and done.stderr.startswith(
-        "fastmaxsim: tiny has no data to evaluate on; name one collection with --beir"
-    )
-
-
-def write_collection(folder: Path) -> None:
-    made = collection()
-    folder.mkdir()
-    made.corpus.to_json(folder / "corpus.jsonl")
-    queries = [{"_id": name, "text": each} for name, each in made.queries.items()]
-    (folder / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in queries))
-    lines = ["query-id\tcorpus-id\tscore"]
-    lines += [f"{query}\t{name}\t{grade}" for query, each in made.judgements.items() for name, grade in each.items()]
-    (folder / "qrels.tsv").write_text("\n".join([*lines, ""]))
+    model = str(folder / "model")
+    arguments = [model, "--beir", str(write_folder(tmp_path / "data")), "--output", model]
+    for words, said in {
+        tuple(
+            arguments
+        ): f"--output {model}/robustness.json cannot be written: it is in {model}, which this command reads",
+        (str(file), "--set", "evaluation.rows=0"): "tiny has no data to evaluate on; name one collection with --beir",
+    }.items():
+        done = fastmaxsim(["robustness", *words])
+        assert done.exit_code == 2 and done.stderr.startswith(f"fastmaxsim: {said}")

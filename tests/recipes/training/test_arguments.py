@@ -1,7 +1,5 @@
 """What this machine cannot train is one sentence, before anything is written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import arguments
+from tests.support.case_tables import cases
 from tests.support.paths import RECIPES
 from tests.support.recipe_runs import command
 from tests.support.tiny_recipe import tiny, write
@@ -18,16 +17,13 @@ COLQWEN = RECIPES / "colqwen_vidore.yaml"
 
 @pytest.mark.parametrize(
     ("override", "sentence"),
-    [
-        ("training.report_to=wandb", "training.report_to must be auto or none here, because wandb is not installed."),
-        ("training.optim=adamv", "training: adamv is not a valid "),
-        ("training.optim=adamw_8bit", "training.optim adamw_8bit cannot be used here: You need to install"),
-        (
-            "training.lr_scheduler_type=cosine_with_min_lr",
-            "training.lr_scheduler_type cosine_with_min_lr cannot be used ",
-        ),
-        ("training.lr_scheduler_type=reduce_lr_on_plateau", "training.lr_scheduler_type must not be reduce_lr_on_plat"),
-    ],
+    cases("""
+training.report_to=wandb | training.report_to must be auto or none here, because wandb is not installed.
+training.optim=adamv | training: adamv is not a valid
+training.optim=adamw_8bit | training.optim adamw_8bit cannot be used here: You need to install
+training.lr_scheduler_type=cosine_with_min_lr | training.lr_scheduler_type cosine_with_min_lr cannot be used
+training.lr_scheduler_type=reduce_lr_on_plateau | training.lr_scheduler_type must not be reduce_lr_on_plat
+"""),
 )
 def test_arguments_that_the_trainer_does_not_take(override, sentence, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.trainer_optimizer.is_bitsandbytes_available", lambda: False)
@@ -50,6 +46,7 @@ def test_a_gpu_without_bf16(gpu_without_bf16, tmp_path, monkeypatch):
     file = write(tmp_path, tiny(tmp_path))
     done = command("train", file, "training.precision=bf16", "training.use_cpu=false")
     assert done.exit_code == 2 and "must be auto, fp16 or fp32 here, because the GPU (Tesla T4) has no" in done.stderr
+    # Private, because no arguments of a GPU can be made without one.
     assert arguments._precision("auto", "auto", on_gpu=True) == "fp16"
     pages = load_recipe(COLQWEN, ["model.dtype=bfloat16", "training.precision=fp16"])
     with pytest.raises(RecipeError, match="model.dtype must be auto or float32 here, because the GPU .* has no bf16."):
@@ -61,7 +58,7 @@ def test_a_gpu_without_bf16(gpu_without_bf16, tmp_path, monkeypatch):
 
 def test_adapters_on_a_gpu_without_bf16_have_float32_weights(gpu_without_bf16, monkeypatch):
     pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
-    from pylate_fastmaxsim.recipes.kinds.pages import _dtype
+    from pylate_fastmaxsim.recipes.kinds.pages import _dtype  # without a GPU no model can be loaded there
 
     section = load_recipe(COLQWEN).model
     assert section.dtype == "auto" and _dtype(section, torch.device("cuda")) == torch.float32

@@ -1,12 +1,12 @@
-"""The rows that are trained on and those that are held out, and recipes that do not fit their rows."""
+"""What is made before a training, which rows it is trained on, which are held out, and recipes that do not fit theirs."""
 
-from __future__ import annotations
-
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from pylate import models
+from transformers.trainer import TRAINER_STATE_NAME
 
 from pylate_fastmaxsim.precompile.recipe import batch_sizes
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -14,26 +14,25 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import inputs as preparing
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
-from tests.support.tiny_recipe import hub_dataset, tiny, write
+from tests.support.case_tables import cases
+from tests.support.power_cut import states
+from tests.support.tiny_recipe import hub_dataset, json_lines, tiny, write
 
 
 @pytest.mark.parametrize(
     ("override", "sentence"),
-    [
-        ("data.columns=[query, negative]", "data.columns: no column 'negative', the data has "),
-        ("data.columns=[positive, query]", "data.columns: PyLate's collator encodes 'query' as queries"),
-        ("evaluation.rows=60", "evaluation.rows must leave at least one training batch, but the data has 60 rows"),
-        ("loss.name=distillation", "data.columns must be [query, documents, scores] for distillation"),
-        ("model.config_kwargs={num_hidden_layers: 3}", "model cannot be built: list index out of range"),
-    ],
+    cases("""
+data.columns=[query, negative] | data.columns: no column 'negative', the data has
+data.columns=[positive, query] | data.columns: PyLate's collator encodes 'query' as queries
+evaluation.rows=60 | evaluation.rows must leave at least one training batch, but the data has 60 rows
+loss.name=distillation | data.columns must be [query, documents, scores] for distillation
+model.config_kwargs={num_hidden_layers: 3} | model cannot be built: list index out of range
+"""),
 )
 def test_a_recipe_that_does_not_fit_its_data_leaves_nothing_behind(override, sentence, tmp_path):
-    output = tmp_path / "runs" / "out"
-    recipe = load_recipe(write(tmp_path, tiny(tmp_path, "runs/out")), [override])
     with pytest.raises(RecipeError) as error:
-        training.train(recipe)
-    assert sentence in str(error.value)
-    assert not output.parent.exists()
+        training.train(load_recipe(write(tmp_path, tiny(tmp_path, "runs/out")), [override]))
+    assert sentence in str(error.value) and not (tmp_path / "runs").exists()
 
 
 def test_too_few_rows_for_a_batch_name_its_size(tmp_path):
@@ -64,7 +63,7 @@ def repeated(kind: str, folder: Path) -> dict:
     rows = [{"query": f"query {i % 20}", "positive": f"document {i} of query {i % 20}"} for i in range(60)]
     recipe = tiny(folder, evaluation={"rows": 10})
     if kind == "texts":
-        (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        json_lines(folder / "pairs.jsonl", rows)
         return recipe
     # A query may also have several ids.
     subsets = {
@@ -94,6 +93,74 @@ def test_of_queries_that_stand_in_one_row_each_the_first_rows_are_held_out(tmp_p
     rows.to_json(recipe.data.files[0])
     data, shuffled = load_data(recipe), rows.shuffle(seed=recipe.data.seed)
     assert data.held_out[:] == shuffled[:24] and data.train[:] == shuffled[24:]
+
+
+@pytest.fixture
+def documented(tmp_path, monkeypatch):
+    """``documented(word)``: write a package whose docstrings have this word. And a recipe of them."""
+    package = tmp_path / "documented"
+    package.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    rest = "The rest is long enough to be a document, for it has more than a dozen words."
+
+    def write_package(word: str) -> None:
+        code = (f'def f{i}():\n    """One number {i} {word}.\n\n    {rest} {i}"""\n' for i in range(40))
+        (package / "__init__.py").write_text("".join(code))
+
+    values = tiny(tmp_path, evaluation={"rows": 0}) | {"data": {"source": "docstrings", "packages": ["documented"]}}
+    return write_package, load_recipe(write(tmp_path, values))
+
+
+def content_of(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def test_rows_and_model_are_made_once_and_again_when_a_run_starts_over(documented, tmp_path):
+    write_package, recipe = documented
+
+    def prepared(word: str, anew: bool) -> list[bytes]:
+        write_package(word)
+        made = prepare(recipe, anew)
+        return [Path(file).read_bytes() for file in (*made.data.files, f"{made.model.name_or_path}/tokenizer.json")]
+
+    first = prepared("of all", False)
+    assert prepared("of them", False) == first
+    other = prepared("of them", True)
+    assert other[0] != first[0] and other[1] != first[1]
+    assert prepared("of all", True) == first
+    # Those of another number of rows are others.
+    assert prepare(replace(recipe, data=replace(recipe.data, max_rows=30))).data.files != prepare(recipe).data.files
+
+
+def test_kills_and_power_cuts_leave_checkpoints_with_what_they_need(documented, tmp_path):
+    (write_package, recipe), out = documented, tmp_path / "out"
+    write_package("of all")
+    made = Path(prepare(recipe).data.files[0]).parent
+    old, state_file = content_of(made), out / "checkpoint-4" / TRAINER_STATE_NAME
+    state_file.parent.mkdir()
+    state_file.write_text("{}")
+    write_package("of them")
+    found = states(out, lambda: prepare(recipe, anew=True), cuts=5)
+    new = content_of(made)
+    assert new != old and not state_file.parent.exists()
+    for _, state in found:
+        state = {str(out / name): content for name, content in state.items()}
+        held = {name: content for name, content in state.items() if name in old.keys() | new.keys()}
+        assert held == old or (held == new and str(state_file) not in state)
+
+
+def test_a_built_model_is_the_same_each_time(tmp_path):
+    files = []
+    for place in ("a", "b"):
+        prepared = prepare(load_recipe(write(tmp_path, tiny(tmp_path, place))))
+        assert prepare(load_recipe(write(tmp_path, tiny(tmp_path, place)))) == prepared
+        files.append(Path(prepared.model.name_or_path))
+    assert [path.name for path in (tmp_path / "a" / "prepared").iterdir()] == [files[0].parent.name]
+    for name in ("model.safetensors", "1_Dense/model.safetensors", "tokenizer.json"):
+        assert (files[0] / name).read_bytes() == (files[1] / name).read_bytes()
+    model = models.ColBERT(str(files[0]), device="cpu")
+    assert model.tokenizer.unk_token_id not in model.skiplist
+    assert (model.query_length, model.document_length) == (8, 24)
 
 
 def test_two_processes_that_prepare_at_once_use_what_the_first_has_made(tmp_path, monkeypatch):

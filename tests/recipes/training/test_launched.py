@@ -1,62 +1,72 @@
 """Training under ``accelerate launch`` with two processes, by DDP and FSDP, goes on after an interrupt."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from pylate_fastmaxsim.recipes.load import dump_recipe
 from tests.support.launcher import launch
-from tests.support.recipe_runs import same_model
-from tests.support.tiny_recipe import fell_back, tiny, write
+from tests.support.page_recipes import PAGES
+from tests.support.tiny_recipe import fell_back, list_rows
 
-pytestmark = pytest.mark.process
-
-LOSSES = {
-    "contrastive": {"name": "contrastive"},
-    "gathered": {"name": "cached_contrastive", "mini_batch_size": 2, "gather_across_devices": True},
+LAYERS = {"colqwen2": "Qwen2VLDecoderLayer", "colpali": "GemmaDecoderLayer"}
+# With dropout, so that each process must go on with its own random numbers.
+TEXTS = {
+    "contrastive": "",
+    "gathered": "loss={name: cached_contrastive, mini_batch_size: 2, gather_across_devices: true}",
 }
+STREAMED = "data.streaming=true data.negatives_per_query=2 evaluation.rows=0 model.build=null model.name_or_path="
+WEIGHTS = {"adapters": "training.save_total_limit=3", "all": "training.save_total_limit=3 model.lora=null"}
+# All recipes of a launch are trained by one pair of processes, because starting it takes longer than they do.
+LAUNCHES = [("ddp", "colbert", TEXTS | {"streamed": STREAMED}), ("fsdp", "colbert", TEXTS)]
+LAUNCHES += [("ddp", "colqwen2", WEIGHTS), ("fsdp", "colpali", WEIGHTS)] if PAGES else []
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp"])
-def folder(request, tmp_path_factory) -> Path:
-    """All recipes in one pair of processes, because starting it takes longer than they do."""
-    folder = tmp_path_factory.mktemp("launched")
-    # With dropout, so that each process must go on with its own random numbers.
-    training = {"per_device_train_batch_size": 3, "max_steps": 5, "save_steps": 2}
-    recipes = [
-        write(folder, tiny(folder, loss=loss, training=training, fast={"enabled": True}), name)
-        for name, loss in LOSSES.items()
-    ]
-    done = launch(request.param, folder, recipes)
+@pytest.mark.process
+@pytest.mark.parametrize(("mode", "kind", "recipes"), LAUNCHES)
+def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(mode, kind, recipes, recipe_of, encoder, tmp_path):
+    files, few = [], "training.per_device_train_batch_size=3 training.max_steps=5 training.save_steps=2"
+    for name, overrides in recipes.items():
+        streamed = name == "streamed"
+        given = f"{few} fast.enabled=true {overrides}{encoder('bert') if streamed else ''}".strip()
+        recipe = recipe_of(kind, given, name, list_rows() if streamed else None)
+        files.append(tmp_path / f"{name}.yaml")
+        files[-1].write_text(dump_recipe(recipe))
+    done = launch(mode, tmp_path, files, LAYERS.get(kind, "ModernBertEncoderLayer"))
     assert done.returncode == 0, done.stderr[-3000:]
     assert not fell_back(done.stdout + done.stderr)
-    return folder
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(name, folder, request):
-    whole, parts = (json.loads((folder / f"{name}-0.json").read_text())[key] for key in ("whole", "parts"))
-    assert whole["steps"] == len(whole["losses"]) == 5 and whole["fast"]["enabled"]
-    assert parts["resumed_from"] == "checkpoint-2"
-    outputs = [folder / f"{name}-{part}" for part in ("whole", "parts")]
-    if request.node.callspec.params["folder"] == "fsdp":
-        # In a new process FSDP gathers weights to other addresses, and by their alignment a CPU's products round.
-        assert parts["ndcg@10"] == pytest.approx(whole["ndcg@10"], abs=0.05)
-        for (step, loss), (expected_step, expected) in zip(parts["losses"], whole["losses"], strict=True):
-            assert step == expected_step and loss == pytest.approx(expected, rel=1e-4)
-        weights = [load_file(output / "model" / "model.safetensors") for output in outputs]
-        torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-4)
-        return
-    assert parts["losses"] == whole["losses"] and parts["ndcg@10"] == whole["ndcg@10"] is not None
-    assert same_model(*outputs)
-
-
-def test_no_two_processes_write_the_same_file(folder):
-    first, second = (set(json.loads((folder / f"written-{rank}.json").read_text())) for rank in (0, 1))
+    for name in recipes:
+        whole, parts = (json.loads((tmp_path / f"{name}-0.json").read_text())[key] for key in ("whole", "parts"))
+        assert whole["steps"] == len(whole["losses"]) == 5 and whole["fast"]["enabled"]
+        assert parts["resumed_from"] == "checkpoint-2"
+        saved = "adapter_model" if name == "adapters" else "model"
+        weights = [
+            load_file(tmp_path / f"{name}-{part}" / "model" / f"{saved}.safetensors") for part in ("whole", "parts")
+        ]
+        if (mode, kind) == ("fsdp", "colbert"):
+            # In a new process FSDP gathers weights to other addresses, and by their alignment a CPU's products round.
+            assert parts["ndcg@10"] == pytest.approx(whole["ndcg@10"], abs=0.05)
+            torch.testing.assert_close(torch.tensor(parts["losses"]), torch.tensor(whole["losses"]), rtol=1e-4, atol=0)
+            torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-4)
+        else:
+            assert parts["losses"] == whole["losses"] and parts.get("ndcg@10") == whole.get("ndcg@10")
+            torch.testing.assert_close(*weights, rtol=0, atol=0)
+        # What is saved was trained.
+        base = (
+            [recipe.model.name_or_path]
+            if kind in PAGES
+            else list((tmp_path / f"{name}-whole").glob("prepared/*/model"))
+        )
+        if saved == "model" and base:
+            untrained = load_file(f"{base[0]}/model.safetensors")
+            (embeddings,) = (
+                key for key in weights[0] if key.endswith(("embed_tokens.weight", "tok_embeddings.weight"))
+            )
+            assert not torch.equal(weights[0][embeddings], untrained[embeddings])
+    first, second = (set(json.loads((tmp_path / f"written-{rank}.json").read_text())) for rank in (0, 1))
     assert not {path for path in first & second if not path.endswith(".lock") and not path.startswith("/dev/")}
-    assert all(any(path.endswith(name) for path in first) for name in ("train.json", "model/model.safetensors"))
+    assert any(path.endswith("train.json") for path in first)
+    assert any(path.endswith("model/model.safetensors") for path in first)
     assert not any(path.endswith(".safetensors") for path in second)

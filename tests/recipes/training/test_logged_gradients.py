@@ -1,6 +1,5 @@
-"""A training logs its gradient concentration, and is otherwise the same."""
+"""What a training logs of its gradient concentration; test_kinds.py has whole trainings."""
 
-import json
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -10,57 +9,16 @@ from datasets import Dataset
 from pylate import losses, utils
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from torch.nn import functional as F
-from transformers import TrainerCallback
 
-from pylate_fastmaxsim import PooledScores, Softmax, TokenBatch, TopK, pooled_scores
+from pylate_fastmaxsim import Softmax, TokenBatch, pooled_scores
 from pylate_fastmaxsim.diagnostics.gradient_concentration import gradient_concentration
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration
-from pylate_fastmaxsim.recipes.training import train as training
 from tests.support.examples import example
 from tests.support.models import load_model
-from tests.support.recipe_runs import same_model
-from tests.support.tiny_recipe import hub_dataset, kd_subsets, text, tiny, write
+from tests.support.tiny_recipe import text
 
 PREFIX = "gradient_concentration/"
-
-
-class Logged(TrainerCallback):
-    """What reporting tools see."""
-
-    def __init__(self):
-        self.logs = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.logs.append((state.global_step, dict(logs)))
-
-
-def test_a_recipe_logs_it_and_trains_the_same_model(tmp_path, monkeypatch):
-    logged, run = Logged(), training._run_trainer
-
-    def observed(recipe, kind, trainer, checkpoint):
-        trainer.add_callback(logged)
-        return run(recipe, kind, trainer, checkpoint)
-
-    monkeypatch.setattr(training, "_run_trainer", observed)
-
-    def recipe(name, **keys):
-        return load_recipe(write(tmp_path, tiny(tmp_path, name, training={"max_steps": 4, "save_steps": None, **keys})))
-
-    plain = training.train(recipe("plain"))
-    assert not any(key.startswith(PREFIX) for _, logs in logged.logs for key in logs)
-    logged.logs.clear()
-    result = training.train(recipe("logged", log_gradient_concentration=2))
-    rows = [(step, logs) for step, logs in logged.logs if any(key.startswith(PREFIX) for key in logs)]
-    assert [step for step, _ in rows] == [0, 2, 4]
-    for _, logs in rows:
-        assert 0 < logs[PREFIX + "score_gini"] < 1 and logs[PREFIX + "score_documents"] == 32
-        assert 0 < logs[PREFIX + "loss_winning_share"] <= 1
-    # All losses are logged as without it.
-    assert result["losses"] == plain["losses"] and len(plain["losses"]) == 4
-    assert same_model(tmp_path / "plain", tmp_path / "logged")
 
 
 def test_the_script_of_the_docs_logs_what_the_function_measures(encoder, tmp_path):
@@ -98,32 +56,6 @@ def test_the_script_of_the_docs_logs_what_the_function_measures(encoder, tmp_pat
     for figures in map(asdict, (of_score, of_loss)):
         of = figures.pop("of")
         assert {name: logs[0][f"{PREFIX}{of}_{name}"] for name in figures} == pytest.approx(figures, rel=1e-4)
-
-
-def test_of_a_distillation_it_is_of_scores_only(tmp_path):
-    data = {"source": "distillation", "name": str(hub_dataset(tmp_path / "kd", **kd_subsets())), "files": None}
-    keys = {"max_steps": 1, "save_steps": 1, "log_gradient_concentration": 1}
-    recipe = tiny(tmp_path, data=data, loss={"name": "distillation"}, training=keys, evaluation={"rows": 0})
-    training.train(load_recipe(write(tmp_path, recipe)))
-    history = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]
-    names = {name for entry in history for name in entry if name.startswith(PREFIX)}
-    assert PREFIX + "score_gini" in names and not any("loss" in name for name in names)
-
-
-def test_the_pooling_is_that_of_the_loss_at_this_step(tmp_path):
-    loss = SimpleNamespace(score_metric=PooledScores(TopK(8)))
-    trainer = SimpleNamespace(train_dataset=Dataset.from_dict({"query": ["a"], "positive": ["b"]}), loss=loss)
-    file = write(tmp_path, tiny(tmp_path, training={"log_gradient_concentration": 5}))
-    batches = [TokenBatch.from_list([torch.randn(9, 4) for _ in range(3)]) for _ in range(2)]
-
-    def figures(*overrides):
-        recipe = load_recipe(file, overrides)
-        return kind_of(recipe.model).gradient_logger(recipe, trainer)._figures(*batches)
-
-    of_pooling = [figures("loss.pooling.top_k=2")]
-    loss.score_metric.pooling = TopK(1)
-    of_pooling.append(figures("loss.pooling.top_k=2"))
-    assert of_pooling[0] != of_pooling[1] == figures()
 
 
 def test_of_a_sharded_model_it_is_refused(tmp_path):

@@ -1,51 +1,64 @@
 """A run directory: which checkpoints a run goes on from, and which it refuses."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
+import yaml
 
-from pylate_fastmaxsim.files import replace
 from pylate_fastmaxsim.integrations.log import reset_log_once
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import hold_lock
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.training import run_directory as checkpoints
 from pylate_fastmaxsim.recipes.training import train as training
-from pylate_fastmaxsim.recipes.training.run_directory import RECIPE_FILE, last_checkpoint, open_run_directory
+from pylate_fastmaxsim.recipes.training.run_directory import (
+    RECIPE_FILE,
+    last_checkpoint,
+    open_run_directory,
+    remove_checkpoints,
+)
 from tests.support.recipe_runs import command
 from tests.support.tiny_recipe import tiny, write
 
 
+@pytest.fixture(scope="module")
+def once(tmp_path_factory) -> Path:
+    """The folder of a recipe that was trained for four steps."""
+    folder = tmp_path_factory.mktemp("once")
+    training.train(load_recipe(write(folder, tiny(folder, training={"max_steps": 4, "save_steps": 2}))))
+    return folder
+
+
 @pytest.fixture
-def trained(tmp_path) -> Path:
-    """A recipe that was trained for four steps, and its file."""
-    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 4, "save_steps": 2}))
-    training.train(load_recipe(file))
-    return file
+def trained(once, tmp_path) -> Path:
+    """The file of that recipe, with a copy of its output."""
+    shutil.copytree(once / "out", tmp_path / "out")
+    return write(tmp_path, yaml.safe_load((once / "tiny.yaml").read_text()) | {"output_dir": str(tmp_path / "out")})
 
 
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json"]
-)
-def test_from_a_damaged_checkpoint_the_run_goes_back_to_the_one_before(name, trained, tmp_path, caplog):
-    reset_log_once()
+def test_from_a_damaged_checkpoint_the_run_goes_back_to_the_one_before(trained, tmp_path, caplog):
     checkpoint = tmp_path / "out" / "checkpoint-4"
-    whole = (checkpoint / name).read_bytes()
-    nested = b"[" * 10**6 if name == "trainer_state.json" else b""
-    for damaged in (whole[: len(whole) // 2], bytes(len(whole)), nested):
-        (checkpoint / name).write_bytes(damaged)
-        assert last_checkpoint(load_recipe(trained)).name == "checkpoint-2"
-    said = (
-        f"{checkpoint / name} is damaged, so training does not go on from {checkpoint} but from the checkpoint before"
-    )
-    assert [message.startswith(said) for message in caplog.messages] == [True]
-    if name == "optimizer.pt":
-        assert training.train(load_recipe(trained))["resumed_from"] == "checkpoint-2"
+    for name in ("model.safetensors", "scheduler.pt", "trainer_state.json", "config.json", "optimizer.pt"):
+        reset_log_once()
+        caplog.clear()
+        whole = (checkpoint / name).read_bytes()
+        nested = b"[" * 10**6 if name == "trainer_state.json" else b""
+        for damaged in (whole[: len(whole) // 2], bytes(len(whole)), nested):
+            (checkpoint / name).write_bytes(damaged)
+            assert last_checkpoint(load_recipe(trained)).name == "checkpoint-2"
+        said = f"{checkpoint / name} is damaged, so training does not go on from {checkpoint} but from the checkpoint before"
+        assert [message.startswith(said) for message in caplog.messages] == [True]
+        (checkpoint / name).write_bytes(damaged if name == "optimizer.pt" else whole)
+    assert training.train(load_recipe(trained))["resumed_from"] == "checkpoint-2"
+
+
+def test_a_checkpoint_without_an_optimizer_is_not_gone_on_from(trained, tmp_path):
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    (checkpoint / "optimizer.pt").unlink()
+    with pytest.raises(RecipeError, match=f"^output_dir: {checkpoint} has no optimizer.pt and cannot be gone on from"):
+        training.train(load_recipe(trained))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -117,9 +130,9 @@ def test_checkpoints_that_were_being_removed_do_not_count(trained, tmp_path, mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints.shutil, "rmtree", killed)
+        patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            checkpoints.remove_checkpoints(tmp_path / "out")
+            remove_checkpoints(tmp_path / "out")
     assert list((tmp_path / "out").glob("checkpoint-*/model.safetensors"))
     assert training.train(load_recipe(trained))["resumed_from"] is None
 
@@ -142,17 +155,6 @@ def test_other_masking_is_said(tmp_path, caplog):
         assert not warnings(file, "fast.enabled=true", "fast.padding_free=false")
 
 
-def test_the_record_is_replaced_when_the_new_one_is_complete(trained, tmp_path, monkeypatch):
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    before = (tmp_path / "out" / RECIPE_FILE).read_text()
-    monkeypatch.setattr(replace.os, "replace", full)
-    with pytest.raises(OSError, match="No space left"):
-        open_run_directory(load_recipe(trained, ["name=other"]), None, True, writes=True, processes=1)
-    assert (tmp_path / "out" / RECIPE_FILE).read_text() == before
-
-
 def test_a_second_command_is_refused_while_the_first_trains(tmp_path):
     file, out = write(tmp_path, tiny(tmp_path)), tmp_path / "out"
     with hold_lock("output_dir", out, training.LOCK_FILE, ""):
@@ -162,11 +164,10 @@ def test_a_second_command_is_refused_while_the_first_trains(tmp_path):
 
 
 def test_a_file_system_without_locks_is_written_with_a_warning(tmp_path, monkeypatch, caplog):
-    class Unsupported(FileLock):
-        def acquire(self, *args, **kwargs):
-            raise OSError(errno.ENOLCK, "No locks available")
+    def acquire(*args, **kwargs):
+        raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("pylate_fastmaxsim.files.lock.FileLock", Unsupported)
+    monkeypatch.setattr("pylate_fastmaxsim.files.lock.FileLock.acquire", acquire)
     with hold_lock("output_dir", tmp_path / "out", "lock", ""):
         pass
     assert caplog.messages[0].startswith(f"{tmp_path}/out is on a file system without locks")

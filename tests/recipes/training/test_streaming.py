@@ -1,17 +1,16 @@
 """Rows that are streamed: the same training as from a table, endless, resumed exactly, and one sentence for what cannot be."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from itertools import islice
 
 import pytest
-import yaml
 from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
+from pylate_fastmaxsim.comparison.verdict import PHASES
+from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data import rows as data_rows
 from pylate_fastmaxsim.recipes.data.rows import load_rows
@@ -20,19 +19,12 @@ from pylate_fastmaxsim.recipes.kinds.colbert import KIND
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.training.train import train
-from tests.support.launcher import launch
-from tests.support.recipe_runs import command, interrupt, same_model
-from tests.support.tiny_recipe import hub_dataset, text, tiny, write
+from tests.support.comparisons import RecordingGate
+from tests.support.recipe_runs import interrupt, same_model
+from tests.support.tiny_recipe import hub_dataset, list_rows, text, tiny, write
 
 PAIRS = [{"query": text(n, 4), "positive": f"{text(n, 4 + n % 17)} number {n}"} for n in range(30)]
-LISTS = [
-    {
-        "question": text(n, 4),
-        "pos": [f"{text(n, 9)} {n}"] * (1 + n % 2),
-        "neg": [text(n + k, 7) for k in range(1 + n % 3)],
-    }
-    for n in range(20)
-]
+LISTS = list_rows(20)
 TAUGHT = [{"query": text(n, 4), "documents": [text(n, 5), text(n + 1, 6), "a"], "scores": [3, 2, n]} for n in range(20)]
 UNEVEN = [
     row | {key: row[key] + [0.5 if key == "scores" else "b"] * (n % 2) for key in ("documents", "scores")}
@@ -49,8 +41,6 @@ def recipe_of(encoder, tmp_path, monkeypatch):
         path = tmp_path / file
         if file.endswith(".parquet"):
             Dataset.from_list(rows).to_parquet(path)
-        elif file.endswith(".tsv"):
-            path.write_text("".join("\t".join(row.values()) + "\n" for row in rows))
         else:
             with gzip.open(path, "wt") as lines:
                 lines.writelines(json.dumps(row) + "\n" for row in rows)
@@ -63,7 +53,7 @@ def recipe_of(encoder, tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("file", ["rows.jsonl.gz", "rows.parquet", "rows.tsv"])
+@pytest.mark.parametrize("file", ["rows.jsonl.gz", "rows.parquet"])
 def test_all_rows_come_again_and_again_in_an_order_of_the_seed(file, recipe_of):
     stream = load_rows(recipe_of(PAIRS, file=file), KIND)
     assert isinstance(stream, IterableDataset) and stream.column_names == ["query", "positive"]
@@ -93,12 +83,7 @@ def test_the_rows_are_those_of_a_table(rows, overrides, loss, recipe_of, monkeyp
 def test_a_data_set_of_the_hub_is_streamed(recipe_of, tmp_path):
     data = hub_dataset(tmp_path / "data", pair=PAIRS)
     section = f"data={{source: hub, name: {data}, config: pair, streaming: true, columns: [positive, query]}}"
-    recipe = recipe_of(
-        PAIRS,
-        section,
-        model={"kind": "splade"},
-        loss={"regularizers": {"document_weight": 1.0}},
-    )
+    recipe = recipe_of(PAIRS, section, model={"kind": "splade"}, loss={"regularizers": {"document_weight": 1.0}})
     stream = load_rows(recipe, kind_of(recipe.model))
     assert stream.column_names == ["positive", "query"]
     assert sorted(row["query"] for row in islice(stream, 30)) == sorted(row["query"] for row in PAIRS)
@@ -122,27 +107,10 @@ def test_documents_of_a_distillation_are_all_scored(recipe_of):
     assert streamed["steps"] == 1 and streamed["losses"][0][1] > 0
 
 
-@pytest.mark.parametrize("kind", ["splade", "colbert"])
-def test_fast_and_stock_train_alike(kind, recipe_of, encoder):
-    sections = {}
-    if kind == "splade":
-        sections = {"model": {"kind": kind}, "loss": {"regularizers": {"document_weight": 1e-3}}}
-    overrides = [f"model.name_or_path={encoder('distilbert', masked_lm=True)}", "training.max_steps=2"]
-    overrides.append("model.config_kwargs={dropout: 0.0, attention_dropout: 0.0}")
-    losses = []
-    for fast in ("true", "false"):
-        recipe = recipe_of(PAIRS, f"fast.enabled={fast}", *overrides, output=fast, **sections)
-        losses.append([loss for _, loss in train(recipe)["losses"]])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(losses[0]) == 2
-
-
-@pytest.mark.e2e
-def test_streamed_rows_are_compared(recipe_of, tmp_path):
-    recipe_of(PAIRS)
-    done = command("compare", tmp_path / "tiny.yaml", "training.max_steps=8")
-    assert done.exit_code == 0, done.output
-    result = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert [run["steps"] for run in result["runs"].values()] == [8, 8]
+def test_streamed_rows_are_compared(recipe_of):
+    gate = RecordingGate()
+    measured = measure(recipe_of(PAIRS, "training.max_steps=3"), gate)
+    assert len(gate.steps) == 3 and set(measured["phases"]) == set(PHASES)
 
 
 def test_processes_read_different_rows(recipe_of):
@@ -160,47 +128,16 @@ def test_processes_read_different_rows(recipe_of):
     assert read[0] + read[1] == [*together[:5], *together[10:15], *together[5:10], *together[15:]]
 
 
-@pytest.mark.process
-def test_two_processes_stream_and_go_on(recipe_of, tmp_path):
-    recipe_of(LISTS, "data.negatives_per_query=2")
-    values = yaml.safe_load((tmp_path / "tiny.yaml").read_text())
-    values["data"] |= {"negatives_per_query": 2}
-    values["training"] |= {"max_steps": 5, "save_steps": 2}
-    done = launch("ddp", tmp_path, [write(tmp_path, values, "streamed")])
-    assert done.returncode == 0, done.stderr[-3000:]
-    written = json.loads((tmp_path / "streamed-0.json").read_text())
-    assert written["parts"]["losses"] == written["whole"]["losses"] and len(written["whole"]["losses"]) == 5
-    assert written["parts"]["resumed_from"] == "checkpoint-2"
-
-
 @pytest.mark.parametrize(
     ("rows", "override", "sentence"),
     [
         (
             PAIRS,
-            "training.max_steps=null",
-            "training.max_steps is missing; with data.streaming it says when training ends.",
-        ),
-        (PAIRS, "evaluation.rows=10", "evaluation.rows must be 0 with data.streaming, whose rows are read once"),
-        (PAIRS, "data.max_rows=10", "data.max_rows does not apply to data.streaming: it needs all rows at once."),
-        (PAIRS, "training.batch_sampler=no_duplicates", "training.batch_sampler does not apply to data.streaming"),
-        (PAIRS, "model={build: {}}", "model.build does not apply to data.streaming"),
-        (
-            PAIRS,
             "data.columns=[query, answer]",
             "data.columns: no column 'answer', the data has the columns query, pos",
         ),
-        (
-            PAIRS,
-            "training.per_device_train_batch_size=40",
-            "training.per_device_train_batch_size must be at most 30, as",
-        ),
+        (PAIRS, "training.per_device_train_batch_size=40", "training.per_device_train_batch_size must be at most 30"),
         (LISTS, "data.seed=1", "data.negatives_per_query is missing, .*: the first has 1, row 1 has 2."),
-        (
-            [PAIRS[0], {"query": "q", "positive": None}],
-            "data.seed=1",
-            "data.columns: 'positive' must hold a text in every",
-        ),
         ([PAIRS[0], {"query": "q", "positive": 3}], "data.seed=1", "data: a column holds values of several types in "),
         ([], "data.seed=1", "data.* there are no rows|data cannot be loaded"),
     ],

@@ -1,9 +1,8 @@
-"""Training: an interrupted run goes on, the model is saved first and whole, and errors are one sentence."""
-
-from __future__ import annotations
+"""Training: the model is saved first and whole, errors are one sentence, and epochs may be uneven."""
 
 import errno
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -13,15 +12,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import SafetensorError
-from transformers import TrainerCallback
+from transformers import Trainer
 
+from pylate_fastmaxsim.cli.recipes import advice_on_memory
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.trainers.sharded import RecipeTrainer
+from pylate_fastmaxsim.recipes.trainers import callbacks
+from pylate_fastmaxsim.recipes.trainers.sharded import RecipeTrainer, TextTrainerMixin
 from pylate_fastmaxsim.recipes.training import train as training
+from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
+from tests.support.case_tables import cases
 from tests.support.power_cut import states
 from tests.support.recipe_runs import command, interrupt, same_model
-from tests.support.tiny_recipe import fell_back, text, tiny, write
+from tests.support.tiny_recipe import fell_back, split_overrides, text, tiny, write
 
 
 def without_checkpoints(folder: Path, output: str = "out") -> Path:
@@ -40,47 +43,12 @@ def ending_with(error: BaseException):
 def test_the_command_trains_saves_and_evaluates(tmp_path):
     file = write(tmp_path, tiny(tmp_path, training={"max_steps": 4}, fast={"enabled": True}))
     arguments = [sys.executable, "-m", "pylate_fastmaxsim.cli", "train", str(file), "--set", "name=first"]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and not fell_back(done.stdout + done.stderr), done.stderr[-2000:]
     assert "first: trained" in done.stdout
     result = json.loads((tmp_path / "out" / "train.json").read_text())
     assert result["fast"]["enabled"] and len(result["losses"]) == result["steps"] == 4 and result["ndcg@10"] > 0
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
-
-
-class Reported(TrainerCallback):
-    """Stands where TensorBoard's callback would, and keeps what it is told of the pooling in each step."""
-
-    told: list[tuple[int, float]] = []
-
-    def on_log(self, args, state, control, logs, **kwargs) -> None:
-        if "loss" in logs:
-            self.told.append((state.global_step, logs["pooling_temperature"]))
-
-
-def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(tmp_path, monkeypatch):
-    pooling = {"softmax": 0.05, "start": 0.7, "schedule": "linear"}
-
-    def recipe(name):
-        # 36 training rows: the interruption falls into the second epoch, between two checkpoints.
-        return load_recipe(write(tmp_path, tiny(tmp_path, name, loss={"pooling": pooling})))
-
-    monkeypatch.setattr(Reported, "told", [])
-    monkeypatch.setattr("transformers.trainer.get_reporting_integration_callbacks", lambda names: [Reported])
-    whole = training.train(recipe("whole"))
-    assert Reported.told == [(step, pytest.approx(0.75 - 0.05 * step)) for step in range(1, 15)]
-    assert interrupt(recipe("parts"), monkeypatch, step=10) == "checkpoint-11"
-    assert not (tmp_path / "parts" / "train.json").exists()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    (tmp_path / "parts").rename(tmp_path / "moved")
-    parts = training.train(recipe("moved"))
-    assert parts["resumed_from"] == "checkpoint-11"
-    assert parts["losses"] == whole["losses"] and len(whole["losses"]) == 14
-    assert Reported.told[14:] == Reported.told[:14]
-    said = "takes the maximum: Softmax(temperature=0.7) to Softmax(temperature=0.05) (linear over the training)."
-    assert said in (tmp_path / "moved" / "model" / "README.md").read_text()
-    assert parts["ndcg@10"] == whole["ndcg@10"] and same_model(tmp_path / "whole", tmp_path / "moved")
-    assert {path.name for path in (tmp_path / "moved").glob("checkpoint-*")} == {"checkpoint-12", "checkpoint-14"}
 
 
 def test_a_run_that_goes_on_saves_and_logs_at_the_intervals_of_now(tmp_path, monkeypatch):
@@ -90,14 +58,6 @@ def test_a_run_that_goes_on_saves_and_logs_at_the_intervals_of_now(tmp_path, mon
     assert [step for step, _ in result["losses"]] == [1, 6, 8, 10, 12, 14]
     saved = sorted(int(path.name.partition("-")[2]) for path in (tmp_path / "out").glob("checkpoint-*"))
     assert saved == [4, 5, 10, 14]
-
-
-def test_a_checkpoint_without_an_optimizer_is_not_gone_on_from(tmp_path, monkeypatch):
-    recipe = load_recipe(write(tmp_path, tiny(tmp_path, training={"max_steps": 8})))
-    checkpoint = Path(recipe.output_dir, interrupt(recipe, monkeypatch, step=4))
-    (checkpoint / "optimizer.pt").unlink()
-    with pytest.raises(RecipeError, match=f"^output_dir: {checkpoint} has no optimizer.pt and cannot be gone on from"):
-        training.train(recipe)
 
 
 def test_the_model_is_saved_before_it_is_evaluated(tmp_path, monkeypatch, caplog):
@@ -119,33 +79,14 @@ def test_the_model_is_saved_before_it_is_evaluated(tmp_path, monkeypatch, caplog
     assert done.exit_code == 2 and done.stderr.splitlines()[-1].startswith(said)
 
 
-def test_a_new_model_replaces_all_of_an_earlier_one_or_nothing(tmp_path, monkeypatch):
-    recipe, out = load_recipe(without_checkpoints(tmp_path)), tmp_path / "out"
-    training.train(recipe)
-    first, result = {path.name: path.stat().st_ino for path in (out / "model").iterdir()}, out / "train.json"
-    with monkeypatch.context() as patch:
-        patch.setattr(training, "append_recipe", ending_with(OSError(errno.ENOSPC, "No space left on device")))
-        with pytest.raises(OSError, match="No space left"):
-            training.train(recipe, resume=False)
-    assert {path.name: path.stat().st_ino for path in (out / "model").iterdir()} == first and result.exists()
-    (out / "model" / "adapter_config.json").write_text("{}")
-    with monkeypatch.context() as patch:  # a new model is never beside the result of an earlier one
-        patch.setattr(training, "_write_result", ending_with(OSError(errno.ENOSPC, "No space left on device")))
-        with pytest.raises(OSError, match="No space left"):
-            training.train(recipe, resume=False)
-    assert {path.name for path in (out / "model").iterdir()} == first.keys() and not result.exists()
-    assert {path.name for path in out.iterdir()} == {
-        "model",
-        "prepared",
-        "recipe-of-checkpoints.yaml",
-        training.LOCK_FILE,
-    }
-
-
 def test_kills_and_power_cuts_leave_a_model_whole_and_no_metrics_of_another(tmp_path, monkeypatch):
-    recipe, out, saved, save = load_recipe(without_checkpoints(tmp_path)), tmp_path / "out", [], training._save
-    monkeypatch.setattr(training, "_save", lambda *args: saved.extend(args) or save(*args))
+    recipe, out, given = load_recipe(without_checkpoints(tmp_path)), tmp_path / "out", []
+    replace_folder, evaluated = training.replace_folder, training.evaluate
+    monkeypatch.setattr(training, "replace_folder", lambda *args: given.extend(args) or replace_folder(*args))
+    monkeypatch.setattr(training, "evaluate", lambda *args: given.append(args[1]) or evaluated(*args))
     training.train(recipe)
+    folder, write_model, model = given
+    (folder / "adapter_config.json").write_text("{}")  # of a model of other files
 
     def files(state: dict) -> dict:
         return {name: content for name, content in state.items() if name.startswith("model/")}
@@ -156,9 +97,17 @@ def test_kills_and_power_cuts_leave_a_model_whole_and_no_metrics_of_another(tmp_
 
     before = content()
     with torch.no_grad():
-        next(saved[1].parameters()).add_(1)
-    found = states(out, lambda: save(*saved[:3]), cuts=5)
+        next(model.parameters()).add_(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "append_recipe", ending_with(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            replace_folder(folder, write_model)
+    assert files(content()) == files(before)
+    found = states(out, lambda: replace_folder(folder, write_model), cuts=5)
     after = content()
+    assert "model/adapter_config.json" not in after
+    left = sorted(path.name for path in out.iterdir())
+    assert left == ["model", "prepared", "recipe-of-checkpoints.yaml", training.LOCK_FILE]
     assert files(before) != files(after) and len(found) > 50
     for _, state in found:
         assert files(state) in (files(before), files(after)) and len(files(state)) > 5
@@ -173,10 +122,8 @@ def test_a_training_that_is_over_keeps_its_card_and_what_it_was_trained_with(tmp
     first = training.train(load_recipe(file))
     assert json.loads((out / "train.json").read_text()) == first and first["ndcg@10"] > 0
     card = (out / "model" / "README.md").read_text()
-    assert card.count("## Evaluation") == card.count("## Training recipe") == 1 and "base_model: " in card
+    assert card.count("## Evaluation") == 1 and "base_model: " in card
     assert "ndcg@10" in card.partition("## Training recipe")[0]
-    assert first == training.train(load_recipe(file)) | {"resumed_from": None}
-    assert (out / "model" / "README.md").read_text() == card
     changed = training.train(load_recipe(file, ["name=other", "fast.enabled=true", "evaluation.batch_size=8"]))
     assert (changed["recipe"], changed["losses"]) == ("other", first["losses"])
     assert changed["fast"] == first["fast"] | {"why_off": "the model was trained without it before"}
@@ -187,12 +134,11 @@ def test_a_training_that_is_over_keeps_its_card_and_what_it_was_trained_with(tmp
 @pytest.mark.e2e
 def test_errors_in_a_step_say_what_is_kept_and_leave_ctrl_c_as_it_was(tmp_path, monkeypatch):
     file, out, step = write(tmp_path, tiny(tmp_path)), tmp_path / "out", RecipeTrainer.training_step
+    full = "No space left on device"
     errors = {
-        f"{out}/x: No space left on device; {out}/checkpoint-4 is kept, and the same command": (
-            OSError(errno.ENOSPC, "No space left on device", f"{out}/x")
-        ),
-        f"Error while serializing: I/O error: No space left on device (os error 28); {out}/checkpoint-4 is kept, and the same command": (
-            SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        f"{out}/x: {full}; {out}/checkpoint-4 is kept, and the same command": OSError(errno.ENOSPC, full, f"{out}/x"),
+        f"Error while serializing: I/O error: {full} (os error 28); {out}/checkpoint-4 is kept, and the same command": (
+            SafetensorError(f"Error while serializing: I/O error: {full} (os error 28)")
         ),
         f"a file cannot be written to its end, as on a full disk; {out}/checkpoint-4 is kept": (
             RuntimeError("[enforce fail at inline_container.cc:863] . unexpected pos 64 vs 0")
@@ -220,12 +166,9 @@ def test_errors_in_a_step_say_what_is_kept_and_leave_ctrl_c_as_it_was(tmp_path, 
 def test_a_recipe_without_a_single_batch_is_not_called_trained(tmp_path):
     # Three positives between all rows: no four of them make a batch without duplicates.
     section = {"max_steps": 3, "save_steps": None, "batch_sampler": "no_duplicates"}
-    file, out = write(tmp_path, tiny(tmp_path, training=section)), tmp_path / "out"
     rows = [{"query": f"what is class {i}", "positive": ("yes", "no", "maybe")[i % 3]} for i in range(60)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(
-        RecipeError, match="with training.batch_sampler no_duplicates leaves no batch of the rows of data"
-    ):
+    file, out = write(tmp_path, tiny(tmp_path, rows=rows, training=section)), tmp_path / "out"
+    with pytest.raises(RecipeError, match="batch_sampler no_duplicates leaves no batch of the rows of data"):
         training.train(load_recipe(file))
     assert not (out / "model").exists() and not (out / "train.json").exists()
     assert training.train(load_recipe(file, ["training.dataloader_drop_last=false"]))["steps"] == 3
@@ -233,11 +176,88 @@ def test_a_recipe_without_a_single_batch_is_not_called_trained(tmp_path):
 
 def test_normalized_scores_of_two_documents_are_warned_of(tmp_path, caplog):
     rows = [{"query": text(i, 4), "documents": [text(i, 3), text(i, 4)], "scores": [1.0, 0.5]} for i in range(8)]
-    (tmp_path / "kd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = tiny(tmp_path, data={"files": [str(tmp_path / "kd.jsonl")]}, loss={"name": "distillation"})
-    values |= {"evaluation": {"rows": 0}, "training": values["training"] | {"max_steps": 1}}
+    values = tiny(tmp_path, rows=rows, loss={"name": "distillation"}, evaluation={"rows": 0}, training={"max_steps": 1})
     file = write(tmp_path, values)
     for override, warned in {"loss.normalize_scores=null": True, "loss.normalize_scores=false": False}.items():
         caplog.clear()
         training.train(load_recipe(file, [override]), resume=False)
         assert any("nothing is learned" in message for message in caplog.messages) == warned
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "said"),
+    cases("""
+colbert | training.seed=1 | set training.gradient_checkpointing to true, or lower training.per_device_train_batch_size or
+colbert | loss.name=cached_contrastive | set training.gradient_checkpointing to true or lower loss.mini_batch_size, or lower
+multi_vector | training.gradient_checkpointing=true loss.name=cached_contrastive loss.mini_batch_num_tokens=40
+  | lower loss.mini_batch_num_tokens, or lower model.document_length; there is no checkpoint yet
+"""),
+)
+def test_what_takes_less_memory_is_said_in_the_order_of_its_effect(kind, overrides, said, tmp_path):
+    recipe = load_recipe(write(tmp_path, tiny(tmp_path, model={"kind": kind})), split_overrides(overrides))
+    assert advice_on_memory(recipe, None).startswith(said)
+
+
+def test_the_result_of_a_run_that_diverged_is_json(tmp_path):
+    values = tiny(tmp_path, training={"learning_rate": 1e30, "max_grad_norm": 0, "max_steps": 5})
+    result = training.train(load_recipe(write(tmp_path, values)))
+    losses = [loss for _, loss in result["losses"]]
+    assert not all(map(math.isfinite, losses))
+    written = json.loads((tmp_path / "out/train.json").read_text(), parse_constant=pytest.fail)
+    assert [loss for _, loss in written["losses"]] == [loss if math.isfinite(loss) else None for loss in losses]
+    # NaN has an order as well, of which a metric could be made.
+    assert result["ndcg@10"] is None and written["ndcg@10"] is None
+    assert "ndcg" not in (tmp_path / "out/model/README.md").read_text().lower()
+
+
+def uneven(folder: Path, name: str, **section):
+    """A recipe whose epochs have fewer batches than rows would fill: a third of the 36 rows has the same query."""
+    options = {"batch_sampler": "no_duplicates", "max_steps": None, "num_train_epochs": 3, "save_steps": 4}
+    queries = ["what is late interaction" if row < 12 else f"{text(row, 4)} number {row}" for row in range(36)]
+    rows = [{"query": query, "positive": f"{text(row, 9)} number {row}"} for row, query in enumerate(queries)]
+    values = tiny(folder, name, rows=rows, training=options | section, evaluation={"rows": 0})
+    return load_recipe(write(folder, values))
+
+
+# In the second epoch, and before the last step.
+@pytest.mark.e2e
+@pytest.mark.parametrize(("accumulated", "step"), [(2, 5), (1, -1)])
+def test_a_run_goes_on_with_the_next_batch_and_is_finished_after_its_epochs(accumulated, step, tmp_path, monkeypatch):
+    def recipe(name):
+        return uneven(tmp_path, name, gradient_accumulation_steps=accumulated)
+
+    whole = training.train(recipe("whole"))
+    state = json.loads((last_checkpoint(recipe("whole")) / "trainer_state.json").read_text())
+    assert state["global_step"] == state["max_steps"] == whole["steps"] < 3 * math.ceil(9 / accumulated)
+    step %= whole["steps"]
+    assert interrupt(recipe("parts"), monkeypatch, step=step) == f"checkpoint-{step + 1}"
+    assert training.train(recipe("parts"))["losses"] == whole["losses"]
+    assert same_model(tmp_path / "whole", tmp_path / "parts")
+    monkeypatch.setattr(Trainer, "train", None)  # nothing is left to do
+    assert training.train(recipe("whole"))["losses"] == whole["losses"]
+
+
+def test_the_last_step_is_not_saved_twice(tmp_path, monkeypatch):
+    recipe = uneven(tmp_path, "out", save_steps=1, save_total_limit=1, num_train_epochs=1)
+    save, saved = RecipeTrainer._save_optimizer_and_scheduler, []
+
+    def noting(trainer, folder):
+        saved.append(Path(folder).name)
+        save(trainer, folder)
+
+    monkeypatch.setattr(RecipeTrainer, "_save_optimizer_and_scheduler", noting)
+    whole = training.train(recipe)
+    assert saved == [f"checkpoint-{step + 1}" for step in range(whole["steps"])]
+    monkeypatch.setattr(Trainer, "train", None)
+    assert training.train(recipe)["resumed_from"] == saved[-1]
+
+
+def test_an_older_transformers_does_not_go_on_after_an_uneven_epoch(tmp_path, monkeypatch):
+    recipe = uneven(tmp_path, "out")
+    monkeypatch.delattr(TextTrainerMixin, "_init_training_state")
+    monkeypatch.setattr(callbacks, "COUNTS_BATCHES", False)
+    assert interrupt(recipe, monkeypatch, step=5) == "checkpoint-6"
+    # In the first epoch the number of steps is enough to go on.
+    assert interrupt(recipe, monkeypatch, step=10) == "checkpoint-11"
+    with pytest.raises(RecipeError, match="no_duplicates made fewer batches in an epoch than transformers .* assumes"):
+        training.train(recipe)

@@ -8,10 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from datasets import Dataset
 
 from pylate_fastmaxsim.integrations.options import current_options
-from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 from pylate_fastmaxsim.precompile import calls
 from pylate_fastmaxsim.precompile import recipe as warmup_module
 from pylate_fastmaxsim.precompile.processes import Compiled
@@ -28,7 +26,6 @@ from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from tests.support.command_line import fastmaxsim
 from tests.support.recorded_launches import recorded_launches
-from tests.support.splade_recipe import tiny_splade
 from tests.support.tiny_recipe import tiny, write
 
 FAST = {"fast": {"enabled": True}, "evaluation": {"rows": 0}}
@@ -51,30 +48,16 @@ def test_where_there_is_nothing_to_compile_it_says_so_and_writes_nothing(tmp_pat
     done = warmup(file, env={"WORLD_SIZE": "2"})
     assert done.exit_code == 2 and "start it without a launcher" in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+    # Kernels of MultiVectorEncoders are left to the steps.
+    file = write(tmp_path, tiny(tmp_path, model={"kind": "multi_vector"}))
+    assert calls_of_recipe(load_recipe(file), None, None, [4], None) == []
 
 
-@pytest.mark.parametrize("loss", ["contrastive", "distillation"])
-def test_it_takes_the_steps_of_the_recipe_twice_for_each_size_of_batch(loss, tmp_path, monkeypatch):
-    calls = []
-    score = pylate_losses._score
-
-    def record(queries, queries_mask, scored, candidates=None):
-        calls.append((len(queries), len(scored.documents), candidates is not None, queries.requires_grad))
-        return score(queries, queries_mask, scored, candidates)
-
-    monkeypatch.setattr(pylate_losses, "_score", record)
-    recipe = tiny(tmp_path, **FAST, loss={"name": loss})
-    recipe["training"] |= {"per_device_train_batch_size": 8, "dataloader_drop_last": False}
-    if loss == "distillation":
-        documents = ["first document", "fused late interaction", "x"]
-        rows = [{"query": f"query {i}", "documents": documents, "scores": [3.0, 2.0, 1.0]} for i in range(60)]
-        Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-        recipe["data"] = {"source": "files", "files": [str(tmp_path / "rows.parquet")]}
+def test_it_takes_two_steps_for_each_size_of_batch_and_leaves_what_is_prepared(tmp_path):
+    recipe = tiny(tmp_path, **FAST, training={"per_device_train_batch_size": 8, "dataloader_drop_last": False})
     steps = warm_up(load_recipe(write(tmp_path, recipe))).steps
     assert [step.rows for step in steps] == [8, 4]  # 60 rows
     assert all(step.first > 0 and step.again > 0 for step in steps)
-    documents = 3 if loss == "distillation" else 1
-    assert calls == [(rows, rows * documents, loss == "distillation", True) for rows in (8, 8, 4, 4)]
     assert current_options() is None
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["prepared"]
 
@@ -110,29 +93,30 @@ def test_the_command_prints_steps_and_counts(tmp_path, monkeypatch):
 
 
 LOSSES = {
-    "contrastive": {},
-    "softmax": {"loss": {"pooling": {"softmax": 0.5}}},
-    "annealed": {"loss": {"pooling": {"top_k": 1, "start": 6, "schedule": "linear"}}},
-    "stock masking": {"fast": {"stock_masking": True}},
-    "cached": {"loss": {"name": "cached_contrastive", "mini_batch_size": 3}},
-    "no expansion": {"model": {"do_query_expansion": False}},
+    "contrastive": "training.seed=1",
+    "softmax": "loss.pooling.softmax=0.5",
+    "annealed": "loss.pooling={top_k: 1, start: 6, schedule: linear}",
+    "stock masking": "fast.stock_masking=true",
+    "cached": "loss.name=cached_contrastive loss.mini_batch_size=3",
+    "no expansion": "model.do_query_expansion=false",
+    "splade": "training.seed=1",
+    "splade of long texts": "model.max_seq_length=300",
 }
 
 
-@pytest.mark.parametrize("name", [*LOSSES, "splade", "splade of long texts"])
-def test_what_is_compiled_ahead_is_what_the_steps_launch(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_compiled_ahead_is_what_the_steps_launch(name, recipe_of, monkeypatch):
     pytest.importorskip("triton")
     for family in ("maxsim", "winner_backward", "pooled", "projection", "splade"):
         importlib.import_module(f"pylate_fastmaxsim.kernels.{family}.launch")
-    content = tiny_splade(tmp_path, **FAST) if name.startswith("splade") else tiny(tmp_path, **FAST)
-    for section, keys in LOSSES.get(name, {}).items():
-        content[section] = {**content.get(section, {}), **keys}
     monkeypatch.setattr(warmup_module, "load_model", _copied)
     if name == "splade of long texts":
-        content["model"]["max_seq_length"] = 300
         monkeypatch.setattr(warmup_module, "load_data", _of_long_texts)
-    content["training"] |= {"per_device_train_batch_size": 8, "dataloader_drop_last": False}
-    recipe = load_recipe(write(tmp_path, content))
+    common = "fast.enabled=true evaluation.rows=0 training.per_device_train_batch_size=8"
+    recipe = recipe_of(
+        "splade" if name.startswith("splade") else "colbert",
+        f"{common} training.dataloader_drop_last=false {LOSSES[name]}",
+    )
     prepared = prepare(recipe)
     model = load_model(prepared.model, "cpu", 0)
     rows = load_data(prepared).train

@@ -1,0 +1,81 @@
+"""Models of Sentence Transformers on a GPU: with its own attention, kernels and compiler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.compared import distance
+from tests.support.hosts import each_host
+
+pytestmark = pytest.mark.cuda
+
+
+def on_gpu(step):
+    """The step, on a batch on the GPU."""
+    batch = [
+        {key: value.to("cuda") if torch.is_tensor(value) else value for key, value in column.items()}
+        for column in step.batch
+    ]
+    return step._replace(batch=batch, labels=None if step.labels is None else step.labels.to("cuda"))
+
+
+STEPS = [
+    *(("MultiVectorEncoder", *each) for each in (("modernbert", False, "cached"), ("modernbert", True, "contrastive"))),
+    *(("MultiVectorEncoder", *each) for each in (("bert", True, "cached"), ("qwen3", False, "contrastive"))),
+    *(
+        ("SparseEncoder", family, compiled, "contrastive")
+        for family, compiled in (("bert", True), ("distilbert", False))
+    ),
+    *(("SparseEncoder", *each, "contrastive") for each in (("xlm-roberta", False), ("modernbert", True))),
+]
+
+
+@pytest.mark.parametrize(
+    "host, family, compiled, loss", [param for name, *each in STEPS for param in each_host([name], *each)]
+)
+def test_packed_in_bf16(encoder, monkeypatch, host, family, compiled, loss):
+    torch.manual_seed(0)
+    model = host.model(encoder, family).float().to("cuda")
+    step = on_gpu(host.losses[loss](model))
+    exact, stock = step.run(), step.run(bf16=True)
+    seen = host.watch(model, monkeypatch)
+    host.enable(compile=compiled)
+    for _ in range(2):
+        seen.clear()
+        ours = step.run(bf16=True)
+    assert host.modes(model) == {"packed"} and bool(seen) != host.watches_stock
+    assert ours[0].dtype == stock[0].dtype
+    assert ours[0].item() == pytest.approx(exact[0].item(), rel=3e-2)
+    # A winner that bf16 picks otherwise moves the few gradients here by a fifth, in stock too.
+    assert distance(ours, exact) < max(0.4, 2 * distance(stock, exact))
+
+
+@pytest.mark.parametrize("host", each_host(["SparseEncoder"]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_texts_that_a_sparse_encoder_encodes(encoder, host, dtype):
+    from tests.support.splade_steps import TEXTS
+
+    model = host.model(encoder).to("cuda", dtype)
+    stock = model.encode(TEXTS[3], show_progress_bar=False)
+    host.enable()
+    ours = model.encode(TEXTS[3], show_progress_bar=False)
+    assert (ours.layout, ours.dtype, ours.device) == (stock.layout, stock.dtype, stock.device)
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(ours.to_dense(), stock.to_dense(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("host", each_host(["SparseEncoder"]))
+@pytest.mark.parametrize("training", [True, False])
+def test_dtypes_of_a_sparse_encoder_under_autocast_are_those_of_stock(encoder, host, training):
+    """In training autocast takes logarithms in float32, in evaluation they are taken in place."""
+    model = host.model(encoder).float().to("cuda").train(training)
+    features = on_gpu(host.losses["contrastive"](model)).batch[0]
+
+    def dtype() -> torch.dtype:
+        with torch.autocast("cuda", torch.bfloat16):
+            return model(dict(features))["sentence_embedding"].dtype
+
+    stock = dtype()
+    host.enable()
+    assert dtype() == stock == (torch.float32 if training else torch.bfloat16)

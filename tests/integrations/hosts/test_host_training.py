@@ -1,0 +1,79 @@
+"""Training by the trainers of Sentence Transformers, and the scripts of the docs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+
+import pylate_fastmaxsim
+from tests.support.examples import example, training_example
+from tests.support.hosts import OF_SENTENCE_TRANSFORMERS, each_host
+from tests.support.models import sentences
+
+ROWS = {"query": sentences(12, 6, 1), "positive": sentences(12, 20, 2), "negative": sentences(12, 20, 3)}
+
+
+@pytest.mark.parametrize("host", each_host(OF_SENTENCE_TRANSFORMERS))
+def test_the_trainer_logs_the_losses_of_stock(encoder, packed, tmp_path, host):
+    model = host.model(encoder).float()
+    start = {name: weight.clone() for name, weight in model.state_dict().items()}
+    trainer_class, arguments = host.trainer
+    options = {"per_device_train_batch_size": 4, "max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2}
+    options |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+
+    def logged() -> list[float]:
+        model.load_state_dict(start)
+        loss = host.losses["cached"](model).loss
+        args = arguments(output_dir=str(tmp_path), **options)
+        trainer = trainer_class(model=model, args=args, train_dataset=Dataset.from_dict(ROWS), loss=loss)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    stock = logged()
+    assert len(set(stock)) == 4
+    host.enable()
+    assert logged() == pytest.approx(stock, rel=1e-4)
+    assert host.modes(model) == {"packed"}
+    # What is saved is the model as stock has it.
+    model.save_pretrained(str(tmp_path / "saved"))
+    expected = encoded(model)
+    pylate_fastmaxsim.disable()
+    torch.testing.assert_close(encoded(type(model)(str(tmp_path / "saved"), device="cpu")), expected)
+
+
+def encoded(model) -> list[torch.Tensor]:
+    embeddings = model.encode(ROWS["positive"][:2], show_progress_bar=False)
+    return [*(embeddings.to_dense() if isinstance(embeddings, torch.Tensor) else embeddings)]
+
+
+def was_trained(host, names: dict) -> None:
+    assert names["trainer"].state.global_step == 1 and host.modes(names["model"]) == {"packed"}
+
+
+def has_pooled(host, names: dict) -> None:
+    assert names["scores"].shape == (1, 2)
+    for loss in ("contrastive", "margins"):
+        step = host.losses["distillation"](names["model"].float())
+        names[loss](step.batch, step.labels.float()).backward()
+
+
+# Its host, the model in it, the family of the one here, and what it has done.
+SCRIPTS = {
+    "multi-vector-script": ("MultiVectorEncoder", "answerdotai/ModernBERT-base", "modernbert", was_trained),
+    "pooled-scores-multi-vector": ("MultiVectorEncoder", "answerdotai/ModernBERT-base", "modernbert", has_pooled),
+    "splade-script": ("SparseEncoder", "distilbert/distilbert-base-uncased", "distilbert", was_trained),
+}
+
+
+@pytest.mark.parametrize("host, name", [param for name, each in SCRIPTS.items() for param in each_host(each[:1], name)])
+def test_the_script_of_the_docs(encoder, packed, monkeypatch, tmp_path, host, name):
+    _, model, family, check = SCRIPTS[name]
+    stand_in = encoder(family, **host.changes)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    if check is was_trained:
+        exec(training_example(name, model, stand_in), names)
+    else:
+        exec(example(name, {f'"{model}"': repr(stand_in)}), names)
+    check(host, names)

@@ -1,0 +1,597 @@
+"""Operators by their kernels, in Triton's interpreter (TRITON_INTERPRET=1) and on a GPU, against their definitions in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from inspect import unwrap
+from types import ModuleType
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.support import random_shapes
+from tests.support.operators import (
+    FORMATS,
+    OPERATORS,
+    check,
+    check_each_gradient,
+    check_exactly,
+    check_rows_without_a_gradient,
+    check_strided,
+    compressed_as,
+    lengths,
+    outcome,
+    problem,
+    random_gradient,
+)
+
+pytest.importorskip("triton")
+
+from pylate_fastmaxsim.compressed import rounded_queries  # noqa: E402
+from pylate_fastmaxsim.kernels.compressed import launch as compressed  # noqa: E402
+from pylate_fastmaxsim.kernels.maxsim import launch as maxsim  # noqa: E402
+from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles  # noqa: E402
+from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles  # noqa: E402
+from pylate_fastmaxsim.kernels.pooled import launch as pooled  # noqa: E402
+from pylate_fastmaxsim.kernels.projection import launch as projection  # noqa: E402
+from pylate_fastmaxsim.kernels.projection import tiles as projection_tiles  # noqa: E402
+from pylate_fastmaxsim.kernels.splade import launch as splade  # noqa: E402
+from pylate_fastmaxsim.kernels.winner_backward import launch as winner_backward  # noqa: E402
+from pylate_fastmaxsim.kernels.winner_backward import tiles as backward_tiles  # noqa: E402
+from pylate_fastmaxsim.kernels.xtr import launch as xtr  # noqa: E402
+from tests.support.interpreter import interpreted  # noqa: E402, F401
+
+CUDA = "cuda"
+HALF = torch.bfloat16, torch.float16
+DTYPES = (*HALF, torch.float32)
+
+# Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
+FORWARD = ForwardTiles(16, 32, 64, 3, 4, 1)
+TILES = {
+    (maxsim, "forward"): FORWARD,
+    (compressed, "forward"): FORWARD,
+    (winner_backward, "query_gradient"): backward_tiles.QueryGradientTiles(4, 64, 2, 1),
+    (winner_backward, "document_gradient"): backward_tiles.DocumentGradientTiles(16, 16, 64, 32, 1, 4, 1),
+    (winner_backward, "candidate_gradient"): backward_tiles.CandidateGradientTiles(16, 16, 64, 4, 1),
+    (pooled, "forward"): FORWARD,
+    (pooled, "query_gradient"): pooled.QueryGradientTiles(16, 16, 64, 64, 4, 1),
+    (pooled, "document_gradient"): pooled.DocumentGradientTiles(16, 16, 64, 64, 4, 1),
+    (xtr, "maxima"): ForwardTiles(16, 32, 64, 2, 4, 1),
+    (xtr, "collect"): xtr.CollectTiles(16, 16, 4, 1),
+    (splade, "maxima"): splade.MaximaTiles(16, 32, 16, 2, 4, 1),
+    (projection, "project"): projection_tiles.ProjectionTiles(16, 32, 32, 4, 1),
+    (projection, "hidden_gradient"): projection_tiles.ProjectionTiles(16, 32, 32, 4, 1),
+    (projection, "weight_gradient"): projection_tiles.WeightGradientTiles(16, 32, 32, 4, 1),
+}
+# The k best of more than 32 columns, and a vector in several chunks.
+OF_64 = {(pooled, "forward"): ForwardTiles(16, 64, 64, 3, 4, 1)}
+CHUNKS = {
+    (pooled, "forward"): ForwardTiles(16, 32, 16, 3, 4, 1),
+    (pooled, "query_gradient"): pooled.QueryGradientTiles(16, 16, 16, 32, 4, 1),
+    (pooled, "document_gradient"): pooled.DocumentGradientTiles(16, 16, 16, 32, 4, 1),
+}
+# So few rows would otherwise leave one document to each program, and one part to each gradient.
+CONSTANTS = {
+    (maxsim_tiles, "ENOUGH_ROWS"): 0,
+    (pooled, "ENOUGH_PROGRAMS"): 5,
+    (projection_tiles, "FEWEST_ROWS"): 16,
+    (projection_tiles, "ENOUGH_PROGRAMS"): 12,
+}
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, tiles: dict[tuple[ModuleType, str], tuple], constants: dict = {}) -> None:  # noqa: B006
+    """Kernels are launched with these tiles, and with these constants of modules."""
+    for (module, name), tile in tiles.items():
+        if hasattr(module, "_plan"):
+            monkeypatch.setattr(module, "_plan", unwrap(module._plan))  # which would keep the plan of other tiles
+        monkeypatch.setattr(module, f"{name}_tiles", lambda *_, tile=tile: tile)
+    for (module, name), value in constants.items():
+        monkeypatch.setattr(module, name, value)
+
+
+@pytest.fixture
+def small(interpreted, monkeypatch):  # noqa: F811
+    choose(monkeypatch, TILES, CONSTANTS)
+
+
+def rows(names, options, tiles=(), constants=(), **more):
+    """A row for each of the names; options, tiles and constants of modules are dicts."""
+    return [(name, options | more, dict(tiles), dict(constants)) for name in names]
+
+
+RAGGED = {"queries": (5, 0, 3, 1, 8, 2), "documents": (1, 40, 0, 17, 33), "slots": 3}
+MIXED = {"queries": (5, 17, 3, 0, 5), "documents": (7, 0, 70, 3, 33, 1), "dim": 24}
+OF_WINNERS = {"queries": (4, 20, 0, 5), "documents": (2, 40, 0, 19, 70), "masked": False}
+SHORT, LONG = (4, 7, 1), (4, 20, 1)
+FEW_PAIRS = {"documents": (20, 3, 35, 0, 16, 9), "dim": 48, "masked": False}
+RANKS = ("maxsim", "top 2", "top 4", "top 7")
+
+
+def constant(module, **values):
+    return {(module, name): value for name, value in values.items()}
+
+
+PLACES = [constant(xtr, PLACES_OF_K=p, PLACES=0, ROUNDS=r) for p, r in ((1, 0), (1, 1), (2, 3))]
+ROWS = {
+    "ragged": [
+        *rows(["maxsim"], RAGGED, dim=1),
+        *rows(["maxsim", "xtr 5"], RAGGED, dim=7, layout="shared", gapless=True),
+        *rows(["maxsim"], RAGGED, dim=48, gapless=True, floor=True),
+        *rows(["maxsim", "xtr 30"], RAGGED, dim=128, floor=True),
+        *rows(["maxsim", "xtr 100, retrieved"], RAGGED, dim=200, layout="shared", floor=True),
+        *rows(["xtr 1", "xtr 5000", "xtr 5, retrieved", "xtr 5000, retrieved"], RAGGED, dim=48),
+    ],
+    # Of short documents, whose maxima are below 0 now and then.
+    "floors": [
+        *rows(["maxsim", "xtr 12"], {"queries": (6, 3), "documents": (1,) * 12}, dim=2, masked=False, floor=True),
+        *rows(["maxsim"], {"queries": (6, 3), "documents": (1,) * 12}, dim=2, masked=False, floor=True, layout="shared"),
+    ],
+    "half": [
+        *rows(["maxsim", "xtr 12"], {}, dtype=torch.bfloat16, dim=48),
+        *rows(["maxsim"], {}, dtype=torch.float16, dim=48, layout="shared"),
+        *rows(["softmax 1.0", "top 3"], MIXED, OF_64, dtype=torch.bfloat16),
+        *rows(["log-sum-exp"], MIXED, OF_64, dtype=torch.float16),
+        *rows(["splade"], {}, dtype=torch.bfloat16, dim=24, masked=False, rows=33),
+        *rows(["splade"], {}, dtype=torch.float16, dim=1, rows=33),
+    ],
+    "long queries": [
+        *rows(["maxsim"], {}, queries=(37, 2, 130), documents=(18, 5), dim=80),
+        *rows(["maxsim"], {}, queries=(37, 2, 130), documents=(18, 5), layout="shared", floor=True),
+        *rows(["softmax 4.0", "top 3"], {}, CHUNKS, dim=40, queries=(20, 5, 33, 0, 5)),
+        *rows(["top 3", "softmax 4.0"], {}, CHUNKS, dim=40, queries=(20, 5, 33, 0, 5), layout="shared"),
+    ],
+    "long documents": rows(["maxsim"], {}, queries=(3, 2), documents=(256, 300)) + rows(["maxsim"], {}, queries=(3, 2), documents=(255, 2)),
+    "poolings": [
+        *rows(["softmax 1.0", "top 2", "top 4"], MIXED),
+        *rows(["log-sum-exp", "top 4"], MIXED, layout="shared"),
+        *rows(["softmax 1.0", "log-sum-exp"], MIXED, masked=False, gapless=True),
+        *rows(["softmax 1.0"], MIXED, masked=False, layout="shared"),
+        *rows(["top 5", "top 40"], MIXED | {"documents": (7, 0, 130, 3, 33, 1)}, OF_64),
+        *rows(["top 40"], MIXED | {"documents": (7, 0, 130, 3, 33, 1)}, OF_64, layout="shared"),
+    ],
+    "parts and rounds of XTR": [
+        *rows(["xtr 5"], {"documents": (1, 20, 0, 7)}, (), constant(xtr, SCRATCH_BYTES=1), dtype=torch.bfloat16, dim=8),
+        *(row for places in PLACES for row in rows(["xtr 1", "xtr 12"], {"queries": (3, 2), "documents": (40, 3, 34)}, (), places, dim=8)),
+        *rows(["xtr 5"], {"queries": (3,), "documents": (5,) * 6}, (), constant(xtr, ROUNDS=0), dim=8),
+        # Documents of negative maxima take part, unless one of their tokens does not pass.
+        *(row for floor in (False, True) for row in rows(["xtr 12", "xtr 30", "xtr 30, retrieved"], {"queries": (2, 3), "documents": (1, 2, 1, 3, 12, 2, 1)}, dim=2, masked=False, floor=floor)),
+    ],
+    "compressed": [
+        *(row for format in FORMATS for row in rows([format.split()[0].replace("plaid", "residual")], MIXED, dtype=torch.float16, format=format)),
+        *(row for format in ("int8", "fp8", "residual 2", "plaid") for row in rows([format.split()[0].replace("plaid", "residual")], MIXED, dtype=torch.float16, format=format, layout="shared")),
+        # Beyond a chunk of d, which has other loops.
+        *(row for dim in (1, 136) for row in rows(["int8"], MIXED | {"dim": dim}, dtype=torch.float16, masked=False)),
+        *rows(["fp8"], MIXED | {"dim": 136}, dtype=torch.float16, masked=False),
+        *rows(["int8"], MIXED | {"dim": 72}, dtype=torch.float16, masked=False, format="int8 by token"),
+        # Decompressed first: for many queries, for float32, on a GPU without e4m3; several blocks of documents.
+        *(row for format in ("residual 2", "plaid", "fp8") for row in rows([format.split()[0].replace("plaid", "residual")], MIXED, (), constant(compressed, TOKENS_AT_ONCE=100, has_fp8=lambda device: False), format=format)),
+        *rows(["residual"], MIXED, (), constant(compressed, FUSED_ROWS=0), dtype=torch.float16),
+    ],
+    "SPLADE": [
+        *rows(["splade", "splade, two logs", "splade, relu", "splade, maxima"], {"dim": 40, "rows": 50}),
+        *rows(["splade"], {}, dim=17, rows=33, masked=False),
+        *rows(["splade"], {}, rows=1, bias=False),
+        # Back to back, whose gradient no zeros are filled in before, of more than 1024 numbers a token.
+        *rows(["splade"], {}, documents=(1, 9, 0, 2), dim=1030, rows=5, masked=False, gapless=True),
+    ],
+    "projection": [
+        *rows(["project"], {}, dim=32, hidden=64, documents=(50,)),
+        *rows(["project, any length"], {}, dim=48, hidden=80, documents=(50,)),
+        *rows(["project"], {}, dim=48, hidden=80, bias=False),
+        *rows(["project"], {}, dim=7, hidden=33),
+        *rows(["project"], {}, dim=100, hidden=96),
+        *(row for count in (0, 1, 16, 33) for row in rows(["project"], {}, documents=(count,), gapless=True, dim=40, hidden=48, masked=False)),
+        *rows(["project"], {}, dim=70, hidden=64, dtype=torch.float16),
+    ],
+    "nothing": [
+        *(row for sizes in ({"queries": ()}, {"documents": ()}, {"queries": (0,), "documents": (0,)}, {"layout": "shared", "slots": 0}) for row in rows(["maxsim", "xtr 2", "softmax 1.0", "top 2"], sizes)),
+        *rows(["splade"], {}, documents=()),
+        *rows(["splade"], {}, documents=(0, 0)),
+        *rows(["splade"], {}, rows=0),
+    ],
+}  # fmt: skip
+POISONED = {
+    "ranks": [
+        *rows(RANKS, OF_WINNERS, dim=80),
+        *rows(RANKS, OF_WINNERS, layout="shared", slots=3),
+        *rows(RANKS, OF_WINNERS, layout="own", slots=1, gapless=True),
+        *rows(["maxsim", "top 3"], OF_WINNERS, gapless=True),
+        *rows(["maxsim"], OF_WINNERS, layout="shared", slots=3, gapless=True),
+        *rows(["maxsim", "top 3"], OF_WINNERS, dim=48, dtype=torch.float16),
+        *rows(["top 3"], OF_WINNERS, dim=48, dtype=torch.bfloat16, layout="own", slots=1),
+        # More than many documents have tokens, positions behind the 255 that uint8 holds, and more than 32 tiles.
+        *rows(["top 64"], {"queries": (1, 9), "documents": (2, 40, 0, 530), "masked": False}, OF_64),
+        *(row for size in (16, 64) for row in rows(["top 4"], OF_WINNERS, {(winner_backward, "document_gradient"): backward_tiles.DocumentGradientTiles(size, 16, 64, 32, 1, 4, 1)})),
+    ],
+    "parts": [
+        *(row for entries in (1, 100) for row in rows(["maxsim", "top 4"], OF_WINNERS, (), constant(winner_backward, BUCKET_ENTRIES=entries))),
+        *rows(["top 4"], OF_WINNERS, (), constant(winner_backward, WINNERS_AT_ONCE=32)),
+        *(row for pairs in (0, 2**26) for row in rows(["maxsim"], OF_WINNERS, (), constant(winner_backward, QUADRATIC_ORDER=pairs), layout="shared", slots=3)),
+    ],
+    "no more pairs than documents": [
+        row
+        for scanned in (0, 2**13)
+        for queries, gapless in ((SHORT, scanned > 0), (LONG, scanned == 0))
+        for layout in ("own", "shared")
+        for row in rows(["maxsim"], FEW_PAIRS, (), constant(winner_backward, SCANNED_PAIRS=scanned, BLOCK_SCAN=4), queries=queries, gapless=gapless, layout=layout)
+    ],
+}  # fmt: skip
+
+
+def flat(table):
+    return [
+        pytest.param(*row, id=f"{name}, {i}, {row[0]}") for name, found in table.items() for i, row in enumerate(found)
+    ]
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("name, options, tiles, constants", flat(ROWS))
+def test_interpreted(small, monkeypatch, name, options, tiles, constants):
+    choose(monkeypatch, tiles, constants)
+    slack = 3.0 if options.get("dtype") == torch.bfloat16 else 1.0  # the interpreter cuts off where a GPU rounds
+    check(name, problem(name, **options), slack=slack, may_be_unclear="queries" in options)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("name, options, tiles, constants", flat(POISONED))
+def test_gradients_of_winners_interpreted(small, monkeypatch, name, options, tiles, constants):
+    choose(monkeypatch, tiles, constants)
+    slack = 3.0 if options.get("dtype") == torch.bfloat16 else 1.0
+    check(name, problem(name, **options), poisoned=True, slack=slack)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("name", ["maxsim", "xtr 12", "softmax 0.2", "top 3", "splade", "project"])
+def test_tiles_of_the_table(interpreted, name):  # noqa: F811
+    check(name, problem(name, queries=(3, 40), documents=(70, 1, 9), dim=32, masked=False), may_be_unclear=True)
+
+
+# Few whole numbers, so that each maximum occurs again and again, in the same column modulo 8 and in others.
+TIES = [("maxsim", {(maxsim, "forward"): FORWARD._replace(block_n=width)}, width) for width in (32, 64, 128)]
+TIES += [("top 3", OF_64, 64), ("top 9", OF_64, 64), ("splade, relu", {}, 32), ("xtr 2", {}, 32), ("xtr 12", {}, 32)]
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("name, tiles, width", TIES)
+@pytest.mark.parametrize("layout", ["all", "shared"])
+def test_the_first_of_equal_maxima_wins_in_tiles_of_any_width(small, monkeypatch, name, tiles, width, layout):
+    choose(monkeypatch, tiles)
+    for masked in (False, True):
+        sizes = {"queries": (7, 3), "documents": (300 if name == "maxsim" else 70, 1, 5, width, 2 * width + 1)}
+        case = problem(name, dim=4, integers=True, masked=masked, layout=layout, floor=masked, slots=3, **sizes)
+        check_exactly(name, case, 0.0 if name.startswith(("maxsim", "splade")) else 1e-6)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("constants", PLACES, ids=str)
+def test_equal_similarities_pass_together_in_every_round(small, monkeypatch, constants):
+    choose(monkeypatch, {}, constants)
+    for name in ("xtr 1", "xtr 12"):
+        check_exactly(name, problem(name, dim=8, integers=True, queries=(3, 2), documents=(40, 3, 34)), 1e-6)
+
+
+@pytest.mark.interpret
+def test_equal_maxima_of_int8_go_to_the_first_token(small):
+    """Whole numbers with scales of 1, so that similarities are exact, in documents of more tokens than a tile."""
+    case = problem("maxsim", dim=8, integers=True, documents=(70, 1, 40, 33, 9, 64), masked=False)
+    for batch in case.batches.values():
+        batch.values.clamp_(-1, 1)[:, 0] = 127
+    check_exactly("int8", replace(case, documents=compressed_as(case.documents, "int8")))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    "name, layout",
+    [("maxsim", "all"), ("maxsim", "shared"), ("xtr 5", "shared"), ("splade", "all"), ("project", "all")],
+)
+def test_strided_tensors_and_each_gradient_alone(small, name, layout):
+    case = problem(name, layout=layout, masked=layout == "shared", floor=name == "maxsim")
+    check_strided(name, case)
+    check_each_gradient(name, case)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    "name", ["maxsim", "top 2", "top 9", "softmax 1.0", "log-sum-exp", "xtr 2", "xtr 30, retrieved"]
+)
+def test_nan_shows_and_stays_where_it_is_used(small, monkeypatch, name):
+    choose(monkeypatch, OF_64)
+    case = problem(name, queries=(3, 2, 0), documents=(20, 40, 5, 3), masked=False)
+    nan = case.documents.starts[1] + torch.tensor([30, 35])
+    case.documents.values[nan] = torch.nan
+    keep = torch.ones(len(case.documents.values), dtype=torch.bool)
+    keep[nan] = False
+    hidden = replace(case, documents=replace(case.documents, keep=keep))
+    empty = replace(case, documents=replace(case.documents, keep=torch.zeros_like(keep)))
+    for each, columns in ((case, [False, True, False, False]), (hidden, [False] * 4)):
+        scores, *gradients = outcome(OPERATORS[name].call, each, torch.ones(3, 4))
+        assert scores.isnan().tolist() == [columns] * 2 + [[False] * 4]
+        assert gradients[0].isnan().any() == any(columns) and not gradients[1].isnan()[keep].any()
+    nothing = outcome(OPERATORS[name].call, empty, torch.ones(3, 4))
+    assert not any(each.nan_to_num().any() or each.isnan().all() for each in nothing)
+    hidden.queries.values[case.queries.starts[0] + 1] = torch.nan
+    assert OPERATORS[name].call(hidden).isnan().tolist() == [[True] * 4, [False] * 4, [False] * 4]
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("layout", ["all", "shared", "own"])
+def test_a_gradient_of_nan_shows(small, layout):
+    for name in ("maxsim", "top 3"):
+        case = problem(name, **OF_WINNERS, layout=layout, slots=1, gapless=True)
+        _, *gradients = outcome(OPERATORS[name].call, case, torch.full(OPERATORS[name].call(case).shape, torch.nan))
+        assert all(gradient.isnan().any() for gradient in gradients)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("where", ["documents", "weight", "bias"])
+@pytest.mark.parametrize("name", ["splade", "splade, maxima"])
+def test_nan_and_infinity_in_splade(small, where, name):
+    case = problem(name, documents=(5, 9), masked=False, rows=20)
+    infinite = case.bias.clone()
+    infinite[3], infinite[17] = -torch.inf, torch.inf  # rows that are never to be chosen
+    banned = replace(case, bias=infinite)
+    torch.testing.assert_close(
+        OPERATORS[name].call(banned).double(), OPERATORS[name].definition(banned), rtol=2e-6, atol=2e-6
+    )
+    place = (case.documents.starts[1] + 3, 2) if where == "documents" else (7, 0) if where == "weight" else (7,)
+    case.leaves[where][place] = -torch.nan
+    expected = torch.zeros(2, 20, dtype=torch.bool)
+    expected[(1, slice(None)) if where == "documents" else (slice(None), 7)] = True
+    values, *gradients = outcome(OPERATORS[name].call, case, torch.ones(2, 20))
+    assert torch.equal(values.isnan(), expected)
+    if name == "splade":
+        assert all(gradient.isnan().any() for gradient in gradients)
+        assert torch.equal(gradients[2].isnan(), expected.any(dim=0))
+
+
+@pytest.mark.interpret
+def test_texts_of_splade_that_share_rows(small):
+    case = problem("splade", rows=20)
+    repeated = torch.tensor([4, 2, 4, 4, 2, 4, 4, 4, 2, 2])
+    shared = replace(case, documents=case.documents.select(repeated))
+    assert torch.equal(OPERATORS["splade"].call(shared), OPERATORS["splade"].call(case)[repeated])
+
+
+@pytest.mark.interpret
+def test_large_and_zero_similarities(small):
+    for k in (1, 2, 5):
+        case = problem(f"xtr {k}", queries=(3,), documents=(2, 2, 2), dim=1, masked=False, gapless=True)
+        numbers = torch.tensor([1e38, -1e38, 0.0, -0.0, 1.0, -1.0])[:, None]
+        check_exactly(
+            f"xtr {k}", case.with_leaves({"queries": torch.tensor([[1.0], [-1.0], [0.0]]), "documents": numbers}), 1e-6
+        )
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dim", [32, 70])
+def test_projected_rows_without_a_gradient_are_not_read(small, dim):
+    check_rows_without_a_gradient(problem("project", documents=(64,), dim=dim, hidden=48, masked=False, gapless=True))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("normalize", [True, False])
+def test_of_nothing_to_project_the_bias_is_left(small, normalize):
+    name = "project" if normalize else "project, any length"
+    case = problem(name, documents=(20,), hidden=0, masked=False, gapless=True)
+    found, wanted = (outcome(each, case, random_gradient(case, (20, 16))) for each in OPERATORS[name][:2])
+    torch.testing.assert_close(found, wanted)
+    assert found[3].any()
+
+
+@pytest.mark.interpret
+def test_what_is_not_a_number_shows_in_a_projection(small):
+    case = problem("project", documents=(20,), masked=False, gapless=True)
+    case.documents.values[2, 3], case.documents.values[4, 1] = torch.nan, torch.inf
+    grad = random_gradient(case, (20, 16))
+    grad[7, 0] = torch.nan
+    embeddings, gradient, *_ = outcome(OPERATORS["project"].call, case, grad)
+    assert embeddings.isnan().all(dim=1).nonzero().flatten().tolist() == [2, 4]
+    assert gradient.isnan().all(dim=1).nonzero().flatten().tolist() == [2, 4, 7]
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("precision", ["high", "medium"])
+@pytest.mark.parametrize("name", ["maxsim", "project"])
+def test_lower_precision_of_float32_interpreted(small, name, precision):
+    check(name, problem(name, dim=40, masked=False), precision=precision)
+
+
+def check_rounded(values: torch.Tensor, device: str) -> None:
+    values[3], values[5, 6], values[7, 8] = 0, torch.nan, torch.inf
+    for format in ("int8", "fp8"):
+        rounded, scales = rounded_queries(values, format)
+        actual, actual_scales = compressed.round_rows(values.to(device), rounded.dtype)
+        torch.testing.assert_close(actual_scales.cpu(), scales, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(actual.cpu().float(), rounded.float())
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_queries_are_rounded_as_on_a_cpu_interpreted(interpreted, dtype):  # noqa: F811
+    values = torch.randn(40, 70, generator=torch.Generator().manual_seed(0)).mul(torch.logspace(-9, 9, 40)[:, None])
+    check_rounded(values.to(dtype), "cpu")
+
+
+# ---- on a GPU
+
+LARGE = {"queries": lengths(0, 19, 32), "documents": lengths(1, 37, 300), "device": CUDA}
+SCORES = ("maxsim", "top 4", "top 16", "softmax 0.2", "log-sum-exp", "xtr 100", "int8", "fp8", "residual")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dim", [7, 48, 96, 128, 200, 256, 768])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["all", "shared"])
+@pytest.mark.parametrize("name", SCORES)
+def test_dimensions(name, layout, dtype, dim):
+    dim = -(-dim // 8) * 8 if name == "residual" else dim
+    check(name, problem(name, dim=dim, dtype=dtype, layout=layout, slots=11, **LARGE))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries", [(1, 32), (3, 32), (70, 32), (9, 130)], ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_numbers_of_query_rows(format, queries, dtype):
+    """Each has other tiles; residual codes are decompressed in the kernel or before it."""
+    name = format.split()[0].replace("plaid", "residual")
+    sizes = {"queries": lengths(0, *queries), "documents": lengths(1, 333, 180), "dim": 128, "device": CUDA}
+    check(name, problem(name, dtype=dtype, format=format, masked=False, **sizes))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", ["all", "shared"])
+def test_e4m3_without_hardware(layout, monkeypatch):
+    monkeypatch.setattr(compressed, "has_fp8", lambda device: False)
+    check("fp8", problem("fp8", dim=128, layout=layout, **LARGE))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dim", [1, 32, 100, 384, 768, 1500])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["splade", "splade, two logs", "splade, relu", "splade, maxima"])
+def test_dimensions_of_splade(name, dtype, dim):
+    sizes = {"documents": lengths(dim, 40, 300), "rows": 1001, "device": CUDA}
+    check(name, problem(name, dim=dim, dtype=dtype, masked=dim < 384, gapless=dim == 1500, **sizes))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "hidden, dim", [(64, 32), (768, 128), (384, 48), (1024, 256), (4096, 1024), (100, 33), (768, 300)]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["project", "project, any length"])
+def test_dimensions_of_projections(name, dtype, hidden, dim):
+    for count in (0, 1, 63, 65, 1000):
+        check(
+            name,
+            problem(
+                name, documents=(count,), gapless=True, masked=False, hidden=hidden, dim=dim, dtype=dtype, device=CUDA
+            ),
+        )
+    case = problem("project", documents=(2000,), gapless=True, masked=False, hidden=hidden, dim=dim, device=CUDA)
+    check_rows_without_a_gradient(case)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["from hidden documents", "from hidden queries", "from hidden both"])
+@pytest.mark.parametrize("layout", ["all", "shared"])
+def test_scores_from_hidden_states(name, layout):
+    check(name, problem(name, hidden=768, dim=128, layout=layout, slots=5, floor=True, **LARGE))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("precision", ["high", "medium"])
+@pytest.mark.parametrize("dim", [48, 128, 768])
+@pytest.mark.parametrize("name", ["maxsim", "softmax 0.2", "top 4", "xtr 256", "splade", "project"])
+def test_lower_precision_of_float32(name, dim, precision):
+    check(name, problem(name, dim=dim, hidden=768, rows=1000, **LARGE), precision=precision)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", OPERATORS)
+def test_random_shapes(name, capsys):
+    given = ["--operator", name, "--count", "40", "--families", "8"]
+    assert random_shapes.main(given, CUDA) == 0, capsys.readouterr().out
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["maxsim", "top 4", "top 9", "splade, maxima", "xtr 256"])
+def test_ties_go_to_the_lower_positions(name):
+    case = problem(name, dim=16, integers=True, dtype=torch.bfloat16, **LARGE)
+    check_exactly(name, case, 0.0 if name.startswith(("maxsim", "splade")) else 1e-6)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["maxsim", "top 2", "top 4", "top 7", "top 64"])
+@pytest.mark.parametrize("layout", ["all", "shared", "own"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_winners(name, layout, dtype):
+    sizes = LARGE | {"queries": (32, *[20] * 18), "documents": (300, *[70] * 36)}
+    case = problem(name, dim=128, dtype=dtype, layout=layout, slots=1 if layout == "own" else 5, masked=False, **sizes)
+    check(name, case, poisoned=True, slack=2.5)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("gapless", [False, True])
+@pytest.mark.parametrize("longest", [32, 40])
+@pytest.mark.parametrize("layout", ["own", "shared"])
+@pytest.mark.parametrize("scanned", [0, 2**13], ids=["ordered", "scanned"])
+def test_no_more_pairs_than_documents(monkeypatch, scanned, layout, longest, gapless):
+    monkeypatch.setattr(winner_backward, "SCANNED_PAIRS", scanned)
+    sizes = {"queries": lengths(0, 8, longest), "documents": lengths(1, 40, 300), "slots": 5, "dim": 96, "device": CUDA}
+    check("maxsim", problem("maxsim", dtype=torch.bfloat16, layout=layout, masked=False, gapless=gapless, **sizes))
+
+
+LONG_ROWS = {
+    "documents": {"queries": lengths(0, 20, 32), "documents": (40000, 300, 9), "dim": 64},
+    # With d = 1 one of two tokens wins for every query token, and its gradient sums thousands of them.
+    "sums": {"queries": (300,) * 64, "documents": (50, 20), "dim": 1},
+    "sums of candidates": {"queries": (300,) * 64, "documents": (50, 20), "dim": 1, "layout": "shared", "slots": 20},
+    # More queries than are read at once.
+    "candidates": {"queries": lengths(0, 100, 32), "documents": lengths(1, 3000, 180), "dim": 128, "layout": "own", "slots": 30},
+}  # fmt: skip
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", LONG_ROWS.values(), ids=LONG_ROWS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_long_sums_and_documents(options, dtype):
+    check("maxsim", problem("maxsim", dtype=dtype, masked=False, device=CUDA, **options), may_be_unclear=True)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("constants", [*PLACES, constant(xtr, SCRATCH_BYTES=2**18)], ids=str)
+def test_similarities_in_clusters(monkeypatch, constants):
+    """Tokens of a document that are nearly alike: many more exceed the first bound than there are places for."""
+    choose(monkeypatch, {}, constants)
+    case = problem("xtr 256", queries=(32,) * 40, documents=(180,) * 128, dim=128, masked=False, gapless=True)
+    centers = torch.randn(128, 1, 128).expand(-1, 180, -1) + 0.3 * torch.randn(128, 180, 128)
+    values = F.normalize(centers, dim=-1).flatten(0, 1)[torch.randperm(128 * 180)]
+    case = case.with_leaves({"documents": values.bfloat16(), "queries": case.queries.values.bfloat16()})
+    check("xtr 256", case.to(CUDA), may_be_unclear=True)
+
+
+@pytest.mark.cuda
+def test_the_kth_largest_is_one_of_the_maxima_bit_by_bit():
+    """Threshold and maxima come from different kernels; if one rounded otherwise, rows would have no winner."""
+    for dtype in DTYPES:
+        for dim in (96, 128, 768):
+            sizes = {"queries": (1,) * 64, "documents": (180,) * 128, "masked": False, "device": CUDA}
+            scores = OPERATORS["xtr 1, retrieved"].call(problem("xtr 1, retrieved", dim=dim, dtype=dtype, **sizes))
+            assert ((scores != 0).sum(dim=1) == 1).all()
+
+
+@pytest.mark.cuda
+def test_small_values_of_splade_are_precise():
+    """log(1 + x) of a small x, relative to itself."""
+    case = problem("splade", documents=(2,), dim=64, rows=64, masked=False, bias=False)
+    weight = torch.logspace(-20, 4, 64)[:, None].repeat(1, 64)
+    case = case.with_leaves({"documents": torch.eye(64)[: len(case.documents.values)], "weight": weight}).to(CUDA)
+    found, expected = OPERATORS["splade"].call(case)[0].double(), weight[:, 0].double().log1p()
+    torch.testing.assert_close(found.cpu(), expected, rtol=2e-6, atol=0)
+
+
+@pytest.mark.cuda
+def test_queries_are_rounded_as_on_a_cpu():
+    check_rounded(torch.randn(3000, 128, generator=torch.Generator().manual_seed(0)).bfloat16(), CUDA)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.interpret), pytest.param(CUDA, marks=pytest.mark.cuda)]
+)
+def test_autocast_of_a_projection(request, device):
+    """The weight is of another dtype than the hidden states then, and its gradient is not rounded."""
+    if device == "cpu":
+        request.getfixturevalue("small")
+    sizes = {"hidden": 48, "dim": 32} if device == "cpu" else {"hidden": 768, "dim": 128}
+    case = problem("project", documents=(40,), gapless=True, masked=False, device=device, **sizes)
+    grad = random_gradient(case, (40, sizes["dim"]))
+    with torch.autocast(device, torch.bfloat16):
+        ours = outcome(OPERATORS["project"].call, case, grad)
+    exact = outcome(OPERATORS["project"].definition, case.exact(), grad)
+    assert ours[0].dtype == torch.bfloat16 and {each.dtype for each in ours[1:]} == {torch.float32}
+    assert not torch.equal(ours[2], ours[2].bfloat16().float())
+    for mine, wanted in zip(ours, exact, strict=True):
+        assert (mine - wanted).norm() < 2e-2 * wanted.norm()

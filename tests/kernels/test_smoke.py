@@ -1,0 +1,37 @@
+"""Some shapes of each family of kernels in Triton's interpreter, which needs a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+pytestmark = [pytest.mark.process, pytest.mark.smoke]
+
+CHOSEN = "half or nothing or projection or large_and_zero or (winners and ranks, 1) or heads_and_layouts"
+
+
+def test_every_family():
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "interpret",
+            "-k",
+            CHOSEN,
+            "tests/kernels",
+        ],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0 and " skipped" not in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]

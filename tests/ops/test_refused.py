@@ -1,0 +1,223 @@
+"""Bad input of operators, and the sentence that each gets."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from pylate_fastmaxsim import (
+    LogSumExp,
+    PooledScores,
+    Softmax,
+    TokenBatch,
+    TopK,
+    compress,
+    maxsim,
+    maxsim_from_hidden,
+    pooled_scores,
+    splade_pool,
+    xtr_scores,
+)
+from pylate_fastmaxsim.cpu import projection as cpu_projection
+from pylate_fastmaxsim.ops import operands
+from pylate_fastmaxsim.ops.attention import rotary_self_attention, text_attention
+from pylate_fastmaxsim.ops.encoder_layers import geglu_linear, norm_with_residual
+from pylate_fastmaxsim.ops.projection import project_normalize
+from tests.support.attention_cases import case as attention_case
+from tests.support.attention_cases import rotary_arguments
+from tests.support.ragged_batches import batches
+
+Q, D, ONE = torch.zeros(2, 3, 4), torch.zeros(5, 6, 4), torch.ones(1, 1, 1)
+TEXTS, WEIGHT, LOW = torch.ones(2, 3, 4), torch.ones(5, 4), torch.float8_e5m2
+INT8 = compress(TokenBatch.from_padded(D), "int8")
+JAGGED = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=torch.jagged)
+
+
+def wrong_rotary(place, value):
+    arguments = list(rotary_arguments())
+    arguments[place] = value
+    return rotary_self_attention(*arguments)
+
+
+# Name of the call, the call, type of the error, and what it says behind the name.
+REFUSED = [
+    ("maxsim", lambda: maxsim(Q[0], D), ValueError, r"padded queries must be \[N, L, d\], got torch.float32 of shape \(3, 4\)"),
+    ("maxsim", lambda: maxsim(Q, D, queries_mask=torch.ones(2, 4)), ValueError, r"queries_mask must be \[N, L\] = \[2, 3\]"),
+    ("maxsim", lambda: maxsim(Q, TokenBatch.from_padded(D), documents_mask=torch.ones(5, 6)), ValueError, "documents_mask goes with"),
+    ("maxsim", lambda: maxsim(Q, D.to("meta")), ValueError, "queries are on cpu and documents on meta"),
+    ("maxsim", lambda: maxsim(Q, D[..., :3]), ValueError, "queries have d = 4 and documents d = 3"),
+    ("maxsim", lambda: maxsim(Q, D, torch.zeros(3, 1, dtype=torch.int64)), ValueError, r"candidates must be int64 \[Nq, K\] with Nq"),
+    ("maxsim", lambda: maxsim(Q, D, zero_floor=torch.zeros(4, dtype=torch.bool)), ValueError, r"zero_floor must be bool \[Nd\]"),
+    ("maxsim", lambda: maxsim(Q, D, zero_floor=[False] * 5), TypeError, r"zero_floor must be a tensor bool \[Nd\] with Nd = 5, got list"),
+    ("maxsim", lambda: maxsim(Q.numpy(), D), TypeError, "queries must be a TokenBatch or a tensor .* got ndarray"),
+    ("maxsim", lambda: maxsim(Q.to("meta"), D.to("meta")), ValueError, "queries are on the meta device"),
+    ("maxsim", lambda: maxsim(Q, JAGGED), ValueError, r"padded documents must be a plain tensor \[N, L, d\], got a nested one; .* x.offsets"),
+    ("maxsim", lambda: maxsim(Q, D, save_documents="fp8"), ValueError, 'save_documents must be "int8" or None'),
+    ("maxsim", lambda: maxsim(Q, INT8, zero_floor=torch.ones(5).bool()), ValueError, "zero_floor goes with documents that are not compressed"),
+    ("maxsim", lambda: maxsim(Q, INT8, save_documents="int8"), ValueError, "save_documents goes with documents that are not compressed"),
+    ("maxsim", lambda: maxsim(Q[..., :3], INT8), ValueError, "queries have d = 3 and documents d = 4; both must have one d"),
+    ("maxsim", lambda: maxsim(Q, INT8, torch.full((2, 1), 5)), ValueError, "candidates must be from 0 to Nd - 1 = 4, got 5 to 5"),
+    ("maxsim", lambda: maxsim(INT8, Q), TypeError, "queries are a CompressedBatch.*decompress"),
+    ("xtr_scores", lambda: xtr_scores(Q, INT8, 3), TypeError, "documents are a CompressedBatch.*decompress"),
+    ("pooled_scores", lambda: pooled_scores(Q, INT8, pooling=TopK(2)), TypeError, "documents are a CompressedBatch.*decompress"),
+    ("maxsim_from_hidden", lambda: maxsim_from_hidden(Q, INT8, WEIGHT), TypeError, "documents are a CompressedBatch.*decompress"),
+    ("xtr_scores", lambda: xtr_scores(Q, D, 0), ValueError, "k must be at least 1, got 0"),
+    *(("xtr_scores", lambda k=k: xtr_scores(Q, D, k), TypeError, f"k must be an integer, at least 1, got {k!r}.") for k in (2.5, "3", True)),
+    ("xtr_scores", lambda: xtr_scores(Q, D[..., :3], 1), ValueError, "queries have d = 4 and documents d = 3"),
+    ("xtr_scores", lambda: xtr_scores(Q, D, 1, normalizer="paper"), ValueError, 'normalizer must be "positive" or "retrieved", got .paper'),
+    ("xtr_scores", lambda: xtr_scores(Q, D, 1, zero_floor=torch.ones(5).bool(), normalizer="retrieved"), ValueError, 'zero_floor goes with normalizer="positive" only'),
+    ("xtr_scores", lambda: xtr_scores(Q, D, 1, [[0], [0]]), TypeError, "candidates must be a tensor .* got list"),
+    ("TopK", lambda: TopK(0), ValueError, "k must be at least 1, got 0"),
+    *(("TopK", lambda k=k: TopK(k), TypeError, f"k must be an integer, at least 1, got {k!r}") for k in (2.5, True)),
+    *(("Softmax", lambda t=t: Softmax(t), ValueError, f"temperature must be a number from 1e-30 to 1e30, got {t}") for t in (0, 1e-300, float("nan"))),
+    ("LogSumExp", lambda: LogSumExp(1e40), ValueError, r"temperature must be a number from 1e-30 to 1e30, got 1e\+40"),
+    ("LogSumExp", lambda: LogSumExp("1"), TypeError, "temperature must be a number from 1e-30 to 1e30, got '1'"),
+    *(("pooled_scores", lambda p=p: pooled_scores(ONE, ONE, pooling=p), TypeError, r"pooling must be Max\(\)") for p in ("max", TopK)),
+    ("PooledScores", lambda: PooledScores("max"), TypeError, r"pooling must be Max\(\), .* got 'max'"),
+    ("PooledScores", lambda: PooledScores(own_documents=True)(Q, D[:3]), ValueError, "with own_documents=True there must be as many queries as documents .* got 2 and 3; a contrastive loss takes"),
+    ("splade_pool", lambda: splade_pool([[1.0]], WEIGHT), TypeError, "hidden states must be a TokenBatch or a tensor .N, L, d., got list"),
+    ("splade_pool", lambda: splade_pool(INT8, WEIGHT), TypeError, "hidden states are a CompressedBatch"),
+    ("splade_pool", lambda: splade_pool(TEXTS[0], WEIGHT), ValueError, "padded hidden states must be .N, L, d., got torch.float32 of shape .3, 4."),
+    ("splade_pool", lambda: splade_pool(TokenBatch.from_padded(TEXTS), WEIGHT, mask=torch.ones(2, 3)), ValueError, "mask goes with padded"),
+    ("splade_pool", lambda: splade_pool(TEXTS, WEIGHT, mask=torch.ones(2, 2)), ValueError, "mask must be .N, L. = .2, 3., got torch.float32 of shape .2, 2."),
+    ("splade_pool", lambda: splade_pool(TEXTS, WEIGHT, mask=torch.full((2, 3), 2)), ValueError, "mask must hold 1 for tokens that count"),
+    ("splade_pool", lambda: splade_pool(TEXTS, [1.0]), TypeError, "weight must be a tensor .V, d., got list"),
+    ("splade_pool", lambda: splade_pool(TEXTS, WEIGHT.T), ValueError, "weight must be .V, d. with d = 4, got torch.float32 of shape .4, 5."),
+    ("splade_pool", lambda: splade_pool(TEXTS, WEIGHT.double()), ValueError, "hidden states are torch.float32 and weight torch.float64"),
+    ("splade_pool", lambda: splade_pool(TEXTS.to(LOW), WEIGHT.to(LOW)), ValueError, "hidden states must be bfloat16, float16, float32 or float64"),
+    ("splade_pool", lambda: splade_pool(TEXTS, WEIGHT, torch.ones(4)), ValueError, "bias must be floating point .V. with V = 5, got torch.float32 of shape .4"),
+    ("splade_pool", lambda: splade_pool(TEXTS, WEIGHT, torch.ones(5).long()), ValueError, "bias must be floating point"),
+    ("splade_pool", lambda: splade_pool(TEXTS, WEIGHT.to("meta")), ValueError, "weight must be on cpu, as the rest, got meta"),
+    ("splade_pool", lambda: splade_pool(TEXTS.to("meta"), WEIGHT.to("meta")), ValueError, "hidden states are on the meta device"),
+    ("splade_pool", lambda: splade_pool(TEXTS, WEIGHT, activation_function="gelu"), ValueError, 'activation_function must be "relu", "log1p_relu" or None, got .gelu'),
+    ("splade_pool", lambda: splade_pool(TEXTS, WEIGHT, activation_function=None), ValueError, "activation_function=None needs log1p=False"),
+    ("splade_pool", lambda: splade_pool(TEXTS, WEIGHT, log1p=1), TypeError, "log1p must be True or False, got 1"),
+    ("project_normalize", lambda: project_normalize(Q[0], WEIGHT.T), ValueError, r".*weight \[d, d_model\], got shapes \(3, 4\) and \(4, 5\)"),
+    ("project_normalize", lambda: project_normalize(Q[0], WEIGHT.double()), ValueError, ".* must have one dtype"),
+    ("project_normalize", lambda: project_normalize(Q[0].int(), WEIGHT.int()), ValueError, "hidden states must be bfloat16"),
+    ("project_normalize", lambda: project_normalize(Q[0], WEIGHT, torch.ones(3)), ValueError, r"bias must be torch.float32 \[d\] with d = 5"),
+    ("text_attention", lambda: text_attention(*attention_case([3]), dropout=-0.1), ValueError, "dropout must be from 0 to less than 1"),
+    ("text_attention", lambda: text_attention(*attention_case([3]), dropout=1.0), ValueError, "dropout must be from 0 to less than 1"),
+    ("rotary_self_attention", lambda: wrong_rotary(8, 9), ValueError, "weight must be .* d = 16, 32, 64 or 128, got shape"),
+    ("rotary_self_attention", lambda: wrong_rotary(3, torch.ones(14, 8)), ValueError, r"cos must be .T, d. = .14, 16."),
+    ("rotary_self_attention", lambda: wrong_rotary(4, torch.ones(14, 8)), ValueError, r"sin must be .T, d. = .14, 16."),
+    ("geglu_linear", lambda: geglu_linear(torch.zeros(5, 14), torch.zeros(3, 8), None), ValueError, r"x must be .* got shapes \(5, 14\) and \(3, 8\)"),
+    ("norm_with_residual", lambda: norm_with_residual(torch.zeros(5, 16), torch.ones(16), None, 1e-5, torch.zeros(3, 8)), ValueError, r".* got shapes \(5, 16\), \(3, 8\) and \(16,\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, call, error, message", REFUSED, ids=[f"{row[0]}-{i}" for i, row in enumerate(REFUSED)])
+def test_bad_input_is_one_sentence(name, call, error, message):
+    with pytest.raises(error, match=f"^{name}: {message}"):
+        call()
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"queries": [[[1.0, 2.0]]]}, TypeError, "queries must be a TokenBatch or a tensor"),
+        ({"weight": [[1.0] * 4] * 2}, TypeError, "weight must be a tensor .* got list"),
+        ({"bias": [0.0, 0.0]}, TypeError, "bias must be a tensor .* got list"),
+        ({"normalize": None}, TypeError, "normalize must be True or False, got None."),
+        ({"project": "neither"}, ValueError, "project must be .* got 'neither'"),
+        ({"candidates": torch.zeros(3, 1, dtype=torch.int64)}, ValueError, r"candidates must be int64 \[Nq, K\] with"),
+        ({"candidates": [[0]]}, TypeError, "candidates must be a tensor"),
+        ({"zero_floor": torch.zeros(3)}, ValueError, r"zero_floor must be bool \[Nd\] with Nd = 2"),
+        ({"documents_mask": torch.ones(2, 2)}, ValueError, r"documents_mask must be \[N, L\] = \[2, 3\]"),
+    ],
+)
+def test_what_does_not_fit_is_found_before_anything_is_projected(options, error, message, monkeypatch):
+    monkeypatch.setattr(cpu_projection, "forward", None)
+    tensors = {"queries": torch.ones(1, 1, 2), "documents": torch.ones(2, 3, 4), "weight": torch.ones(2, 4)}
+    with pytest.raises(error, match=f"^(maxsim_from_hidden|project_normalize): {message}"):
+        maxsim_from_hidden(**tensors | options)
+
+
+@pytest.mark.parametrize("function", [maxsim, lambda *inputs: xtr_scores(*inputs[:2], 3, *inputs[2:])])
+def test_sequences_that_share_rows_are_refused_where_gradients_are_wanted(function):
+    queries, documents = batches(queries=(3, 2), documents=(4, 0, 3), masked=False)
+    queries, documents = queries.select(torch.tensor([0, 0, 1])), documents.select(torch.tensor([0, 1, 2, 1, 1]))
+    twice = documents.select(torch.tensor([0, 2, 0]))
+    learned, learned_twice = (each.with_values(each.values.clone().requires_grad_()) for each in (documents, twice))
+    function(queries, twice)
+    with torch.no_grad():
+        function(queries, learned_twice)
+    with pytest.raises(ValueError, match="queries must not share rows of values"):
+        function(queries, learned)
+    queries = queries.select(torch.tensor([0, 2]))
+    # A document without a token is in nobody's way.
+    function(queries, learned).sum().backward()
+    function(queries.with_values(queries.values.clone().requires_grad_()), twice).sum().backward()
+    with pytest.raises(ValueError, match="documents must not share rows of values"):
+        function(queries, learned_twice)
+
+
+def test_queries_of_compressed_documents_and_texts_of_splade_may_not_share_rows_either():
+    texts = TokenBatch.from_padded(TEXTS).select(torch.tensor([0, 0]))
+    learned = texts.with_values(texts.values.clone().requires_grad_())
+    with pytest.raises(ValueError, match="maxsim: queries must not share rows"):
+        maxsim(learned, INT8)
+    assert torch.equal(splade_pool(texts, WEIGHT), splade_pool(TEXTS, WEIGHT))
+    with pytest.raises(ValueError, match="splade_pool: texts must not share rows of values where gradients are wanted"):
+        splade_pool(learned, WEIGHT)
+    # The weight's gradient does not mind.
+    splade_pool(texts, WEIGHT.clone().requires_grad_()).sum().backward()
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("name", ["maxsim", "xtr_scores"])
+@pytest.mark.parametrize("out_of_range", [-1, 5])
+def test_candidates_out_of_range_are_refused_wherever_they_are_used(name, out_of_range):
+    def function(queries, documents, candidates):
+        if name == "maxsim":
+            return maxsim(queries, documents, candidates)
+        return xtr_scores(queries, documents, 3, candidates)
+
+    candidates = torch.tensor([[0], [out_of_range]])
+    for call, *inputs in (
+        (function, Q, D, candidates),
+        (torch.compile(function, backend="aot_eager", fullgraph=True), Q, D, candidates),
+        (function, Q, D, candidates.as_subclass(_Subclass)),
+        (function, Q.clone().requires_grad_(), D, candidates),
+        (function, Q[:, :0], D[:, :0], candidates),  # nothing to score
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: candidates must be from 0 to Nd - 1 = 4, got "):
+            call(*inputs)
+
+
+def test_numbers_of_numpy_are_taken():
+    assert TopK(np.int64(3)) == TopK(3) and Softmax(np.float32(0.5)) == Softmax(0.5)
+
+
+@pytest.mark.parametrize("capability, suffices", [((7, 5), False), ((8, 0), True), ((12, 1), True)])
+def test_older_gpus_are_scored_by_pytorch_and_that_is_said_once(capability, suffices, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    operands.has_kernels.cache_clear()
+    with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
+        assert [operands.has_kernels(torch.device("cuda", 0)) for _ in range(2)] == [suffices] * 2
+    operands.has_kernels.cache_clear()
+    assert [("capability 8.0 or newer" in message) for message in caplog.messages] == [True] * (not suffices)
+
+
+def test_without_triton_cuda_tensors_are_scored_by_pytorch_and_that_is_said_once(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "pylate_fastmaxsim.kernels.maxsim.launch", None)
+    monkeypatch.delattr("pylate_fastmaxsim.kernels.maxsim.launch", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    device = torch.device("cuda", 0)
+    for cached in (operands.has_kernels, operands._has_triton):  # the cache of the latter outlives a test
+        cached.cache_clear()
+    with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
+        assert not operands.has_kernels(device) and not operands.has_kernels(device)
+    for cached in (operands.has_kernels, operands._has_triton):
+        cached.cache_clear()
+    assert len(caplog.records) == 1 and "Triton cannot be imported" in caplog.text

@@ -1,0 +1,314 @@
+"""Operators as PyTorch registers, compiles, exports and differentiates them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pylate_fastmaxsim import TokenBatch, TopK, compress, maxsim, maxsim_from_hidden, pooled_scores, splade_pool
+from pylate_fastmaxsim import xtr_scores as xtr_of
+from pylate_fastmaxsim.ops.projection import project_normalize
+from tests.support.attention_cases import case as attention_case
+from tests.support.attention_cases import rotary_arguments
+from tests.support.layer_cases import glu_case, norm_case
+from tests.support.operators import OPERATORS, outcome, problem, random_gradient
+
+TRACED = ["maxsim", "top 2", "softmax 0.2", "log-sum-exp", "xtr 5", "xtr 5, retrieved", "splade", "splade, maxima"]
+TRACED += ["project", "from hidden both", "int8", "fp8", "residual"]
+xtr_scores = partial(xtr_of, k=5)
+
+
+class Recorded(TorchDispatchMode):
+    """Records calls of the package's registered operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "pylate_fastmaxsim":
+            self.calls.append((function, args))
+        return function(*args, **(kwargs or {}))
+
+
+def _layers() -> dict[str, tuple]:
+    """Operators of encoder layers and their arguments."""
+    registered = torch.ops.pylate_fastmaxsim
+    batch, drops = attention_case([5, 7], 3), (torch.tensor([3]), 0.4)
+    texts = (*(values.requires_grad_() for values in batch[:3]), *batch[3:])
+    x, weight, _, _, branch, _ = (
+        each.detach() if isinstance(each, torch.Tensor) else each for each in norm_case(9, 24, "cpu")
+    )
+    norm = branch, x, x, *torch.native_layer_norm(x, (24,), weight, None, 1e-5)[1:], weight
+    return {
+        "attention": (registered.text_attention, texts),
+        "attention, dropout": (registered.text_attention, (*texts, *drops)),
+        "rotary attention": (registered.rotary_self_attention, rotary_arguments()),
+        "rotary attention, dropout": (registered.rotary_self_attention, (*rotary_arguments(bias=False), *drops)),
+        "glu": (registered.geglu_linear, glu_case(9, 24, "cpu", torch.float64)),
+        "glu without bias": (registered.geglu_linear, glu_case(9, 24, "cpu", torch.float64, bias=False)),
+        "norm": (registered.norm_with_residual_backward, (*norm, None, True, False)),
+        "norm of a branch": (registered.norm_with_residual_backward, (*norm, torch.bfloat16, False, True)),
+    }
+
+
+@pytest.mark.parametrize("name", _layers())
+def test_layers_are_registered_as_torch_asks(name):
+    torch.library.opcheck(*_layers()[name])
+
+
+def _recorded(run) -> list[tuple]:
+    with Recorded() as recorded:
+        results = run()
+        if results.requires_grad:
+            results.float().sum().backward()
+    return recorded.calls
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_operators_are_registered_as_torch_asks(name):
+    case = problem(name, dim=8, rows=9, floor=True)
+    case = case.with_leaves({leaf: values.nan_to_num() for leaf, values in case.leaves.items()})
+    learned = case.with_leaves({leaf: values.clone().requires_grad_() for leaf, values in case.leaves.items()})
+    calls = [call for each in (case, learned) for call in _recorded(lambda each=each: OPERATORS[name].call(each))]
+    assert any("backward" in str(function) for function, _ in calls) and len(calls) >= 3
+    for function, arguments in calls:
+        if name != "fp8":  # which the check itself cannot compare
+            detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+            torch.library.opcheck(function, tuple(detached), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    "name", ["top 2", "softmax 0.2", "xtr 5", "splade", "from hidden both", "int8", "fp8", "residual"]
+)
+def test_one_graph(name):
+    case = problem(name, layout="shared", masked=False)
+    call = OPERATORS[name].call
+
+    def of_leaves(leaves):
+        return call(case.with_leaves(leaves))
+
+    compiled = torch.compile(of_leaves, backend="aot_eager", fullgraph=True)
+    grad = random_gradient(case, call(case).shape)
+    expected = outcome(call, case, grad)
+    found = outcome(lambda each: compiled(each.leaves), case, grad)
+    assert all(map(torch.equal, found, expected))
+    torch._dynamo.reset()
+
+
+def test_any_shape_without_a_graph_break_or_a_second_compilation():
+    def loss(queries, documents, queries_mask, documents_mask, candidates):
+        masks = {"queries_mask": queries_mask, "documents_mask": documents_mask}
+        all_pairs = maxsim(2 * queries, documents, **masks)
+        listed = maxsim(TokenBatch.from_padded(queries), documents, candidates, documents_mask=documents_mask)
+        return all_pairs.logsumexp(1).sum() + listed.sum()
+
+    def inputs(queries, query_length, documents, document_length):
+        shapes = (queries, query_length, 8), (documents, document_length, 8)
+        values = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        masks = [torch.rand(shape[:2]) < 0.7 for shape in shapes]
+        return *values, *masks, torch.randint(0, documents, (queries, 2))
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled(*inputs(3, 5, 7, 11)).backward()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for shape in ((4, 6, 8, 12), (2, 9, 5, 40)):
+            arguments = inputs(*shape)
+            results = [function(*arguments) for function in (loss, compiled)]
+            torch.testing.assert_close(*results)
+            torch.testing.assert_close(*(torch.autograd.grad(each, arguments[:2]) for each in results))
+
+
+class Module(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
+def _of_texts(queries, documents, mask):
+    return splade_pool(documents, queries.flatten(0, 1), mask=mask, activation_function="log1p_relu")
+
+
+# Winners of documents of up to 255 tokens have another dtype than those of longer ones; without gradients there are none.
+@pytest.mark.parametrize(
+    "operator, length, strict",
+    [
+        (maxsim, 300, True),
+        (xtr_scores, 6, False),
+        (partial(pooled_scores, pooling=TopK(2)), 300, True),
+        (_of_texts, 6, True),
+    ],
+    ids=["maxsim", "xtr", "top", "splade"],
+)
+def test_exported_with_any_number_of_queries_documents_and_tokens(operator, length, strict):
+    def inputs(queries, documents, length):
+        return torch.randn(queries, 3, 8), torch.randn(documents, length, 8), torch.rand(documents, length) < 0.7
+
+    def scored(queries, documents, mask):
+        return (
+            operator(queries, documents, mask)
+            if operator is _of_texts
+            else operator(queries, documents, documents_mask=mask)
+        )
+
+    some, others = torch.export.Dim("some"), torch.export.Dim("others")
+    tokens = torch.export.Dim("tokens", min=2, max=512)
+    sizes = {0: some}, {0: others, 1: tokens}, {0: others, 1: tokens}
+    scores = Module(scored)
+    program = torch.export.export(scores, inputs(2, 5, length), dynamic_shapes=sizes, strict=strict).module()
+    for other_length in (4, 400):
+        arguments = inputs(4, 7, other_length)
+        torch.testing.assert_close(program(*arguments), scores(*arguments))
+
+
+@pytest.mark.compile
+def test_inductor():
+    weight, bias = torch.nn.Parameter(torch.randn(9, 8)), torch.nn.Parameter(torch.randn(9))
+
+    def head(hidden, mask):
+        return splade_pool(hidden, weight, bias, mask=mask)
+
+    compiled = torch.compile(head, fullgraph=True, dynamic=True)
+    for texts in (5, 7):
+        arguments = torch.randn(texts, 6, 8), torch.rand(texts, 6) < 0.7
+        results = compiled(*arguments), head(*arguments)
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), (weight, bias)) for x in results))
+
+
+@pytest.mark.parametrize("operator", [maxsim, xtr_scores], ids=["maxsim", "xtr_scores"])
+@pytest.mark.parametrize(
+    ("bounds", "sentence"),
+    [
+        ([0, 300], "lengths must be from 0 to max_length = 200, got 300 to 300"),
+        ([0, 3, 2], "lengths must be from 0 to max_length = 200, got -1 to 3"),
+        ([0, 150, 301], "sequences must lie in the rows 0 to T = 300 of values, got 0 to 301"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused_where_the_graph_is_run(operator, bounds, sentence):
+    def score(queries, values, bounds):
+        return operator(queries, TokenBatch.from_packed(values, bounds, max_length=200))
+
+    arguments = torch.ones(1, 1, 1), torch.rand(300, 1, requires_grad=True)
+    fitting = torch.arange(0, 60 * len(bounds), 60)
+    exported = torch.export.export(Module(score), (*arguments, fitting)).module()
+    for run in (torch.compile(score, backend="aot_eager", fullgraph=True), exported):
+        torch.testing.assert_close(run(*arguments, fitting), score(*arguments, fitting))
+        with pytest.raises(ValueError, match=f"TokenBatch: {sentence}"):
+            run(*arguments, torch.tensor(bounds))
+
+
+@pytest.mark.parametrize("name", ["splade", "int8"])
+def test_lengths_that_do_not_fit_are_refused_where_the_graph_is_run(name):
+    case = problem(name, masked=False)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def run(lengths):
+        from dataclasses import replace
+
+        return OPERATORS[name].call(replace(case, documents=replace(case.documents, lengths=lengths)))
+
+    assert torch.equal(run(case.documents.lengths), OPERATORS[name].call(case))
+    with pytest.raises(ValueError, match="lengths must be from 0 to max_length"):
+        run(case.documents.lengths + case.documents.max_length)
+
+
+@pytest.mark.parametrize("operator", [maxsim, xtr_scores], ids=["maxsim", "xtr_scores"])
+def test_queries_that_share_rows_are_refused_where_the_graph_is_run(operator):
+    def score(queries, documents, index):
+        return operator(TokenBatch.from_padded(queries).select(index), documents)
+
+    arguments = torch.randn(2, 3, 4, requires_grad=True), torch.randn(5, 6, 4)
+    compiled = torch.compile(score, backend="aot_eager", fullgraph=True)
+    compiled(*arguments, torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match="queries must not share rows of values where gradients are wanted"):
+        compiled(*arguments, torch.tensor([0, 0]))
+
+
+def test_compiled_autograd_takes_the_backward_whole():
+    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(5, 6, 4, requires_grad=True)
+    expected = torch.autograd.grad(maxsim(queries, documents).square().sum(), (queries, documents))
+    whole = torch.compile(backend="aot_eager", fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(whole):
+        maxsim(queries, documents).square().sum().backward()
+    torch.testing.assert_close((queries.grad, documents.grad), expected)
+
+
+@pytest.mark.parametrize("function", [maxsim, xtr_scores], ids=["maxsim", "xtr_scores"])
+def test_an_exported_program_has_gradients_or_says_that_it_has_none(function):
+    def vectors(*shape):
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+    queries, documents = vectors(3, 4, 5), vectors(4, 6, 5)
+    plain = torch.export.export(Module(function), (queries.detach(), documents.detach()), strict=False).module()
+    scores = plain(queries, documents)
+    torch.testing.assert_close(scores, function(queries, documents))
+    with pytest.raises(RuntimeError, match="these scores pass no gradient, .* require a gradient.$"):
+        scores.sum().backward()
+    learning = torch.export.export(Module(function), (vectors(3, 4, 5), vectors(4, 6, 5)), strict=False).module()
+    results = (each(queries, documents).square().sum() for each in (learning, function))
+    torch.testing.assert_close(*(torch.autograd.grad(each, (queries, documents)) for each in results))
+
+
+@pytest.mark.parametrize("name", ["maxsim", "xtr 5", "splade"])
+def test_gradients_in_batches_are_those_one_by_one(name):
+    """As torch.autograd.functional.jacobian takes them with vectorize."""
+    case = problem(name, rows=5, masked=False)
+    case = case.with_leaves({leaf: values.nan_to_num().requires_grad_() for leaf, values in case.leaves.items()})
+    scores, leaves = OPERATORS[name].call(case), list(case.leaves.values())
+    grads = torch.randn(3, *scores.shape)
+    batched = torch.autograd.grad(scores, leaves, grads, retain_graph=True, is_grads_batched=True)
+    for i, grad in enumerate(grads):
+        own = torch.autograd.grad(scores, leaves, grad, retain_graph=True)
+        torch.testing.assert_close(own, tuple(gradient[i] for gradient in batched))
+
+
+@pytest.mark.parametrize("name", ["maxsim", "top 2", "softmax 0.2", "xtr 5", "splade", "project", "int8"])
+def test_second_derivatives_are_refused(name):
+    case = problem(name, masked=False)
+    case = case.with_leaves({leaf: values.nan_to_num().requires_grad_() for leaf, values in case.leaves.items()})
+    leaf = next(iter(case.leaves.values()))
+    (gradient,) = torch.autograd.grad(OPERATORS[name].call(case).square().sum(), leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        gradient.sum().backward()
+
+
+DOCUMENTS, WEIGHT = torch.randn(5, 6, 4), torch.randn(4, 4)
+COMPRESSED = compress(TokenBatch.from_padded(DOCUMENTS), "int8")
+TRANSFORMED = {
+    "maxsim": lambda x: maxsim(x, DOCUMENTS),
+    "maxsim of documents": lambda x: maxsim(DOCUMENTS, x),
+    "compressed": lambda x: maxsim(x, COMPRESSED),
+    "pooled": lambda x: pooled_scores(x, DOCUMENTS, pooling=TopK(2)),
+    "xtr_scores": lambda x: xtr_scores(x, DOCUMENTS),
+    "project_normalize": lambda x: project_normalize(x, WEIGHT),
+    "maxsim_from_hidden": lambda x: maxsim_from_hidden(DOCUMENTS, x, WEIGHT),
+    "splade_pool": lambda x: splade_pool(x, WEIGHT),
+}
+
+
+def _dual(f, x):
+    with forward_ad.dual_level():
+        f(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+TRANSFORMS = {
+    "dual numbers": _dual,
+    "vmap": lambda f, x: torch.vmap(f)(x[None]),
+    "grad": lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),)),
+    "compiled vmap": lambda f, x: torch.compile(torch.vmap(f), backend="eager")(x[None]),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transforms_are_refused(name):
+    """Results of vmap, torch.func and forward-mode derivatives would be wrong or slow."""
+    for transform in TRANSFORMS if name == "maxsim" else [*TRANSFORMS][:-1]:
+        with pytest.raises(NotImplementedError, match="not supported"):
+            TRANSFORMS[transform](TRANSFORMED[name], torch.randn(2, 3, 4))
+    torch._dynamo.reset()
