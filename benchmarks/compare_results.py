@@ -9,32 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-from benchmarks.harness.tables import table
-
-
-class Figure(NamedTuple):
-    """Median, fastest and slowest milliseconds, and peak memory in MiB where it was measured."""
-
-    ms: float
-    least: float
-    most: float
-    mebibytes: float | None
-
-
-def figures(node: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Figure]]:
-    """Every figure in the cells of a results file, with its name."""
-    for key in ("step_ms", "ms"):
-        if isinstance(ms := node.get(key), float):
-            bytes_, gib = node.get("peak_bytes"), node.get("peak_gib")
-            memory = bytes_ / 2**20 if bytes_ is not None else gib * 2**10 if gib is not None else None
-            yield " ".join(path), Figure(ms, node.get(f"{key}_min", ms), node.get(f"{key}_max", ms), memory)
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from figures(value, path if key in ("cells", "entries") else (*path, key))
+from benchmarks.harness.tables import figures, table
 
 
 def devices(node: dict | list) -> set[str]:

@@ -1,6 +1,10 @@
-"""What the plots of the benchmarks share: pyplot without a display, colours, and bars."""
+"""The plots of the benchmarks: panels of curves, without a display."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 
@@ -10,20 +14,38 @@ from matplotlib import pyplot as plt
 COLOURS = ["#555555", "#1f77b4", "#2ca02c", "#d62728"]  # stock, the two peers, this package
 
 
-def bars(rows: list[tuple[str, str]], measures: dict[str, tuple[list, list[str]]], title: str) -> plt.Figure:
-    """Horizontal bars. ``rows`` are titles and colours; ``measures`` give by label the values and their texts.
+class Line(NamedTuple):
+    """A curve through points; ``band`` has a lowest and a highest value of each, ``texts`` are written above them."""
 
-    A value of ``None`` has no bar.
-    """
-    figure, axes = plt.subplots(1, len(measures), figsize=(11, 1.2 + 0.5 * len(rows)), sharey=True)
-    for axis, (label, (values, texts)) in zip(axes, measures.items(), strict=True):
-        lengths = [value or 0 for value in values]
-        drawn = axis.barh(range(len(rows)), lengths, color=[colour for _, colour in rows])
-        axis.bar_label(drawn, texts, padding=3)
-        axis.set(xlabel=label, xlim=(0, 1.25 * max(lengths, default=0) or 1))
-        axis.set_yticks(range(len(rows)), [name for name, _ in rows])
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].invert_yaxis()
+    label: str | None
+    colour: str
+    points: Sequence[tuple[float, float]]
+    style: str = "o-"
+    band: Sequence[tuple[float, float]] = ()
+    texts: Sequence[str] = ()
+
+
+def curves(
+    panels: Sequence[tuple[Mapping[str, object], Sequence[Line]]], target: Path, title: str = "", rows: int = 1
+) -> None:
+    """Write panels to a file, each with the settings of its axis and its lines; ``xticks`` are written as they are."""
+    figure, axes = plt.subplots(rows, len(panels) // rows, figsize=(11, 1 + 4 * rows), squeeze=False)
+    for axis, (settings, lines) in zip(axes.flat, panels, strict=True):
+        for line in lines:
+            x, y = zip(*line.points, strict=True) if line.points else ((), ())
+            axis.plot(x, y, line.style, color=line.colour, label=line.label)
+            if line.band:
+                axis.fill_between(x, *zip(*line.band, strict=True), color=line.colour, alpha=0.2)
+            for text, point in zip(line.texts, line.points, strict=False):
+                axis.annotate(text, point, (0, 6), textcoords="offset points", fontsize=8, ha="center")
+        axis.set(**settings)
+        if "xticks" in settings:
+            axis.set_xticks(settings["xticks"], settings["xticks"])
+            axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    labels = dict(zip(*reversed(axes.flat[0].get_legend_handles_labels()), strict=True))
+    figure.legend(labels.values(), labels.keys(), loc="lower center", ncols=3, fontsize=8, frameon=False)
     figure.suptitle(title)
-    figure.tight_layout()
-    return figure
+    figure.tight_layout(rect=(0, 0.03 * (1 + len(labels) // 3), 1, 1))
+    figure.savefig(target, dpi=130)
+    plt.close(figure)

@@ -3,11 +3,11 @@
 A suite is a module with
 
 - ``cells(options)``: every cell by name, in the order of measuring. A cell is what ``measure`` is given, as JSON;
-- ``measure(cell)``: its figures, in a process of its own;
-- ``markdown(content)``: the tables of a results file.
+- ``measure(cell)``: its figures, in a process of its own.
 
 and, where it needs them,
 
+- ``markdown(content)``: what is printed of a results file; by default all its times and memory;
 - ``add_options(parser)``: options beside those of every suite;
 - ``TIMEOUT``: seconds a cell may take, 120 by default;
 - ``process_of(cell)``: cells with the same answer are measured by one process, one after the other;
@@ -28,36 +28,19 @@ from types import ModuleType
 
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import Results, environment
+from benchmarks.harness.tables import figures_table
 from benchmarks.harness.turns import gate, serve_by_turns
 from benchmarks.harness.workers import Worker, ask_apart, serve
 
-# The module of each suite.
-SUITES: dict[str, str] = {
-    "operators": "operators",
-    "head": "operators",
-    "xtr": "operators",
-    "attention": "operators",
-    "attention_tiles": "operators",
-    "pooling_operators": "operators",
-    "splade_head": "operators",
-    "compressed_operators": "operators",
-    "train_step": "training",
-    "lengths": "training",
-    "multi_vector_step": "training",
-    "splade_step": "training",
-    "page_step": "training",
-    "losses": "training",
-    "ceilings": "training",
-    "cranfield": "quality",
-    "first_stage_cranfield": "quality",
-    "static_cranfield": "quality",
-    "compressed_fidelity": "quality",
-    "pooling_study": "quality",
-    "corpus_search": "retrieval",
-    "sparse_search": "retrieval",
-    "sparse_two_gpus": "retrieval",
-    "static_documents": "retrieval",
+# The suites of each folder.
+ROOMS = {
+    "operators": ("operators", "head", "xtr", "attention", "pooling_operators", "splade_head", "compressed_operators"),
+    "training": ("train_step", "lengths", "losses", "ceilings", "long_documents")
+    + ("multi_vector_step", "splade_step", "page_step"),
+    "quality": ("cranfield", "first_stage_cranfield", "static_cranfield", "compressed_fidelity", "pooling_study"),
+    "retrieval": ("corpus_search", "sparse_search", "sparse_two_gpus", "static_documents"),
 }
+SUITES = {name: room for room, names in ROOMS.items() for name in names}
 # What a line of the terminal shows of a cell.
 SHOWN = ("status", "failure", "detail", "ms", "step_ms", "peak_gib", "warmup_seconds")
 
@@ -98,7 +81,7 @@ def run_suite(name: str, arguments: list[str]) -> None:
     results = Results(options)
     if not options.render:
         measure(name, suite, options, results)
-    print("\n" + suite.markdown(results.content))
+    print("\n" + getattr(suite, "markdown", figures_table)(results.content))
     if hasattr(suite, "plot"):
         suite.plot(results.content, results.target)
 

@@ -1,6 +1,7 @@
-"""Markdown tables."""
+"""Markdown tables, and entries that several of them have."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -8,3 +9,61 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
 
     return "\n".join([line(header), "|---" * len(header) + "|", *map(line, rows)])
+
+
+def mebibytes(count: int | None) -> str:
+    return "" if count is None else f"{count / 2**20:,.0f} MiB"
+
+
+def time_and_memory(result: dict, digits: str = ".3g") -> str:
+    """Milliseconds and memory of a measure, in place of all memory that beyond the gradients; or why there are none."""
+    if "ms" not in result:
+        failure = result.get("failure", "")
+        return "out of memory" if failure.startswith("out of memory") else failure
+    memory = result.get("beyond_gradients_bytes", result.get("peak_bytes"))
+    return ", ".join(filter(None, [f"{result['ms']:{digits}} ms", mebibytes(memory)]))
+
+
+def times(other: float | None, ours: float | None, digits: str = ".1f") -> str:
+    """How many times as much another takes."""
+    return f"{other / ours:{digits}}x" if other and ours else ""
+
+
+def machine(environment: dict, *packages: str) -> str:
+    """The device, versions and date of a cell."""
+    versions = (f"{name} {environment[name]}" for name in ("torch", *packages))
+    return ", ".join([environment["device"], *versions, environment["date"]])
+
+
+# Milliseconds of a unit, by the key of a time.
+UNITS = {"ms": 1, "step_ms": 1, "seconds": 1e3, "step_seconds": 1e3, "one_ms": 1, "sharded_ms": 1}
+
+
+class Figure(NamedTuple):
+    """Median, fastest and slowest milliseconds, and peak memory in MiB where it was measured."""
+
+    ms: float
+    least: float
+    most: float
+    mebibytes: float | None
+
+
+def figures(node: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Figure]]:
+    """Every time in the cells of a results file, with its name."""
+    bytes_, gib = node.get("peak_bytes"), node.get("peak_gib")
+    memory = bytes_ / 2**20 if bytes_ is not None else gib * 2**10 if gib is not None else None
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from figures(value, path if key in ("cells", "entries") else (*path, key))
+        elif isinstance(value, float) and key in UNITS:
+            ms, least, most = (node.get(f"{key}{end}", value) * UNITS[key] for end in ("", "_min", "_max"))
+            name = [*path, *[key] * key.startswith(("one", "sharded"))]
+            yield " ".join(name), Figure(ms, least, most, memory)
+
+
+def figures_table(content: dict) -> str:
+    """All times and memory of a results file."""
+    lines = []
+    for name, figure in figures(content):
+        lines.append([name, f"{figure.ms:,.3f} ms", mebibytes(figure.mebibytes and figure.mebibytes * 2**20)])
+    return table(["", "time", "memory"], lines)

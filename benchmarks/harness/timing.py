@@ -13,37 +13,32 @@ import torch
 ITERATIONS = 25
 WARM_UP = 3
 SLEEP_LIMIT = 0.3  # seconds
+SLOW = 0.3  # seconds of a call that is timed three times, without further warm-up
 
 
-def time_calls(
-    calls: list[Callable[[], object]],
-    device: torch.device,
-    at_once: int = ITERATIONS,
-    warm_up: int = WARM_UP,
-    least: int = 5,
-) -> dict:
+def time_calls(calls: list[Callable[[], object]], device: torch.device, at_once: int = ITERATIONS) -> dict:
     """Median milliseconds of the calls, taken in turn, on a device that never waits for the host.
 
     ``at_once`` calls are queued while the device idles, and once more if the host took longer than that. The queue holds
     about 1,000 launches; with more of them the host waits for the device, and then the device for the host.
 
     ``host_ms`` is the host's time to queue one call. Where it exceeds ``ms``, a program that makes only this call is
-    bound by the host. ``ms`` includes any wait for the device inside the call. At least ``least`` calls are timed, after
-    ``warm_up`` others.
+    bound by the host. ``ms`` includes any wait for the device inside the call.
     """
     turns = cycle(calls)
-    for call in islice(turns, warm_up):
-        call()
     cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    next(turns)()
-    host = time.perf_counter() - began
-    if cuda:
-        torch.cuda.synchronize()
-    once = time.perf_counter() - began
-    iterations = max(least, min(ITERATIONS, int(2 / once)))
+    for made in range(WARM_UP + 1):
+        if cuda:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        next(turns)()
+        host = time.perf_counter() - began
+        if cuda:
+            torch.cuda.synchronize()
+        once = time.perf_counter() - began
+        if made and once > SLOW:
+            break
+    iterations = 3 if once > SLOW else max(5, min(ITERATIONS, int(2 / once)))
     gc.collect()
     gc.disable()
     try:
@@ -95,6 +90,24 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     torch.cuda.synchronize()
     del kept
     return torch.cuda.max_memory_allocated() - before
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, repeats: int = 1) -> tuple[dict, object]:
+    """Seconds, and peak memory beyond what was allocated before, of a call; and what it returned last."""
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    each = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        result = call()
+        if cuda:
+            torch.cuda.synchronize()
+        each.append(time.perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated() - before if cuda else None
+    return {"seconds": statistics.median(each), "each_seconds": each, "peak_bytes": peak}, result
 
 
 def mark(cuda: bool) -> torch.cuda.Event | float:

@@ -1,11 +1,10 @@
 """Attention of packed texts on one GPU: this package's kernels against PyTorch's FlashAttention, forward and backward.
 
     python -m benchmarks attention
-    python -m benchmarks attention --render
 
 Shapes of ModernBERT-base (12 heads of 64 dimensions, bf16; 14 of its 22 layers have a window of 64 tokens to each
 side, the others none) with about 40,000 tokens. Both run on every shape, even where `is_faster` chooses FlashAttention.
-Further tables have heads of other sizes, dropout, and the projection with rotary positions against Inductor.
+Further cells have heads of other sizes, and dropout.
 """
 
 from __future__ import annotations
@@ -13,20 +12,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
-from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch._functorch.config
 
 from benchmarks.harness.lengths import log_normal
-from benchmarks.harness.tables import table
 from benchmarks.harness.timing import time_calls
-from benchmarks.operators.attention_tiles import DROPOUTS, HEADS
-from pylate_fastmaxsim.ops.attention import is_faster, rotary_self_attention, text_attention
+from pylate_fastmaxsim.ops.attention import is_faster, text_attention
 
 DIM = 64
 WINDOWS = (64, -1)
+# Heads of each size, as in MiniLM (384 numbers) and in encoders of 768.
+HEADS = {32: 12, 64: 12, 96: 8, 128: 6}
+DROPOUTS = (0.0, 0.1)
 # Of these shapes all sizes of heads are measured, without a window.
 SHAPES_OF_HEADS = ("256 queries, 512 documents of 80", "512 documents of 80", "256 documents of 150")
 
@@ -76,96 +74,22 @@ def measure_attention(rows: list[int], keys: list[int], reach: int, dim: int = D
     }  # fmt: skip
     chosen = is_faster(query, key, borders, longest, (reach, reach), dropout)
     row = {"texts": len(rows), "rows": sum(rows), "keys": sum(keys), "longest": longest, "chosen": chosen}
-    return row | timed(ways, leaves, gradient)
-
-
-def timed(ways: dict[str, Callable[[], torch.Tensor]], leaves: list[torch.Tensor], gradient: torch.Tensor) -> dict:
-    """Forward and backward of each way."""
-    found = {}
     for name, forward in ways.items():
         states = forward()
         backward = partial(torch.autograd.grad, states, leaves, gradient, retain_graph=True)
-        found[name] = {
-            part: time_calls([call], states.device) for part, call in (("forward", forward), ("backward", backward))
-        }
-    return found
-
-
-def measure_rotary(lengths: list[int], reach: int) -> dict:
-    """Projection, rotary positions and attention: compiled by Inductor around `text_attention`, and as one operator."""
-    torch.manual_seed(0)
-    # A backward is timed many times over one forward.
-    torch._functorch.config.donated_buffer = False
-    made = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
-    heads, rows, width = HEADS[DIM], sum(lengths), HEADS[DIM] * DIM
-    borders = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
-    positions = torch.cat([torch.arange(length) for length in lengths]).cuda()
-    angles = positions[:, None] / 10000 ** (torch.arange(0, DIM, 2, device="cuda") / DIM)
-    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
-    leaves = [made(rows, width).requires_grad_(), (made(3 * width, width) * width**-0.5).requires_grad_()]
-    rest = (borders, borders, max(lengths))
-
-    def turned(vectors: torch.Tensor) -> torch.Tensor:
-        first, second = vectors.float().chunk(2, dim=-1)
-        exact = vectors.float() * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
-        return exact.to(vectors.dtype)
-
-    def separately(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        query, key, value = torch.nn.functional.linear(x, weight).view(rows, 3, heads, DIM).unbind(1)
-        return text_attention(turned(query), turned(key), value, *rest, DIM**-0.5, reach)
-
-    compiled = torch.compile(separately)
-    ways = {
-        "inductor": lambda: compiled(*leaves),
-        "ours": lambda: rotary_self_attention(*leaves, None, cos, sin, *rest, heads, DIM**-0.5, reach),
-    }
-    return {"rows": rows} | timed(ways, leaves, made(rows, heads, DIM))
-
-
-def windows_table(rows: dict[str, dict]) -> str:
-    lines = []
-    for name, row in rows.items():
-        times = {way: [row[way][part]["ms"] for part in ("forward", "backward")] for way in ("flash", "ours")}
-        texts, _, reach = name.replace("1024", "1,024").replace("1280", "1,280").rpartition(", window ")
-        window = "none" if reach == "-1" else f"{reach} each side"
-        cells = [f"{forward:.2f} + {backward:.2f} ms" for forward, backward in times.values()]
-        ratio = f"{sum(times['flash']) / sum(times['ours']):.2f}x" + ("" if row["chosen"] else ", not chosen")
-        lines.append([texts, window, *cells, ratio])
-    return table(["texts", "window", "FlashAttention", "this package", ""], lines)
-
-
-def heads_table(rows: dict[str, dict]) -> str:
-    """Sizes of heads, with and without dropout, by texts."""
-    by_kind = {}
-    for name, row in rows.items():
-        texts, heads, dropout = name.rsplit(", ", 2)
-        flash, ours = (sum(row[way][part]["ms"] for part in ("forward", "backward")) for way in ("flash", "ours"))
-        kind = by_kind.setdefault((heads, dropout.removeprefix("dropout ").replace("0.0", "")), {})
-        kind[texts] = f"{flash:.2f}, {ours:.2f} ms: {flash / ours:.2f}x"
-    shapes = list(next(iter(by_kind.values())))
-    return table(["heads", "dropout", *shapes], [[*kind, *cells.values()] for kind, cells in by_kind.items()])
-
-
-def rotary_table(rows: dict[str, dict]) -> str:
-    lines = []
-    for name, row in rows.items():
-        times = [[row[way][part]["ms"] for part in ("forward", "backward")] for way in ("inductor", "ours")]
-        cells = [f"{forward:.2f} + {backward:.2f} ms" for forward, backward in times]
-        lines.append([name.removeprefix("rotary, "), *cells, f"{sum(times[0]) / sum(times[1]):.2f}x"])
-    return table(["texts", "Inductor", "this package", ""], lines)
+        calls = {"forward": forward, "backward": backward}
+        row[name] = {part: time_calls([call], device) for part, call in calls.items()}
+    return row
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
-    """Cells of three tables; one process measures them all."""
+    """Cells of windows and of heads; one process measures them all."""
     made = {}
     for name, reach in itertools.product(shapes(), WINDOWS):
         made[f"{name}, window {reach}"] = {"table": "rows", "shape": name, "reach": reach}
     for name, dim, dropout in itertools.product(SHAPES_OF_HEADS, HEADS, DROPOUTS):
         cell = {"table": "heads", "shape": name, "reach": -1, "dim": dim, "dropout": dropout}
         made[f"{name}, {HEADS[dim]} heads of {dim}, dropout {dropout}"] = cell
-    for reach in WINDOWS:
-        name = "512 documents of 80"
-        made[f"rotary, {name}, window {reach}"] = {"table": "rotary", "shape": name, "reach": reach}
     return made
 
 
@@ -174,16 +98,4 @@ def process_of(_: dict) -> str:
 
 
 def measure(cell: dict) -> dict:
-    texts = shapes()[cell["shape"]]
-    if cell["table"] == "rotary":
-        return measure_rotary(texts[0], cell["reach"])
-    return measure_attention(*texts, cell["reach"], cell.get("dim", DIM), cell.get("dropout", 0.0))
-
-
-def of_table(content: dict, name: str) -> dict[str, dict]:
-    return {key: cell for key, cell in content["cells"].items() if cell["table"] == name}
-
-
-def markdown(content: dict) -> str:
-    made = {"rows": windows_table, "heads": heads_table, "rotary": rotary_table}
-    return "\n\n".join(make(rows) for name, make in made.items() if (rows := of_table(content, name)))
+    return measure_attention(*shapes()[cell["shape"]], cell["reach"], cell.get("dim", DIM), cell.get("dropout", 0.0))

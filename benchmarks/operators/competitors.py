@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.operators.shapes import Shape
-from pylate_fastmaxsim import TokenBatch, maxsim
+from pylate_fastmaxsim import TokenBatch, maxsim, reference
+
+TITLES = {
+    "fast": "pylate-fastmaxsim",
+    "lik": "late-interaction-kernels",
+    "flash": "flash-maxsim",
+    "einsum": "einsum",
+    "compile": "compiled einsum",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,9 @@ class Entry:
     documents: str = "documents"
     masked: bool = True  # False: padding counts as tokens, to show its cost
 
+    def leaves(self, inputs: Inputs) -> dict[str, Tensor]:
+        return {"query": inputs.queries, "document": getattr(inputs, self.documents)}
+
 
 def make_inputs(shape: Shape, device: torch.device, seed: int) -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
@@ -78,19 +89,20 @@ def make_inputs(shape: Shape, device: torch.device, seed: int) -> Inputs:
         document_batch = TokenBatch.from_packed(packed, d_cu_seqlens, max_length=shape.document_length)
     if shape.layout == "candidates":
         candidates = torch.arange(shape.queries * shape.documents, device=device).view(shape.queries, shape.documents)
-    query_batch = TokenBatch.from_padded(queries)
-    return Inputs(
-        queries=queries,
-        documents=documents,
-        lengths=lengths,
-        mask=mask,
-        packed=packed,
-        q_cu_seqlens=q_cu_seqlens,
-        d_cu_seqlens=d_cu_seqlens,
-        query_batch=query_batch,
-        document_batch=document_batch,
-        candidates=candidates,
-    )
+    forms = (lengths, mask, packed, q_cu_seqlens, d_cu_seqlens, TokenBatch.from_padded(queries), document_batch)
+    return Inputs(queries, documents, *forms, candidates)
+
+
+def exact_scores(entry: Entry, inputs: Inputs, exact: list[Tensor], rows: Tensor, columns: Tensor) -> Tensor:
+    """Scores of a few queries and documents by the definition, from leaves of an entry in float64."""
+    queries = TokenBatch.from_padded(exact[0]).select(rows)
+    if entry.documents == "packed":
+        documents = inputs.document_batch.with_values(exact[1])
+    else:
+        documents = TokenBatch.from_padded(exact[1].flatten(0, -3), inputs.mask if entry.masked else None)
+    if inputs.candidates is None:
+        return reference.maxsim(queries, documents.select(columns))
+    return reference.maxsim(queries, documents, inputs.candidates[rows][:, columns])
 
 
 def fast_entries(shape: Shape) -> list[Entry]:
@@ -139,33 +151,27 @@ def flash_entries(shape: Shape) -> list[Entry]:
     def options(x: Inputs) -> dict:
         return {"shared_docs": shared, "doc_lengths": x.lengths if shape.layout == "ragged" else None}
 
+    def batched(x: Inputs, **more: object) -> Tensor:
+        return flash.flash_maxsim_batched(x.queries, x.documents, **more, **options(x))
+
+    def trained(x: Inputs) -> Tensor:
+        return flash.flash_maxsim_batched_train(x.queries, x.documents, **options(x))
+
+    def packed(x: Inputs) -> Tensor:
+        one = (flash.flash_maxsim_packed(q, x.packed, x.d_cu_seqlens, max_seqlen_d=longest) for q in x.queries)
+        return torch.stack(list(one))
+
+    longest = shape.document_length
     entries = [
-        Entry(
-            "flash_maxsim_batched", lambda x: flash.flash_maxsim_batched(x.queries, x.documents, **options(x)), False
-        ),
+        Entry("flash_maxsim_batched", batched, False),
         # The default pads queries to 128 tokens, which takes most of the time of a short query.
-        Entry(
-            "flash_maxsim_batched, pad_lq=False",
-            lambda x: flash.flash_maxsim_batched(x.queries, x.documents, pad_lq=False, **options(x)),
-            False,
-        ),
+        Entry("flash_maxsim_batched, pad_lq=False", lambda x: batched(x, pad_lq=False), False),
     ]
     if shape.backward:
-        train = flash.flash_maxsim_batched_train
-        entries.append(Entry("flash_maxsim_batched_train", lambda x: train(x.queries, x.documents, **options(x))))
+        entries.append(Entry("flash_maxsim_batched_train", trained))
     if shape.queries == 1:
-        entries.append(
-            Entry("flash_maxsim", lambda x: flash.flash_maxsim(x.queries[0], x.documents).unsqueeze(0), False)
-        )
+        entries.append(Entry("flash_maxsim", lambda x: flash.flash_maxsim(x.queries[0], x.documents)[None], False))
     if shape.layout == "ragged":
-
-        def packed(x: Inputs) -> Tensor:
-            one = [
-                flash.flash_maxsim_packed(query, x.packed, x.d_cu_seqlens, max_seqlen_d=shape.document_length)
-                for query in x.queries.unbind()
-            ]
-            return torch.stack(one)
-
         entries.append(Entry("flash_maxsim_packed, query by query", packed, False, documents="packed"))
     return entries
 

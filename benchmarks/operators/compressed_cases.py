@@ -10,7 +10,6 @@ import functools
 import importlib
 import math
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,15 +18,13 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from benchmarks.harness.lengths import log_normal
-from benchmarks.harness.timing import ITERATIONS, peak_bytes, time_calls
 from benchmarks.harness.workers import failure
-from benchmarks.operators.measure import CACHE_BYTES, spread
+from benchmarks.operators.measure import sets_beyond_cache, spread, timed
 from pylate_fastmaxsim import CompressedBatch, ResidualCodec, TokenBatch, compress, maxsim, reference
 
 AUTOTUNED_CONFIGS = 3  # of each kernel of the peers
 _PREFERRED = [(64, 64, 4), (32, 64, 4), (64, 128, 8), (128, 128, 8), (32, 128, 8), (128, 64, 8)]  # Q, D, warps
 _LEAST_BYTES = 36  # of a token of 2 bits a number
-_SLOW_SECONDS = 0.3  # a call that takes longer is timed three times
 _SIMILARITY_BYTES = 2**31  # of einsum at once
 _SPLIT_NUMBERS = 2**31 - 2**26  # a peer's offsets are of 32 bits
 
@@ -118,11 +115,8 @@ def input_sets(shape: Shape, device: torch.device) -> list[Inputs]:
         )
 
     lengths = shape.lengths(draw)
-    count = math.ceil(2 * CACHE_BYTES / (sum(lengths) * _LEAST_BYTES)) if device.type == "cuda" else 2
-    return [
-        Inputs(shape, batch([shape.query_length] * shape.queries), batch(lengths))
-        for _ in range(min(count, ITERATIONS))
-    ]
+    count = sets_beyond_cache(sum(lengths) * _LEAST_BYTES, device)
+    return [Inputs(shape, batch([shape.query_length] * shape.queries), batch(lengths)) for _ in range(count)]
 
 
 @functools.cache
@@ -146,12 +140,9 @@ class Case:
 
 
 def few(batch: TokenBatch, index: Tensor) -> TokenBatch:
-    """A few sequences with their own float64 values."""
-    return TokenBatch.from_list([batch.values[a : a + n].double() for a, n in _rows(batch, index)])
-
-
-def _rows(batch: TokenBatch | CompressedBatch, index: Tensor) -> list[tuple[int, int]]:
-    return list(zip(batch.starts[index].tolist(), batch.lengths[index].tolist(), strict=True))
+    """A few sequences in float64."""
+    chosen = batch.select(index)
+    return chosen.with_values(chosen.values.double())
 
 
 def exact(inputs: Inputs, rows: Tensor, columns: Tensor) -> Tensor:
@@ -161,10 +152,9 @@ def exact(inputs: Inputs, rows: Tensor, columns: Tensor) -> Tensor:
 
 def stored(queries: Tensor, documents: Tensor, inputs: Inputs, rows: Tensor, columns: Tensor) -> Tensor:
     """Scores in float64 of padded vectors, of which ``documents`` holds only the ``columns``."""
-    lengths = inputs.documents.lengths[columns].tolist()
+    live = None if inputs.mask is None else inputs.mask[columns]
     return reference.maxsim(
-        TokenBatch.from_list(list(queries[rows].double())),
-        TokenBatch.from_list([document[:n].double() for document, n in zip(documents, lengths, strict=True)]),
+        TokenBatch.from_padded(queries[rows].double()), TokenBatch.from_padded(documents.double(), live)
     )
 
 
@@ -185,21 +175,15 @@ def bits_of(form: str) -> int:
 
 def fast(inputs: Inputs, form: str) -> Case:
     queries = inputs.queries.with_values(inputs.queries.values.detach().requires_grad_())
-    if form == "bf16":
-        documents = inputs.documents
-        return Case(
-            lambda: maxsim(queries, documents),
-            lambda rows, columns: exact(inputs, rows, columns),
-            documents.values.nbytes,
-            queries.values,
-        )
-    documents = compressed(inputs, form)
-    return Case(
-        lambda: maxsim(queries, documents),
-        lambda rows, columns: reference.compressed_maxsim(inputs.queries.select(rows), documents.select(columns)),
-        documents.nbytes,
-        queries.values,
-    )
+    documents = inputs.documents if form == "bf16" else compressed(inputs, form)
+
+    def definition(rows: Tensor, columns: Tensor) -> Tensor:
+        if form == "bf16":
+            return exact(inputs, rows, columns)
+        return reference.compressed_maxsim(inputs.queries.select(rows), documents.select(columns))
+
+    nbytes = documents.values.nbytes if form == "bf16" else documents.nbytes
+    return Case(lambda: maxsim(queries, documents), definition, nbytes, queries.values)
 
 
 def naive(inputs: Inputs, form: str) -> Case:
@@ -218,8 +202,8 @@ def naive(inputs: Inputs, form: str) -> Case:
         return torch.cat(out, 1)
 
     def definition(rows: Tensor, columns: Tensor) -> Tensor:
-        chosen = documents.select(columns).decompress(torch.float32)
-        return reference.maxsim(few(inputs.queries, rows), few(chosen, torch.arange(len(chosen))))
+        chosen = documents.select(columns).decompress(torch.float64)
+        return reference.maxsim(few(inputs.queries, rows), chosen)
 
     return Case(score, definition, documents.nbytes)
 
@@ -240,10 +224,6 @@ def limit_autotuning(*modules: str) -> dict[str, list[str]]:
 def _rank(config) -> int:
     tile = (config.kwargs.get("BLOCK_Q"), config.kwargs.get("BLOCK_D"), config.num_warps)
     return _PREFERRED.index(tile) if tile in _PREFERRED else len(_PREFERRED)
-
-
-def lik(inputs: Inputs, form: str) -> Case:
-    return lik_fp8(inputs, form) if form.startswith("fp8") else lik_residual(inputs, form)
 
 
 def lik_fp8(inputs: Inputs, form: str) -> Case:
@@ -307,7 +287,7 @@ def lik_residual(inputs: Inputs, form: str) -> Case:
         score = functools.partial(plaid.maxsim_residual, queries, *arguments)
 
     def definition(rows: Tensor, columns: Tensor) -> Tensor:
-        chosen = few(batch.select(columns).decompress(torch.float32), torch.arange(len(columns)))
+        chosen = batch.select(columns).decompress(torch.float64)
         own = few(inputs.queries, rows)
         # It gives all vectors the norm 1, those of the queries too.
         own, chosen = (each.with_values(normalize(each.values, dim=-1)) for each in (own, chosen))
@@ -348,6 +328,10 @@ def flash(inputs: Inputs, form: str) -> Case:
     )
 
 
+def lik(inputs: Inputs, form: str) -> Case:
+    return lik_fp8(inputs, form) if form.startswith("fp8") else lik_residual(inputs, form)
+
+
 CASES = {"fast": fast, "naive": naive, "lik": lik, "flash": flash}
 AUTOTUNED = {
     "lik": ("late_interaction_kernels.fp8", "late_interaction_kernels.plaid"),
@@ -367,52 +351,38 @@ def forms(competitor: str, shape: Shape) -> list[str]:
     return ["fp8", "fp8 by token", *(f"residual {bits} bits, {layout}" for bits in (4, 2) for layout in layouts)]
 
 
-def errors(case: Case, inputs: Inputs) -> dict[str, float]:
+def largest_errors(case: Case, inputs: Inputs) -> dict[str, float]:
     """Largest errors of a few scores, relative to the largest of these: by the definition, and of compression too."""
     device = inputs.queries.device
     rows, columns = spread(len(inputs.queries), 4, device), spread(len(inputs.documents), 8, device)
     found = case.score().detach()[rows[:, None], columns].double()
-    result = {}
-    for name, expected in (
-        ("definition", case.definition(rows, columns)),
-        ("uncompressed", exact(inputs, rows, columns)),
-    ):
-        result[name] = float((found - expected).abs().max() / expected.abs().max())
-    return result
+    expected = {"definition": case.definition(rows, columns), "uncompressed": exact(inputs, rows, columns)}
+    return {name: float((found - each).abs().max() / each.abs().max()) for name, each in expected.items()}
 
 
-def measure(cases: list[Case], inputs: Inputs) -> dict:
+def measured(cases: list[Case], inputs: Inputs) -> dict:
     """Times, memory and errors; a measure that fails is recorded as a sentence."""
-    device = inputs.queries.device
+    device, size = inputs.queries.device, (len(inputs.queries), len(inputs.documents))
     cell: dict = {"stored_bytes": cases[0].stored_bytes}
     try:
-        cell["errors"] = errors(cases[0], inputs)
+        cell["errors"] = largest_errors(cases[0], inputs)
     except Exception as error:  # noqa: BLE001 - whatever a competitor raises is its result
         cell["errors"] = {"failure": failure(error)}
+    grad_scores = torch.randn(size, device=device, generator=torch.Generator(device).manual_seed(2))
+
+    def gradient(case: Case) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(case.score(), case.queries, grad_scores)
+
     measures = {"forward": [torch.no_grad()(case.score) for case in cases]}
     if cases[0].queries is not None:
-        generator = torch.Generator(device).manual_seed(2)
-        grad_scores = torch.randn(len(inputs.queries), len(inputs.documents), device=device, generator=generator)
-        measures["query_gradient"] = [
-            lambda case=case: torch.autograd.grad(case.score(), case.queries, grad_scores) for case in cases
-        ]
-    for name, calls in measures.items():
-        try:
-            calls[0]()
-            began = time.perf_counter()
-            cell[name] = {"peak_bytes": peak_bytes(calls[0], device)}
-            slow = time.perf_counter() - began > _SLOW_SECONDS
-            options = {"warm_up": 0, "least": 3} if slow else {}
-            cell[name] |= time_calls(calls, device, **options)
-        except Exception as error:  # noqa: BLE001
-            cell[name] = {"failure": failure(error)}
-    return cell
+        measures["query_gradient"] = [functools.partial(gradient, case) for case in cases]
+    return cell | timed(measures, device)
 
 
 _inputs: list[list[Inputs]] = []
 
 
-def answer(cell: dict) -> dict:
+def measure(cell: dict) -> dict:
     """The figures of a cell; the inputs of a shape are kept until another is asked for."""
     shape, device = Shape(**cell["shape"]), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     autotuning = limit_autotuning(*AUTOTUNED.get(cell["competitor"], ()))
@@ -420,4 +390,4 @@ def answer(cell: dict) -> dict:
         _inputs.clear()
         _inputs.append(input_sets(shape, device))
     cases = [CASES[cell["competitor"]](inputs, cell["form"]) for inputs in _inputs[0]]
-    return {**measure(cases, _inputs[0][0]), "autotuning": autotuning}
+    return {**measured(cases, _inputs[0][0]), "autotuning": autotuning}

@@ -1,9 +1,8 @@
 """From hidden states to MaxSim scores on one GPU: the fused projection against Linear, normalize and each peer.
 
     python -m benchmarks head                         # measure what is missing, then print the table
-    python -m benchmarks head --render                # the table of the committed results
     python -m benchmarks head --only 'in-batch/*' --again
-    python -m benchmarks head --only 'tiny/fast' 'tiny/einsum' --results /tmp/head.json   # a trial on a CPU
+    python -m benchmarks head --only 'tiny/fast*' --results /tmp/head.json   # a trial on a CPU
 
 A cell is one implementation at one shape, in a process of its own: forward without gradient, forward + backward with
 the gradients of queries, hidden states and weight, their memory, and their error against float64.
@@ -13,95 +12,150 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from benchmarks.harness.tables import table
-from benchmarks.harness.timing import peak_bytes, time_calls
-from benchmarks.operators.head_entries import ENTRIES, SHAPES, Inputs, Shape, make_inputs
-from benchmarks.operators.measure import relative_error, spread
+from benchmarks.operators.competitors import stock_formula
+from benchmarks.operators.measure import errors, exact_leaves, spread, timed
+from pylate_fastmaxsim import maxsim, maxsim_from_hidden
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Nq queries of Lq unit vectors against Nd documents of Ld hidden states, or K for each query (``candidates``).
+
+    With ``autocast`` hidden states and weights are float32 and the computation bfloat16, as in training.
+    """
+
+    name: str
+    queries: int
+    query_length: int
+    documents: int
+    document_length: int
+    dim_in: int = 768
+    dim: int = 128
+    dtype: str = "bfloat16"
+    autocast: bool = False
+    candidates: bool = False
+
+
+SHAPES = (
+    Shape("tiny", 3, 4, 5, 8, 32, 16, "float32"),
+    Shape("tiny-candidates", 3, 4, 2, 8, 32, 16, "float32", candidates=True),
+    Shape("in-batch", 256, 32, 512, 300),
+    Shape("in-batch-autocast", 256, 32, 512, 300, autocast=True),
+    Shape("in-batch-small", 128, 32, 256, 180),
+    Shape("kd", 64, 32, 32, 180, candidates=True),
+    Shape("fp32", 128, 32, 256, 180, dtype="float32"),
+    Shape("wide", 128, 32, 256, 180, dim_in=2048, dim=1024),
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Unit vectors [Nq, Lq, d], hidden states [Nd, Ld, d_model] or [Nq, K, Ld, d_model], weight [d, d_model]."""
+
+    queries: Tensor
+    hidden: Tensor
+    weight: Tensor
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        return {"query": self.queries, "hidden": self.hidden, "weight": self.weight}
+
+    @property
+    def candidates(self) -> Tensor | None:
+        if self.hidden.dim() == 3:
+            return None
+        return torch.arange(self.hidden.shape[:2].numel(), device=self.hidden.device).view(self.hidden.shape[:2])
+
+    @property
+    def projected(self) -> Tensor:
+        """Normalised projections, as in PyLate, in the dtype of the queries."""
+        return F.normalize(F.linear(self.hidden, self.weight), dim=-1).to(self.queries.dtype)
+
+
+def make_inputs(shape: Shape, device: torch.device) -> Inputs:
+    generator, dtype = torch.Generator(device).manual_seed(0), getattr(torch, shape.dtype)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, device=device, generator=generator)
+
+    wide = torch.float32 if shape.autocast else dtype
+    leading = (shape.queries, shape.documents) if shape.candidates else (shape.documents,)
+    queries = F.normalize(normal(shape.queries, shape.query_length, shape.dim), dim=-1).to(dtype)
+    hidden = normal(*leading, shape.document_length, shape.dim_in).to(wide)
+    weight = (normal(shape.dim, shape.dim_in) / shape.dim_in**0.5).to(wide)
+    return Inputs(*(tensor.requires_grad_() for tensor in (queries, hidden, weight)))
+
+
+def fused(x: Inputs) -> Tensor:
+    return maxsim_from_hidden(x.queries, x.hidden.flatten(0, -3), x.weight, candidates=x.candidates)
+
+
+def unfused(x: Inputs) -> Tensor:
+    return maxsim(x.queries, x.projected.flatten(0, -3), x.candidates)
+
+
+def lik(x: Inputs) -> Tensor:
+    import late_interaction_kernels
+
+    return late_interaction_kernels.maxsim(x.queries, x.projected)
+
+
+def lik_fused(x: Inputs) -> Tensor:
+    from late_interaction_kernels.fused_head import maxsim_from_hidden as peer
+
+    if x.candidates is not None:
+        raise ValueError("its fused head takes no candidates")
+    return peer(x.queries, x.hidden, x.weight)
+
+
+def flash(x: Inputs) -> Tensor:
+    import flash_maxsim
+
+    return flash_maxsim.flash_maxsim_batched_train(x.queries, x.projected, shared_docs=x.candidates is None)
+
+
+ENTRIES: dict[str, Callable[[Inputs], Tensor]] = {
+    "fast": fused,
+    "fast-unfused": unfused,
+    "lik": lik,
+    "flash": flash,
+    "lik-fused": lik_fused,
+}
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
     """Tiny shapes only where there is no GPU."""
-    shapes = [shape for name, shape in SHAPES.items() if ("tiny" in name) != torch.cuda.is_available()]
+    shapes = [shape for shape in SHAPES if ("tiny" in shape.name) != torch.cuda.is_available()]
     pairs = itertools.product(shapes, ENTRIES)
     return {f"{shape.name}/{entry}": {"shape": asdict(shape), "entry": entry} for shape, entry in pairs}
 
 
 def measure(cell: dict) -> dict:
     """Times, memory and errors of one implementation at one shape."""
-    shape, score = SHAPES[cell["shape"]["name"]], ENTRIES[cell["entry"]][1]
+    shape, score = Shape(**cell["shape"]), ENTRIES[cell["entry"]]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=shape.autocast)
-    inputs = make_inputs(shape, device, seed=0)
+    inputs = make_inputs(shape, device)
+    leaves = list(inputs.leaves.values())
 
-    def forward() -> torch.Tensor:
-        with torch.no_grad(), autocast:
+    def scored() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=shape.autocast):
             return score(inputs)
 
-    grad = torch.randn_like(forward())
-
-    def both() -> tuple[torch.Tensor, ...]:
-        with autocast:
-            scores = score(inputs)
-        return torch.autograd.grad(scores, inputs.leaves(), grad)
-
-    result: dict = {"gradient_bytes": sum(leaf.nbytes for leaf in inputs.leaves())}
-    for name, call in (("forward", forward), ("forward_backward", both)):
-        result[name] = {**time_calls([call], device), "peak_bytes": peak_bytes(call, device)}
-    with autocast:
-        result["errors"] = errors(score, shape, inputs)
-    return result
-
-
-def errors(score, shape: Shape, inputs: Inputs) -> dict[str, float | None]:
-    """Relative errors against float64 over a few queries and documents, the only ones whose scores have a gradient."""
-    device = inputs.queries.device
+    scores = scored()
+    grad = torch.randn_like(scores)
     rows, columns = spread(shape.queries, 4, device), spread(shape.documents, 8, device)
-    hidden = inputs.hidden[rows][:, columns] if shape.candidates else inputs.hidden[columns]
-    exact = [t.detach().double().requires_grad_() for t in (inputs.queries[rows], hidden, inputs.weight)]
-    with torch.autocast(device.type, enabled=False):
-        vectors = torch.nn.functional.normalize(exact[1] @ exact[2].T, dim=-1)
-        equation = "qsh,qdth->qdst" if shape.candidates else "qsh,dth->qdst"
-        expected = torch.einsum(equation, exact[0], vectors).amax(dim=-1).sum(dim=-1)
-    scores = score(inputs)
-    weights = torch.randn(expected.shape, device=device, dtype=torch.float64).to(scores.dtype)
-    grad = torch.zeros_like(scores)
-    grad[rows[:, None], columns] = weights
-    gradients = list(torch.autograd.grad(scores, inputs.leaves(), grad))
-    wanted = torch.autograd.grad(expected, exact, weights.double())
-    gradients[0] = gradients[0][rows]
-    gradients[1] = gradients[1][rows][:, columns] if shape.candidates else gradients[1][columns]
-    names = ("query gradient", "hidden gradient", "weight gradient")
-    found = {name: relative_error(own, other) for name, own, other in zip(names, gradients, wanted, strict=True)}
-    return {"scores": relative_error(scores.detach()[rows][:, columns], expected.detach()), **found}
-
-
-def markdown(content: dict) -> str:
-    """A table for each shape."""
-    cells, parts = content["cells"], []
-    for name in dict.fromkeys(cell["shape"]["name"] for cell in cells.values()):
-        found = {entry: cells[f"{name}/{entry}"] for entry in ENTRIES if f"{name}/{entry}" in cells}
-        parts.append(f"{Shape(**next(iter(found.values()))['shape']).title}\n\n{rows(found)}")
-    return "\n\n".join(parts) or "Nothing has been measured."
-
-
-def rows(found: dict[str, dict]) -> str:
-    lines = []
-    for entry, cell in found.items():
-        if "failure" in cell:
-            lines.append([ENTRIES[entry][0], cell["failure"], *[""] * 4])
-            continue
-        both = cell["forward_backward"]
-        peak = both["peak_bytes"]
-        memory = ["", ""] if peak is None else [mebibytes(peak), mebibytes(peak - cell["gradient_bytes"])]
-        worst = max((e for e in cell["errors"].values() if e is not None), default=float("nan"))
-        lines.append([ENTRIES[entry][0], f"{cell['forward']['ms']:.3f}", f"{both['ms']:.3f}", *memory, f"{worst:.1e}"])
-    header = ["", "forward, ms", "forward + backward, ms", "extra memory", "without the gradients", "largest error"]
-    return table(header, lines)
-
-
-def mebibytes(count: int) -> str:
-    return f"{count / 2**20:,.0f} MiB"
+    exact = exact_leaves(leaves)
+    hidden = exact[1][rows][:, columns] if shape.candidates else exact[1][columns]
+    expected = stock_formula(exact[0][rows], F.normalize(F.linear(hidden, exact[2]), dim=-1), None)
+    found = {"errors": errors(scores, inputs.leaves, expected, exact, (rows[:, None], columns))}
+    del scores, exact, hidden, expected
+    measures = {"forward": [torch.no_grad()(scored)]}
+    measures["forward_backward"] = [lambda: torch.autograd.grad(scored(), leaves, grad)]
+    return {"gradient_bytes": sum(leaf.nbytes for leaf in leaves), **timed(measures, device), **found}

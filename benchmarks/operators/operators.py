@@ -1,7 +1,6 @@
 """MaxSim of this package against late-interaction-kernels, flash-maxsim, einsum and its torch.compile, on one GPU.
 
     python -m benchmarks operators                         # measure what is missing, then print the tables
-    python -m benchmarks operators --render                # tables and plots of the committed results
     python -m benchmarks operators --shapes in-batch KD --competitors fast lik flash --budget 120
     python -m benchmarks operators --shapes tiny --results /tmp/tiny.json     # a trial on a CPU
 
@@ -14,29 +13,34 @@ slow; it is measured only where --competitors names it.
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from benchmarks.harness.suite import command
-from benchmarks.harness.workers import ask_apart
-from benchmarks.operators.competitors import ENTRIES
-from benchmarks.operators.measure import ceilings, host_time, input_sets, measure_entry
-from benchmarks.operators.results import TITLES
+from benchmarks.harness.timing import time_calls
+from benchmarks.harness.workers import ask_apart, failure
+from benchmarks.operators.competitors import ENTRIES, TITLES, Entry, Inputs, exact_scores, make_inputs
+from benchmarks.operators.measure import errors, exact_leaves, sets_beyond_cache, spread, timed
 from benchmarks.operators.shapes import BY_NAME, GROUPS, SHAPES, Shape
 from benchmarks.operators.table import markdown  # noqa: F401
 
 MODULES = {"lik": "late_interaction_kernels", "flash": "flash_maxsim"}
+MEASURES = ("forward", "forward_winners", "forward_backward")
 HOST_SHAPE = Shape("host", "host", 4, 32, 8, 32)
+HOST_WARMUP_SECONDS = 1.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     named = [*GROUPS, *BY_NAME]
-    parser.add_argument(
-        "--shapes", nargs="+", metavar="NAME", choices=named, help=f"shapes, or groups: {', '.join(GROUPS)}"
-    )
+    groups = ", ".join(GROUPS)
+    parser.add_argument("--shapes", nargs="+", metavar="NAME", choices=named, help=f"shapes, or groups: {groups}")
     parser.add_argument("--competitors", nargs="+", choices=list(TITLES), default=list(TITLES)[:-1])
 
 
@@ -68,6 +72,91 @@ def recorded(name: str, options: argparse.Namespace) -> dict:
     return {"ceilings": found}
 
 
+def calls(entry: Entry, measure: str, sets: list[Inputs]) -> list[Callable[[], object]]:
+    """One call for each set of inputs."""
+    if measure == "forward":
+        return [partial(torch.no_grad()(entry.score), inputs) for inputs in sets]
+    sets = [inputs.differentiable() for inputs in sets]
+    if measure == "forward_winners":
+        return [partial(entry.score, inputs) for inputs in sets]
+    with torch.no_grad():
+        grad_scores = torch.randn_like(entry.score(sets[0]))
+
+    def both(inputs: Inputs) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(entry.score(inputs), list(entry.leaves(inputs).values()), grad_scores)
+
+    return [partial(both, inputs) for inputs in sets]
+
+
+def measure_entry(entry: Entry, shape: Shape, sets: list[Inputs]) -> dict:
+    """Every measure of an entry; one that fails is recorded as a sentence."""
+    device, result = sets[0].queries.device, {}
+    for measure in MEASURES if entry.differentiable and shape.backward else MEASURES[:1]:
+        try:
+            result |= timed({measure: calls(entry, measure, sets)}, device)
+        except Exception as error:  # noqa: BLE001 - whatever a competitor raises is its result
+            result[measure] = {"failure": failure(error)}
+    try:
+        result["errors"] = entry_errors(entry, shape, sets[0])
+    except Exception as error:  # noqa: BLE001
+        result["errors"] = {"failure": failure(error)}
+    return result
+
+
+def entry_errors(entry: Entry, shape: Shape, inputs: Inputs) -> dict[str, float | None]:
+    """Relative errors against float64, over a few queries and documents."""
+    device = inputs.queries.device
+    rows, columns = spread(shape.queries, 4, device), spread(shape.documents, 8, device)
+    if entry.differentiable and shape.backward:
+        inputs = inputs.differentiable()
+    leaves = entry.leaves(inputs)
+    exact = exact_leaves(list(leaves.values()))
+    expected = exact_scores(entry, inputs, exact, rows, columns)
+    return errors(entry.score(inputs), leaves, expected, exact, (rows[:, None], columns))
+
+
+def ceilings(device: torch.device) -> dict:
+    """Rates of large matrix products (operations a second) and of a large copy (bytes read plus written a second)."""
+    size, bytes_ = (8192, 2 * 2**30) if device.type == "cuda" else (256, 2**20)
+    rates = {}
+    before = torch.get_float32_matmul_precision()
+    precisions = [("bfloat16", "highest"), ("float16", "highest"), ("float32", "highest"), ("float32", "high")]
+    for dtype, precision in precisions:
+        torch.set_float32_matmul_precision(precision)
+        a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
+        timing = time_calls([lambda a=a, b=b: a @ b], device)
+        rates[dtype if dtype != "float32" else f"float32 {precision}"] = 2 * size**3 / (timing["ms"] / 1e3)
+    torch.set_float32_matmul_precision(before)
+    source = torch.randint(256, (bytes_,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copied = 2 * bytes_ / (time_calls([lambda: target.copy_(source)], device)["ms"] / 1e3)
+    return {"matmul_size": size, "matmul_flops_per_s": rates, "copy_bytes": bytes_, "copy_bytes_per_s": copied}
+
+
+def host_time(entries: list[Entry], shape: Shape, device: torch.device) -> dict[str, dict[str, float]]:
+    """Median host microseconds of one call on an input so small that the device keeps up.
+
+    Calls of the first second are left out: launches of a young process, PyTorch's own too, cost more.
+    """
+    result: dict[str, dict[str, float]] = {}
+    sets = [make_inputs(shape, device, seed=0)]
+    for entry in entries:
+        for measure in MEASURES:
+            call = calls(entry, measure, sets)[0]
+            times: list[float] = []
+            first = time.perf_counter()
+            while len(times) < 300:
+                for _ in range(30):
+                    began = time.perf_counter()
+                    call()
+                    if began - first > HOST_WARMUP_SECONDS:
+                        times.append((time.perf_counter() - began) * 1e6)
+                if device.type == "cuda":
+                    torch.cuda.synchronize()  # so that no call finds the queue full
+            result.setdefault(entry.name, {})[measure] = statistics.median(times)
+    return result
+
+
 def measure(cell: dict) -> dict:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if cell["kind"] == "ceilings":
@@ -82,11 +171,5 @@ def measure(cell: dict) -> dict:
         if 3 * needed > free:
             why = f"similarities of {needed / 2**30:.0f} GiB and their gradient do not fit in {free / 2**30:.0f} GiB"
             return {"failure": f"not tried: {why}"}
-    sets = input_sets(shape, device)
+    sets = [make_inputs(shape, device, seed) for seed in range(sets_beyond_cache(shape.input_bytes(), device))]
     return {"entries": {each.name: measure_entry(each, shape, sets) for each in ENTRIES[cell["competitor"]](shape)}}
-
-
-def plot(content: dict, target: Path) -> None:
-    from benchmarks.operators.plots import plot_all
-
-    plot_all(content, target)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 
 from benchmarks.operators.shapes import Shape
 
-TITLES = {
-    "fast": "pylate-fastmaxsim",
-    "lik": "late-interaction-kernels",
-    "flash": "flash-maxsim",
-    "einsum": "einsum",
-    "compile": "compiled einsum",
-}
 PEERS = ("lik", "flash", "einsum", "compile")
 
 
 class Results:
-    """The results file, asked the questions that tables and plots ask.
+    """The results file, asked the questions that the table asks.
 
     ``measure`` is "forward", "forward_winners" or "forward_backward" throughout. ``None`` is the answer where a
     competitor did not run or failed.
@@ -68,12 +60,6 @@ class Results:
         names = [name for each in ("fast", peer) if (name := f"{shape.name}/{each}") in self.cells]
         return all(self.cells[name]["environment"] == self.cells[names[0]]["environment"] for name in names)
 
-    def worst_error(self, shape: Shape, competitor: str) -> float | None:
-        """The largest relative error against float64 of any output of any entry; infinite for NaN."""
-        errors = [x for e in self.entries(shape, competitor).values() for x in e["errors"].values()]
-        errors = [math.inf if x is None else x for x in errors if not isinstance(x, str)]
-        return max(errors, default=None)
-
     def ceilings(self, shape: Shape) -> tuple[float, float]:
         """Operations and bytes a second of the device, from the run that measured this package."""
         cell = self.cells.get(f"{shape.name}/fast") or list(self.cells.values())[-1]
@@ -85,17 +71,3 @@ class Results:
         """The least time of an exact MaxSim: the product at the measured rate, or the bytes at the measured bandwidth."""
         flops_per_s, bytes_per_s = self.ceilings(shape)
         return max(shape.flops() / flops_per_s, shape.bytes(measure) / bytes_per_s) * 1e3
-
-    def sweeps(self) -> dict[str, list[tuple[int, Shape]]]:
-        """Shapes of each scaling sweep by the size that grows, "Nq", "Nd" and "Ld"."""
-        sweeps: dict[str, list[tuple[int, Shape]]] = {}
-        for shape in self.group("sweep"):
-            _, axis, size = shape.name.split("-")
-            sweeps.setdefault(axis, []).append((int(size), shape))
-        return {axis: sorted(points, key=lambda point: point[0]) for axis, points in sweeps.items()}
-
-    def largest_step(self, axis: str, measure: str) -> float | None:
-        """The largest growth of time over growth of size between neighbouring points of a sweep (linear: 1)."""
-        points = [(n, ms) for n, shape in self.sweeps()[axis] if (ms := self.milliseconds(shape, "fast", measure))]
-        steps = [(b[1] / a[1]) / (b[0] / a[0]) for a, b in zip(points, points[1:], strict=False)]
-        return max(steps, default=None)

@@ -1,7 +1,6 @@
 """SPLADE's head on one GPU: this package against nn.Linear + SpladePooling of Sentence Transformers, compiled and not.
 
     python -m benchmarks splade_head                    # measure what is missing, then print the tables
-    python -m benchmarks splade_head --render           # tables of that file
     python -m benchmarks splade_head --only 'tiny/*' --results /tmp/splade.json   # a trial, also on a CPU
 
 A cell is one implementation at one shape: forward without gradient, forward + backward with the gradients of hidden states,
@@ -25,10 +24,8 @@ from torch import Tensor
 
 from benchmarks.harness.lengths import log_normal
 from benchmarks.harness.suite import command
-from benchmarks.harness.tables import table
-from benchmarks.harness.timing import peak_bytes, time_calls
-from benchmarks.harness.workers import Worker, failure
-from benchmarks.operators.measure import relative_error
+from benchmarks.harness.workers import Worker
+from benchmarks.operators.measure import errors, exact_leaves, timed
 from pylate_fastmaxsim import TokenBatch, reference, splade_pool
 
 TIMEOUT = 180
@@ -76,8 +73,8 @@ class Inputs:
     weight: Tensor
     bias: Tensor
 
-    def leaves(self, entry: str) -> list[Tensor]:
-        return [self.packed if entry == "fast" else self.hidden, self.weight, self.bias]
+    def leaves(self, entry: str) -> dict[str, Tensor]:
+        return {"hidden": self.packed if entry == "fast" else self.hidden, "weight": self.weight, "bias": self.bias}
 
     def texts(self) -> TokenBatch:
         return TokenBatch.from_packed(self.packed, self.borders, max_length=self.hidden.shape[1])
@@ -172,118 +169,27 @@ def measure(cell: dict) -> dict:
 
 
 def measured(values: Callable[[Inputs], Tensor], inputs: Inputs, entry: str, device: torch.device) -> dict:
-    leaves = inputs.leaves(entry)
+    leaves = list(inputs.leaves(entry).values())
     forward = torch.no_grad()(lambda: values(inputs))
     dtype = torch.float32 if entry in ("fast", "padded") else torch.bfloat16
     grad = torch.randn(len(inputs.hidden), len(inputs.weight), device=device).to(dtype)
-    measures: dict[str, Callable[[], object]] = {
-        "forward": forward,
-        "forward_backward": lambda: torch.autograd.grad(values(inputs), leaves, grad),
-    }
-    found: dict = {}
-    for name, call in measures.items():
-        try:
-            call()  # compiles
-            found[name] = {**time_calls([call], device), "peak_bytes": peak_bytes(call, device)}
-        except Exception as error:  # noqa: BLE001 - whatever an implementation raises is its result
-            found[name] = {"failure": failure(error)}
+    measures = {"forward": [forward], "forward_backward": [lambda: torch.autograd.grad(values(inputs), leaves, grad)]}
+    found = timed(measures, device)
     # The comparison needs memory too, which a large batch does not leave.
     with contextlib.suppress(torch.OutOfMemoryError):
         found["positive"] = float((forward() > 0).float().mean())
-        found["errors"] = errors(values, inputs, entry, grad)
+        found["errors"] = pooled_errors(values, inputs, entry)
     return found
 
 
-def errors(values: Callable[[Inputs], Tensor], inputs: Inputs, entry: str, grad: Tensor) -> dict[str, float | None]:
+def pooled_errors(values: Callable[[Inputs], Tensor], inputs: Inputs, entry: str) -> dict[str, float | None]:
     """Relative errors of the values of a few texts, and of the gradients where only these have one, against float64."""
-    exact = [each.detach().double().requires_grad_() for each in (inputs.hidden[:COMPARED], inputs.weight, inputs.bias)]
-    wanted = reference.splade_pool(TokenBatch.from_padded(exact[0], inputs.mask[:COMPARED]), *exact[1:])
-    grad = grad.clone()
-    grad[COMPARED:] = 0
-    wanted_gradients = list(torch.autograd.grad(wanted, exact, grad[:COMPARED].double()))
-    found = values(inputs)
-    gradients = list(torch.autograd.grad(found, inputs.leaves(entry), grad))
-    if entry == "fast":
-        gradients[0] = gradients[0][: inputs.borders[COMPARED]]
-        wanted_gradients[0] = wanted_gradients[0][inputs.mask[:COMPARED]]
-    else:
-        gradients[0] = gradients[0][:COMPARED]
-    names = ("hidden gradient", "weight gradient", "bias gradient")
-    result = {"values": relative_error(found[:COMPARED].detach(), wanted.detach())}
-    return result | {
-        name: relative_error(*pair) for name, *pair in zip(names, gradients, wanted_gradients, strict=True)
-    }
+    leaves = inputs.leaves(entry)
+    exact = exact_leaves(list(leaves.values()))
+    texts = inputs.texts() if entry == "fast" else TokenBatch.from_padded(inputs.hidden, inputs.mask)
+    few = texts.with_values(exact[0].flatten(0, -2)).select(torch.arange(COMPARED, device=inputs.mask.device))
+    return errors(values(inputs), leaves, reference.splade_pool(few, *exact[1:]), exact, (slice(COMPARED),))
 
 
 def out_of_memory(cell: dict) -> bool:
     return "out of memory" in str(cell)
-
-
-def _measure(cells: dict, shape: str, entry: str, density: str, measure: str) -> dict:
-    return cells.get(f"{shape}/{entry}", {}).get(density, {}).get(measure, {})
-
-
-def ratio(cells: dict, shape: str, entry: str, density: str, measure: str, key: str = "ms") -> float | None:
-    """How many times as much as this package another implementation takes."""
-    ours, other = (_measure(cells, shape, each, density, measure).get(key) for each in ("fast", entry))
-    return other / ours if ours and other else None
-
-
-def _entry(result: dict) -> str:
-    if "ms" not in result:
-        failure = result.get("failure", "")
-        return "out of memory" if out_of_memory(result) else failure
-    memory = result.get("peak_bytes")
-    return f"{result['ms']:.3g} ms" + ("" if memory is None else f", {memory / 2**20:,.0f} MiB")
-
-
-def _times(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}x"
-
-
-def speed_table(cells: dict, measure: str) -> str:
-    """Time and memory beyond inputs of every implementation, and how many times faster this package is."""
-    shapes = dict.fromkeys(name.rpartition("/")[0] for name in cells)
-    measured = {key: title for key, title in ENTRIES.items() if any(name.endswith(f"/{key}") for name in cells)}
-    lines = []
-    for shape in shapes:
-        # Of the large vocabulary what counts is who is out of memory, whatever is positive.
-        for density in ("dense",) if shape in GROWING else ("dense", "sparse"):
-            positive = cells.get(f"{shape}/fast", {}).get(density, {}).get("positive")
-            entries = [_entry(_measure(cells, shape, each, density, measure)) for each in measured]
-            gains = [_times(ratio(cells, shape, each, density, measure)) for each in ("stock", "compiled")]
-            lines.append([shape, "" if positive is None else f"{positive:.0%}", *entries, *gains])
-    return table(["texts", "positive", *measured.values(), "times stock", "times compiled"], lines)
-
-
-def error_table(cells: dict) -> str:
-    """The largest relative error of each implementation over the shapes."""
-    lines = []
-    for entry, title in ENTRIES.items():
-        found = [
-            of_density["errors"]
-            for name, cell in cells.items()
-            for of_density in (cell.get("dense", {}), cell.get("sparse", {}))
-            if name.endswith(f"/{entry}") and "errors" in of_density
-        ]
-        if found:
-            largest = {name: [errors[name] for errors in found] for name in found[0]}
-            lines.append([title, *("no number" if None in each else f"{max(each):.1e}" for each in largest.values())])
-    return table(["", "values", "hidden gradient", "weight gradient", "bias gradient"], lines)
-
-
-def markdown(content: dict) -> str:
-    """The tables of docs/sentence_transformers.md#splade."""
-    cells = content["cells"]
-    made = next(iter(cells.values()))["environment"]
-    return "\n\n".join(
-        [
-            f"{made['device']}, torch {made['torch']}, triton {made['triton']}, Sentence Transformers "
-            f"{made['sentence-transformers']}, {made['date']}. Forward + backward, and memory beyond inputs:",
-            speed_table(cells, "forward_backward"),
-            "Forward without gradient:",
-            speed_table(cells, "forward"),
-            "Largest relative errors against float64:",
-            error_table(cells),
-        ]
-    )

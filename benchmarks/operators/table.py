@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from benchmarks.harness.tables import table
-from benchmarks.operators.results import PEERS, TITLES, Results
+from benchmarks.harness.tables import mebibytes, table
+from benchmarks.operators.competitors import TITLES
+from benchmarks.operators.results import Results
 from benchmarks.operators.shapes import Shape
 
 HEADLINE = ("tiny", "in-batch", "ColPali", "KD", "rerank", "ragged", "fp16", "fp32")
-
-
-def milliseconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
-
-
-def mebibytes(figures: dict | None) -> str:
-    if figures is None or figures["peak_bytes"] is None:
-        return ""
-    return f"{figures['peak_bytes'] / 2**20:,.0f} MiB"
 
 
 def ours(results: Results, shape: Shape, measure: str) -> str:
@@ -51,68 +42,10 @@ def headline(results: Results) -> str:
             row += against(results, shape, measure)
         else:
             row += [""] * 4
-        rows.append([*row, mebibytes(results.best(shape, "fast", measure)), mebibytes(peer and peer[1])])
-    return table(header, rows)
-
-
-def failures(results: Results) -> str:
-    """A sentence for each shape that a competitor could not compute."""
-    lines = []
-    for shape in results.shapes:
-        for competitor in shape.competitors:
-            measures = ("forward", *(["forward_backward"] if shape.backward else []), "errors")
-            found = {m: s for m in measures if (s := results.failure(shape, competitor, m))}
-            if found and not any(results.best(shape, competitor, m) for m in found):
-                lines.append(f"- {shape.title}, {TITLES[competitor]}: {next(iter(found.values()))}")
-    return "\n".join(lines)
-
-
-def ragged(results: Results) -> str:
-    """Every entry by itself, to show what padding costs."""
-    rows = []
-    for shape in results.group("ragged"):
-        for competitor in ("fast", *PEERS):
-            for name, entry in results.entries(shape, competitor).items():
-                times = [entry.get(m, {}).get("ms") for m in ("forward", "forward_winners", "forward_backward")]
-                rows.append([f"{TITLES[competitor]}, {name}", *map(milliseconds, times)])
-    header = ["ragged, each entry by itself", "forward", "forward with winners", "forward + backward"]
-    return table(header, rows) if rows else ""
-
-
-def dimensions(results: Results) -> str:
-    """Time of one multiply-add relative to d = 128."""
-    shapes = results.group("dimensions")
-    base = next((shape for shape in shapes if shape.dim == 128), None)
-    if base is None:
-        return ""
-
-    def cost(shape: Shape, measure: str) -> float | None:
-        ms = results.milliseconds(shape, "fast", measure)
-        return ms and ms / shape.flops()
-
-    rows = []
-    for shape in sorted(shapes, key=lambda shape: shape.dim):
-        row = [str(shape.dim), f"{shape.queries} x {shape.query_length}, {shape.documents} x {shape.document_length}"]
-        for measure in ("forward", "forward_backward"):
-            own, reference = cost(shape, measure), cost(base, measure)
-            relative = f"{own / reference:.2f}" if own and reference else ""
-            row += [ours(results, shape, measure), relative, *against(results, shape, measure)]
+        for best in (results.best(shape, "fast", measure), peer and peer[1]):
+            row.append(mebibytes(best and best["peak_bytes"]))
         rows.append(row)
-    side = ["per multiply-add, d = 128 is 1", "best peer", "speed-up"]
-    return table(["d", "shape", "forward", *side, "forward + backward", *side], rows)
-
-
-def accuracy(results: Results) -> str:
-    """The largest relative error against float64 of scores and gradients.
-
-    Where rounding changes the winner, a gradient changes by a whole token vector, with einsum in 16 bits as well.
-    """
-    groups = [group for group in HEADLINE if results.group(group)]
-    rows = []
-    for shape in (shape for group in groups for shape in results.group(group)):
-        errors = [results.worst_error(shape, competitor) for competitor in ("fast", *PEERS)]
-        rows.append([shape.title, *("" if error is None else f"{error:.1e}" for error in errors)])
-    return table(["largest relative error", *TITLES.values()], rows)
+    return table(header, rows)
 
 
 def runs_by_machine(results: Results) -> dict[tuple, list[dict]]:
@@ -157,41 +90,7 @@ def notes(results: Results) -> list[str]:
     ]
 
 
-def details(results: Results) -> list[str]:
-    """Bandwidth, host time and the sweeps' steps."""
-    lines = []
-    for shape in results.group("rerank"):
-        if ms := results.milliseconds(shape, "fast", "forward"):
-            bandwidth = shape.bytes("forward") / (ms / 1e3)
-            share = bandwidth / results.ceilings(shape)[1]
-            lines.append(f"{shape.title}: {bandwidth / 1e12:.2f} TB/s, {share:.0%} of the copy.")
-    if host := results.cells.get("host", {}).get("microseconds"):
-        for name, times in host.items():
-            each = ", ".join(f"{measure.replace('_', ' + ', 1)} {us:.0f} us" for measure, us in times.items())
-            lines.append(f"Host time of one call, {name}: {each}.")
-    for axis in results.sweeps():
-        for measure, title in (("forward", "forward"), ("forward_backward", "forward + backward")):
-            if step := results.largest_step(axis, measure):
-                lines.append(f"Sweep over {axis}, {title}: largest step {step:.2f} of the trend.")
-    return lines
-
-
-def bullets(lines: list[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def docs_table(content: dict) -> str:
-    """What docs/benchmarks.md shows."""
-    results = Results(content)
-    return headline(results) + "\n\n" + bullets(notes(results))
-
-
 def markdown(content: dict) -> str:
-    """All tables."""
+    """The table of docs/benchmarks.md. What else was measured `python -m benchmarks.compare_results` prints."""
     results = Results(content)
-    if not results.shapes:
-        return "Nothing has been measured."
-    parts = [docs_table(content), bullets(details(results)), ragged(results), dimensions(results), accuracy(results)]
-    unable = failures(results)
-    parts.append("What could not be done:\n\n" + unable if unable else "")
-    return "\n\n".join(part for part in parts if part)
+    return headline(results) + "\n\n" + "\n".join(f"- {line}" for line in notes(results))

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 import pylate_fastmaxsim
-from benchmarks.harness.tables import table
-from benchmarks.harness.timing import peak_bytes, time_calls
-from benchmarks.harness.workers import failure
+from benchmarks.operators.measure import timed
 
 # The module with the scores of each host.
 HOSTS = {"pylate": "pylate.scores", "multi-vector": "sentence_transformers.multi_vector_encoder.scoring"}
@@ -72,67 +70,25 @@ def inputs(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     queries = torch.randn(shape.queries, shape.query_length, shape.dim, device=device)
     documents = torch.randn(shape.queries, shape.ways, shape.document_length, shape.dim, device=device)
     if shape.embeddings == "clustered":
-        documents = (
-            0.7 * documents
-            + queries[:, None, :1]
-            + 0.3
-            * queries.repeat_interleave(-(-shape.document_length // shape.query_length), dim=1)[
-                :, None, : shape.document_length
-            ]
-        )
+        repeats = -(-shape.document_length // shape.query_length)
+        near = queries.repeat_interleave(repeats, dim=1)[:, None, : shape.document_length]
+        documents = 0.7 * documents + queries[:, None, :1] + 0.3 * near
     if shape.embeddings == "collapsed":
         documents = documents + 4 * torch.randn_like(documents[:, :, :1])
     mask = torch.rand(documents.shape[:3], device=device) < 0.9
-    vectors = (torch.nn.functional.normalize(each, dim=-1) for each in (queries, documents))
-    queries, documents = (each.to(getattr(torch, shape.dtype)).requires_grad_() for each in vectors)
-    return queries, documents, mask
-
-
-def metric_of(host: str, shape: Shape) -> Callable[..., Tensor]:
-    scores = importlib.import_module(HOSTS[host])
-    return (scores.XTRKDScores if shape.own else scores.XTRScores)(shape.k)
-
-
-def forward_backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    scores = forward()
-    return torch.autograd.grad(scores, leaves, torch.ones_like(scores))
+    vectors = (normalize(each, dim=-1).to(getattr(torch, shape.dtype)) for each in (queries, documents))
+    return *(each.requires_grad_() for each in vectors), mask
 
 
 def measure(cell: dict) -> dict:
     """Both paths at one shape; a failure is a result."""
     shape, device = Shape(**cell["shape"]), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     queries, documents, mask = inputs(shape, device)
-    forward = partial(metric_of(cell["host"], shape), queries, documents, documents_mask=mask)
-    measures = {"forward": forward, "forward_backward": partial(forward_backward, forward, (queries, documents))}
-    found: dict = {}
-    for name in ("stock", "fast"):
-        if name == "fast":
-            pylate_fastmaxsim.enable()
-        try:
-            found[name] = {
-                each: {**time_calls([call], device), "peak_bytes": peak_bytes(call, device)}
-                for each, call in measures.items()
-            }
-        except Exception as error:  # noqa: BLE001 - a failure is a result
-            found[name] = {"failure": failure(error)}
-        finally:
-            pylate_fastmaxsim.disable()
-    return found
-
-
-def markdown(content: dict) -> str:
-    """Forward, forward + backward and memory of both, and the ratios of forward + backward."""
-    lines = []
-    for name, cell in content["cells"].items():
-        entries, measured = [name], [cell[path].get("forward_backward") for path in ("stock", "fast")]
-        for path, both in zip(("stock", "fast"), measured, strict=True):
-            if both is None:
-                entries.append(cell[path]["failure"])
-                continue
-            memory = "" if both["peak_bytes"] is None else f", {both['peak_bytes'] / 2**20:,.0f} MiB"
-            entries.append(f"{cell[path]['forward']['ms']:.3f} / {both['ms']:.3f} ms{memory}")
-        stock, fast = measured
-        entries.append(f"{stock['ms'] / fast['ms']:.2f}x" if stock and fast else "")
-        less = stock and fast and fast["peak_bytes"] and stock["peak_bytes"] / fast["peak_bytes"]
-        lines.append([*entries, f"{less:.1f}x" if less else ""])
-    return table(["shape", "stock", "this package", "speed", "less memory"], lines)
+    module = importlib.import_module(HOSTS[cell["host"]])
+    metric = (module.XTRKDScores if shape.own else module.XTRScores)(shape.k)
+    forward = partial(metric, queries, documents, documents_mask=mask)
+    measures = {"forward": [forward]}
+    measures["forward_backward"] = [lambda: torch.autograd.grad(forward().sum(), (queries, documents))]
+    found = {"stock": timed(measures, device)}
+    with pylate_fastmaxsim.enabled():
+        return found | {"fast": timed(measures, device)}

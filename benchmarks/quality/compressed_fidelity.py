@@ -1,7 +1,6 @@
 """What compressed documents keep of the exact ranking: on random vectors with planted neighbours, and on Cranfield.
 
     python -m benchmarks compressed_fidelity --data FOLDER    # measure what is missing, then print the tables
-    python -m benchmarks compressed_fidelity --render         # only the tables of the committed results
 
 Random vectors are unit vectors. The first tokens of each query stand, more and more disturbed, in 100 documents. Cranfield
 is encoded by all-MiniLM-L6-v2, whose outputs are the token vectors of the suite static_cranfield. Codecs are
@@ -118,10 +117,8 @@ def random_vectors(options: argparse.Namespace) -> Collection:
 
     queries = drawn(options.queries, options.query_length)
     documents = drawn(options.documents, options.document_length)
-    planted, tokens = (
-        min(PLANTED, options.documents),
-        min(PLANTED_TOKENS, options.query_length, options.document_length),
-    )
+    planted = min(PLANTED, options.documents)
+    tokens = min(PLANTED_TOKENS, options.query_length, options.document_length)
     noise = torch.linspace(*NOISE, planted)[:, None, None]
     for query in queries:
         places = torch.randint(0, options.documents, (planted,), generator=generator)
@@ -134,20 +131,14 @@ def random_vectors(options: argparse.Namespace) -> Collection:
 def cranfield(options: argparse.Namespace) -> Collection:
     from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 
-    task, file = Task(options.data), options.work / "encoded.pt"
-    if not file.exists():
-        options.work.mkdir(parents=True, exist_ok=True)
-        texts = {"queries": task.queries, "documents": task.documents}
-        made = {
-            name: retriever_of(task.encoder).encode(each, 32, is_query=name == "queries")
-            for name, each in texts.items()
-        }
-        torch.save(made, file)
-    made = torch.load(file, weights_only=False)
-    batches = (
-        TokenBatch.from_list([tokens.to(options.device) for tokens in batch.values.split(batch.lengths.tolist())])
-        for batch in (made["queries"], made["documents"])
-    )
+    task = Task(options.data)
+    encoder = retriever_of(task.encoder)
+    batches = []
+    for texts, is_query in ((task.queries, True), (task.documents, False)):
+        made = encoder.encode(texts, 32, is_query=is_query)
+        batches.append(
+            TokenBatch.from_list([each.to(options.device) for each in made.values.split(made.lengths.tolist())])
+        )
     return Collection(*batches, metrics=task.metrics, centroids=options.centroids)
 
 
@@ -155,7 +146,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=Path, help="folder of the collection, in BEIR's layout; without it only random vectors"
     )
-    parser.add_argument("--work", type=Path, default=Path("runs/compressed_fidelity"), help="folder for embeddings")
     parser.add_argument("--device", default="cpu", help="where to score")
     parser.add_argument("--queries", type=int, default=64, help="of random vectors, as the next four")
     parser.add_argument("--query-length", type=int, default=32)

@@ -2,7 +2,6 @@
 
     python -m benchmarks cranfield --data FOLDER                 # measure what is missing, then print the table
     python -m benchmarks cranfield --data FOLDER --workers 2     # two processes at a time
-    python -m benchmarks cranfield --render                      # only the table of the committed results
 
 The encoder is all-MiniLM-L6-v2 with a projection to 128 dimensions drawn from the seed. recipes/colbert_msmarco.yaml
 trains it on titles and texts of the collection; then recipes/colbert_kd_mine.yaml mines hard negatives with it and
@@ -258,23 +257,8 @@ def largest_difference(cells: dict, stage: str, metric: str) -> float | None:
     return max((abs(fast[seed] - stock[seed]) for seed in stock.keys() & fast.keys()), default=None)
 
 
-def largest_loss_difference(cells: dict) -> float | None:
-    """Between fast and stock, over all steps of all stages and seeds; None where no seed has both."""
-    stock = {name: cell for name, cell in cells.items() if cell["cell"]["path"] == "stock"}
-    pairs = [(cell["losses"], cells.get(name.replace("stock", "fast"))) for name, cell in stock.items()]
-    return max(
-        (
-            abs(one - other)
-            for losses, fast in pairs
-            if fast
-            for (_, one), (_, other) in zip(losses, fast["losses"], strict=True)
-        ),
-        default=None,
-    )
-
-
 def markdown(content: dict) -> str:
-    """Rows for each metric: both paths and their largest difference; then the seeds and the teacher."""
+    """Rows for each metric: both paths and their largest difference."""
     cells, rows = content["cells"], []
     if len({json.dumps(cell["environment"]["settings"], sort_keys=True) for cell in cells.values()}) > 1:
         raise SystemExit("The cells of this file have different settings; choose another file with --results.")
@@ -285,19 +269,7 @@ def markdown(content: dict) -> str:
         gaps = [largest_difference(cells, stage, metric) for stage in list(STAGE_TITLES)[1:]]
         entries = ["" if gap is None else f"{gap:.4f}" for gap in gaps]
         rows.append([f"{title}, fast against stock at most", "", *entries])
-    lines = [table(["", *STAGE_TITLES.values()], rows)]
-    by_stage = [values(cells, stage, "fast", "ndcg@10") for stage in STAGE_TITLES]
-    if all(by_stage):
-        seeds = [", ".join(f"{by_seed[seed]:.4f}" for by_seed in by_stage) for seed in by_stage[-1]]
-        lines += ["", "nDCG@10 of each seed, fast, from stage to stage: " + "; ".join(seeds) + "."]
-    for cell in cells.values():
-        if cell["cell"]["stage"] == "teacher":
-            scores = ", ".join(f"{title} {cell[metric]:.4f}" for metric, title in METRICS.items())
-            lines += ["", f"The teacher: {scores}."]
-    gap = largest_loss_difference(cells)
-    if gap is not None:
-        lines += ["", f"The losses of a step differ by at most {gap:.1e} between the paths."]
-    return "\n".join(lines)
+    return table(["", *STAGE_TITLES.values()], rows)
 
 
 def _mean_and_spread(by_seed: dict[int, float]) -> str:

@@ -1,7 +1,6 @@
 """A synthetic study of pooling: what the maximum, top-4 and softmax do to gradients, long documents and injected tokens.
 
     python -m benchmarks pooling_study --workers 16         # measure what is missing, tables, figures
-    python -m benchmarks pooling_study --render
     python -m benchmarks pooling_study --quick --results /tmp/pooling_study.json      # seconds; figures mean nothing
 
 It follows "Spike hijacking in late-interaction retrieval" (arXiv 2604.05253): 100 concepts, tokens of queries and
@@ -279,12 +278,12 @@ def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator
 
 
 def markdown(content: dict) -> str:
-    from benchmarks.quality.pooling_study_report import tables
+    from benchmarks.quality.pooling_study_report import checks_table
 
-    return "\n\n".join(tables(content).values())
+    return checks_table(content)
 
 
 def plot(content: dict, target: Path) -> None:
-    from benchmarks.quality.pooling_study_plots import plot_all
+    from benchmarks.quality import pooling_study_report
 
-    plot_all(content, target)
+    pooling_study_report.plot(content, target)

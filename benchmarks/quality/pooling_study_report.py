@@ -1,13 +1,13 @@
-"""What the published study of pooling says beside what was measured: checks, tables, figures.
-
-Tables have means over seeds. What is not measured yet is left out or empty.
-"""
+"""What the published study of pooling says beside what was measured: a table of checks, and plots, means over seeds."""
 
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
+from benchmarks.harness.plots import COLOURS, Line, curves
 from benchmarks.harness.tables import table
 from benchmarks.quality.pooling_study import (
     INJECTED,
@@ -25,17 +25,20 @@ TOLERANCE = 0.03
 
 # Readings of the text. The project holds itself to the first of each; the others are reported.
 GRADIENTS = ("score", "loss")
-QUERIES = ("training", "held_out")
-SWEEPS = ("evaluated", "retrained")
-QUERIES_TITLES = {"training": "training queries", "held_out": "held-out queries"}
-SWEEP_TITLES = {"evaluated": "trained at M = 64", "retrained": "trained at each M"}
+QUERIES = {"training": "training queries", "held_out": "held-out queries"}
+SWEEPS = {"evaluated": "trained at M = 64", "retrained": "trained at each M"}
 PLACES = {"others": "all but the positive", "all": "all documents"}
-CHECKS = {
-    "gini": "Gini .78 / .45 / .18, within .03",
-    "order": "max above top-4 above softmax at every epoch",
-    "crossing": "max ahead of top-4 at M = 32, behind at 64 and above",
-    "lowest": "softmax lowest in Recall@1 up to M = 64",
-}
+COLOUR_OF = dict(zip(POOLINGS, COLOURS[1:], strict=True))
+
+
+class Check(NamedTuple):
+    """Something published in one reading, whether it is so here, and what was measured."""
+
+    published: str
+    reading: str
+    held_to: bool
+    passed: bool
+    measured: str
 
 
 def seeds_of(cells: dict, pooling: str, tokens: int = PANEL_TOKENS, dimension: int = SWEEP_DIMENSION) -> list[dict]:
@@ -56,187 +59,133 @@ def ginis(cells: dict, pooling: str, gradient: str) -> list[list[float]]:
     return [cell["gini"][gradient] for cell in seeds_of(cells, pooling)]
 
 
-def injected_recall(cells: dict, pooling: str, dimension: int, queries: str, kind: str, where: str) -> dict[int, float]:
-    """Mean Recall@1 over seeds by K, the number of injected tokens; empty if not measured yet."""
-    runs = [cell["injection"][queries] for cell in seeds_of(cells, pooling, dimension=dimension)]
-    if not runs:
-        return {}
-    return {0: mean(run["none"] for run in runs)} | {
-        k: mean(run[kind][str(k)][where] for run in runs) for k in INJECTED
-    }
-
-
-def kept(recall: dict[int, float]) -> dict[int, float | None]:
-    """Of :func:`injected_recall`, the share of that without injected tokens; None if it is 0 or not measured yet."""
-    return {k: recall[k] / recall[0] if recall.get(0) else None for k in INJECTED}
-
-
-def checks(cells: dict) -> list[dict]:
-    """Each with ``check``, ``reading``, ``held_to``, ``figures`` and ``pass``. Leaves out what is not measured yet."""
+def checks(cells: dict) -> list[Check]:
+    """All that is measured; what is not yet is left out."""
     found = []
-
-    def add(check: str, reading: str, held_to: bool, result: dict) -> None:
-        found.append({"check": check, "reading": reading, "held_to": held_to, **result})
-
     for gradient in GRADIENTS:
         if all(seeds_of(cells, pooling) for pooling in POOLINGS):
-            for check, result in (("gini", _levels(cells, gradient)), ("order", _order(cells, gradient))):
-                add(check, f"gradient of the {gradient}", gradient == GRADIENTS[0], result)
-    for queries, sweep in itertools.product(QUERIES, SWEEPS):
-        runs = {
-            (pooling, tokens): recalls(cells, pooling, tokens, queries, sweep)
-            for pooling in POOLINGS
-            for tokens in LENGTHS
-        }
-        if all(runs.values()):
-            means = {pooling: {tokens: mean(runs[pooling, tokens]) for tokens in LENGTHS} for pooling in POOLINGS}
-            first = (queries, sweep) == (QUERIES[0], SWEEPS[0])
-            for check, result in (("crossing", _crossing(runs)), ("lowest", _lowest(means))):
-                add(check, f"{QUERIES_TITLES[queries]}, {SWEEP_TITLES[sweep]}", first, result)
+            for check in (_levels, _order):
+                reading = f"gradient of the {gradient}", gradient == GRADIENTS[0]
+                found.append(check(*reading, {each: ginis(cells, each, gradient) for each in POOLINGS}))
+    for place, (queries, sweep) in enumerate(itertools.product(QUERIES, SWEEPS)):
+        runs = {each: {m: recalls(cells, each, m, queries, sweep) for m in LENGTHS} for each in POOLINGS}
+        if all(by_seed for of_pooling in runs.values() for by_seed in of_pooling.values()):
+            reading = f"{QUERIES[queries]}, {SWEEPS[sweep]}", place == 0
+            found += [_crossing(*reading, runs), _lowest(*reading, runs)]
     return found
 
 
-def _levels(cells: dict, gradient: str) -> dict:
+def _slashed(values: dict[str, float]) -> str:
+    return " / ".join(f"{values[pooling]:.3f}" for pooling in POOLINGS)
+
+
+def _levels(reading: str, held_to: bool, runs: dict[str, list[list[float]]]) -> Check:
     """Gini coefficients of the last epoch are as published."""
-    measured = {pooling: round(mean(run[-1] for run in ginis(cells, pooling, gradient)), 3) for pooling in POOLINGS}
-    passed = all(abs(measured[pooling] - PUBLISHED_GINI[pooling]) <= TOLERANCE for pooling in POOLINGS)
-    return {"figures": {"measured": measured, "published": PUBLISHED_GINI}, "pass": passed}
+    last = {pooling: round(mean(run[-1] for run in seeds), 3) for pooling, seeds in runs.items()}
+    passed = all(abs(last[pooling] - PUBLISHED_GINI[pooling]) <= TOLERANCE for pooling in POOLINGS)
+    return Check("Gini .78 / .45 / .18, within .03", reading, held_to, passed, _slashed(last))
 
 
-def _order(cells: dict, gradient: str) -> dict:
+def _order(reading: str, held_to: bool, runs: dict[str, list[list[float]]]) -> Check:
     """Gradients are more concentrated with the maximum than with top-4, and with that than with softmax."""
-    runs = [ginis(cells, pooling, gradient) for pooling in POOLINGS]
+    every = {pooling: list(itertools.chain(*seeds)) for pooling, seeds in runs.items()}
     smallest = {
-        f"{one} - {other}": round(
-            min(a - b for pair in zip(above, below, strict=True) for a, b in zip(*pair, strict=True)), 3
-        )
-        for (one, above), (other, below) in itertools.pairwise(zip(POOLINGS, runs, strict=True))
+        f"{one} - {other}": min(a - b for a, b in zip(every[one], every[other], strict=True))
+        for one, other in itertools.pairwise(POOLINGS)
     }
-    return {"figures": {"smallest difference of any epoch and seed": smallest}, "pass": min(smallest.values()) > 0}
+    shown = ", ".join(f"{value:+.3f} ({key})" for key, value in smallest.items())
+    measured = f"smallest difference of any epoch and seed: {shown}"
+    return Check("max above top-4 above softmax at every epoch", reading, held_to, min(smallest.values()) > 0, measured)
 
 
-def _crossing(runs: dict[tuple[str, int], list[float]]) -> dict:
+def _crossing(reading: str, held_to: bool, runs: dict[str, dict[int, list[float]]]) -> Check:
     """The maximum is ahead of top-4 on the shortest documents and behind on all others, on average over seeds."""
-    differences = {
-        str(tokens): [one - other for one, other in zip(runs["max", tokens], runs["top-4", tokens], strict=True)]
-        for tokens in LENGTHS
-    }
-    ahead = {tokens: round(mean(values), 3) for tokens, values in differences.items()}
-    seeds = {tokens: f"{sum(value > 0 for value in values)} of {len(values)}" for tokens, values in differences.items()}
-    shortest, *longer = ahead.values()
-    return {"figures": {"max - top-4": ahead, "seeds ahead": seeds}, "pass": shortest > 0 and max(longer) < 0}
+    more = {m: [a - b for a, b in zip(runs["max"][m], runs["top-4"][m], strict=True)] for m in LENGTHS}
+    shortest, *longer = (mean(seeds) for seeds in more.values())
+    shown = (
+        f"M = {m}: {mean(seeds):+.3f}, ahead in {sum(each > 0 for each in seeds)} of {len(seeds)}"
+        for m, seeds in more.items()
+    )
+    published = "max ahead of top-4 at M = 32, behind at 64 and above"
+    return Check(published, reading, held_to, shortest > 0 and max(longer) < 0, "; ".join(shown))
 
 
-def _lowest(means: dict[str, dict[int, float]]) -> dict:
+def _lowest(reading: str, held_to: bool, runs: dict[str, dict[int, list[float]]]) -> Check:
     """Softmax has the lowest Recall@1 on documents of up to 64 tokens."""
-    figures = {
-        str(tokens): {pooling: round(means[pooling][tokens], 3) for pooling in POOLINGS}
-        for tokens in LENGTHS
-        if tokens <= PANEL_TOKENS
-    }
-    passed = all(row["softmax"] < min(row["max"], row["top-4"]) for row in figures.values())
-    return {"figures": figures, "pass": passed}
-
-
-def not_reproduced(cells: dict) -> list[dict]:
-    """Published figures to which the project does not hold itself, with what was measured in their place."""
-    found = []
-    if all(seeds_of(cells, pooling) for pooling in POOLINGS):
-        for queries in QUERIES:
-            measured = {
-                pooling: mean(recalls(cells, pooling, PANEL_TOKENS, queries, "evaluated")) for pooling in POOLINGS
-            }
-            found.append(_beside("Recall@1 of .33 to .38", f"{QUERIES_TITLES[queries]}, M = {PANEL_TOKENS}", measured))
-        for kind in ("random tokens", "random embeddings"):
-            measured = {}
-            for pooling in POOLINGS:
-                recall = injected_recall(cells, pooling, SWEEP_DIMENSION, QUERIES[0], kind, "others")
-                measured[pooling] = kept(recall)[INJECTED[-1]]
-            reading = f"{kind}, K = {INJECTED[-1]}"
-            found.append(_beside("97% of Recall@1 kept under Gaussian injection at d = 16", reading, measured))
-    return found
-
-
-def _beside(published: str, reading: str, measured: dict[str, float | None]) -> dict:
-    rounded = {pooling: None if value is None else round(value, 3) for pooling, value in measured.items()}
-    return {"published": published, "reading": reading, "measured": rounded}
+    means = {m: {pooling: mean(runs[pooling][m]) for pooling in POOLINGS} for m in LENGTHS if m <= PANEL_TOKENS}
+    passed = all(row["softmax"] < min(row["max"], row["top-4"]) for row in means.values())
+    measured = "; ".join(f"M = {m}: {_slashed(row)}" for m, row in means.items())
+    return Check("softmax lowest in Recall@1 up to M = 64", reading, held_to, passed, measured)
 
 
 def checks_table(content: dict) -> str:
     """Each check in each reading; those in bold are held to."""
     rows = []
-    for name, title in CHECKS.items():
-        for check in (check for check in checks(content["cells"]) if check["check"] == name):
-            reading = f"**{check['reading']}**" if check["held_to"] else check["reading"]
-            rows.append([title, reading, "yes" if check["pass"] else "no", _figures(name, check["figures"])])
-            title = ""
+    found = checks(content["cells"])
+    for published in dict.fromkeys(check.published for check in found):
+        of_check = [check for check in found if check.published == published]
+        for place, (_, reading, held_to, passed, measured) in enumerate(of_check):
+            mark = "**" * held_to
+            rows.append(["" if place else published, f"{mark}{reading}{mark}", "yes" if passed else "no", measured])
     return table(["published", "reading", "reproduced", "measured"], rows)
 
 
-def _figures(check: str, figures: dict) -> str:
-    if check == "gini":
-        return _by_pooling(figures["measured"])
-    if check == "lowest":
-        return "; ".join(f"M = {tokens}: {_by_pooling(means)}" for tokens, means in figures.items())
-    if check == "crossing":
-        ahead, seeds = figures["max - top-4"], figures["seeds ahead"]
-        return "; ".join(f"M = {tokens}: {ahead[tokens]:+.3f}, ahead in {seeds[tokens]}" for tokens in ahead)
-    [(title, values)] = figures.items()
-    return f"{title}: " + ", ".join(f"{value:+.3f} ({key})" for key, value in values.items())
-
-
-def _by_pooling(values: dict[str, float | None]) -> str:
-    return " / ".join("none" if values[pooling] is None else f"{values[pooling]:.3f}" for pooling in POOLINGS)
-
-
-def not_reproduced_table(content: dict) -> str:
-    rows = [
-        [each["published"], each["reading"], _by_pooling(each["measured"])] for each in not_reproduced(content["cells"])
-    ]
-    return table(["published", "reading", "measured: max / top-4 / softmax"], rows)
-
-
-def gini_table(content: dict) -> str:
-    """After the last epoch; in brackets the lowest and highest seed. Below, the seeds of all tables."""
-    rows = []
-    for pooling in POOLINGS:
-        last = [[run[-1] for run in ginis(content["cells"], pooling, gradient)] for gradient in GRADIENTS]
-        entries = [f"{mean(runs):.3f} ({min(runs):.3f} to {max(runs):.3f})" if runs else "" for runs in last]
-        rows.append([pooling, f"{PUBLISHED_GINI[pooling]:.2f}", *entries])
-    seeds = sorted({cell["cell"]["seed"] for cell in content["cells"].values()})
-    made = table(["pooling", "published", *(f"gradient of the {gradient}" for gradient in GRADIENTS)], rows)
-    return f"{made}\n\nSeeds: {', '.join(map(str, seeds))}."
-
-
-def recall_table(content: dict) -> str:
-    """Recall@1 by document length, in all readings."""
-    rows = []
-    for queries, sweep, pooling in itertools.product(QUERIES, SWEEPS, POOLINGS):
-        runs = [recalls(content["cells"], pooling, tokens, queries, sweep) for tokens in LENGTHS]
-        entries = [f"{mean(run):.3f}" if run else "" for run in runs]
-        rows.append([QUERIES_TITLES[queries], SWEEP_TITLES[sweep], pooling, *entries])
-    return table(["Recall@1 of", "", "pooling", *(f"M = {tokens}" for tokens in LENGTHS)], rows)
-
-
-def injection_table(content: dict) -> str:
-    """Recall@1 of training queries without injected tokens, and the share of it that is left with them."""
-    cells, rows, last = content["cells"], [], INJECTED[-1]
-    for kind, (where, place), pooling in itertools.product(KINDS, PLACES.items(), POOLINGS):
-        found = injected_recall(cells, pooling, INJECTION_DIMENSION, QUERIES[0], kind, where)
-        shares = ["" if share is None else f"{share:.0%}" for share in kept(found).values()]
-        runs = [cell["injection"][QUERIES[0]][kind] for cell in seeds_of(cells, pooling, dimension=INJECTION_DIMENSION)]
-        hijacked = f"{mean(run[str(last)]['hijacked'] for run in runs):.0%}" if runs else ""
-        rows.append([kind, place, pooling, f"{found[0]:.3f}" if found else "", *shares, hijacked])
-    columns = [f"K = {k}" for k in (0, *INJECTED)]
-    return table(["injected", "into", "pooling", *columns, f"hijacked at K = {last}"], rows)
-
-
-def tables(content: dict) -> dict[str, str]:
-    """By the name that marks their place in docs/losses.md#a-study-of-pooling."""
-    return {
-        "pooling-checks-table": checks_table(content),
-        "pooling-gini-table": gini_table(content),
-        "pooling-recall-table": recall_table(content),
-        "pooling-injection-table": injection_table(content),
-        "pooling-not-reproduced-table": not_reproduced_table(content),
+def plot(content: dict, results: Path) -> None:
+    """Gradients over epochs, Recall@1 by document length, and injected tokens, a file each beside the results file."""
+    cells = content["cells"]
+    parts = {
+        "gini": ("Concentration of gradients on the tokens of a positive, M = 64 (dashed: published)", _gini(cells), 1),
+        "recall": ("Recall@1 by document length (solid: training queries, dotted: held-out)", _recall(cells), 1),
+        "injection": (f"Injected tokens, d = {INJECTION_DIMENSION}, M = 64, training queries", _injection(cells), 2),
     }
+    for name, (title, panels, rows) in parts.items():
+        curves(panels, results.with_name(f"{results.stem}_{name}.png"), title, rows)
+
+
+def _gini(cells: dict) -> list[tuple[dict, list[Line]]]:
+    """The mean over seeds, with the range of seeds."""
+    panels = []
+    for gradient in GRADIENTS:
+        lines = []
+        for pooling, colour in COLOUR_OF.items():
+            epochs = [*enumerate(zip(*ginis(cells, pooling, gradient), strict=True), 1)]
+            band = [(min(each), max(each)) for _, each in epochs]
+            lines.append(Line(pooling, colour, [(epoch, mean(each)) for epoch, each in epochs], "-", band))
+            lines.append(Line(None, colour, [(epoch, PUBLISHED_GINI[pooling]) for epoch, _ in epochs], "--"))
+        axis = {"title": f"gradient of the {gradient}", "xlabel": "epoch", "ylabel": "Gini coefficient", "ylim": (0, 1)}
+        panels.append((axis, lines))
+    return panels
+
+
+def _recall(cells: dict) -> list[tuple[dict, list[Line]]]:
+    panels = []
+    for sweep, title in SWEEPS.items():
+        lines = []
+        for (pooling, colour), (queries, style) in itertools.product(
+            COLOUR_OF.items(), zip(QUERIES, ("o-", "s:"), strict=True)
+        ):
+            runs = {tokens: recalls(cells, pooling, tokens, queries, sweep) for tokens in LENGTHS}
+            points = [(tokens, mean(run)) for tokens, run in runs.items() if run]
+            lines.append(Line(pooling if queries == "training" else None, colour, points, style))
+        scale = {
+            "xscale": "log",
+            "xticks": LENGTHS,
+            "xlabel": "document tokens M",
+            "ylabel": "Recall@1",
+            "ylim": (0, 1),
+        }
+        panels.append(({"title": title, **scale}, lines))
+    return panels
+
+
+def _injection(cells: dict) -> list[tuple[dict, list[Line]]]:
+    panels = []
+    for (where, place), kind in itertools.product(PLACES.items(), KINDS):
+        lines = []
+        for pooling, colour in COLOUR_OF.items():
+            runs = [cell["injection"]["training"] for cell in seeds_of(cells, pooling, dimension=INJECTION_DIMENSION)]
+            at = {0: [run["none"] for run in runs], **{k: [run[kind][str(k)][where] for run in runs] for k in INJECTED}}
+            lines.append(Line(pooling, colour, [(k, mean(each)) for k, each in at.items() if each]))
+        axis = {"title": f"{kind}, in {place}", "xlabel": "injected tokens K", "ylabel": "Recall@1", "ylim": (0, 1.02)}
+        panels.append((axis, lines))
+    return panels

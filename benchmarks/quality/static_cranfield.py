@@ -1,7 +1,6 @@
 """Static late interaction on the Cranfield collection: quality, sparsity and time against the threshold.
 
     python -m benchmarks static_cranfield --data FOLDER    # measure what is missing, print the table, draw the plot
-    python -m benchmarks static_cranfield --render         # only table and plot of the results
 
 The table of token vectors is made of all-MiniLM-L6-v2 as model2vec does it, without training: each token of the vocabulary
 alone through the encoder, the mean of its outputs, PCA to 256 dimensions, and a weight by the rank of the token (SIF over
@@ -268,16 +267,6 @@ def markdown(content: dict) -> str:
     rows = [_row(title, cells[name], ["IDF"])[:-1] for title, name in named.items() if name in cells]
     parts.append("With IDF of query tokens and BM25's saturation of document tokens:")
     parts.append(table(["threshold", "entries a document", "nDCG@10", "a document", "a query"], rows))
-    if ENCODER_CELL in cells:
-        cell = cells[ENCODER_CELL]
-        parts.append(
-            f"The encoder's own late interaction, from its outputs for whole texts: nDCG@10 {ndcg(cell, 'none')}, "
-            f"{_ms(cell['documents_ms'])} a document, {_ms(cell['search_ms'])} a query."
-        )
-    seconds = [f"{cell['table_seconds']:.0f} s" for cell in cells.values() if "table_seconds" in cell]
-    if seconds:
-        machine = next(iter(cells.values()))["environment"]["host"]
-        parts.append(f"On {machine}; the neighbours of all tokens are made once, in {seconds[0]}.")
     return "\n\n".join(parts)
 
 
@@ -292,25 +281,22 @@ def _ms(value: float) -> str:
 
 def plot(content: dict, target: Path) -> None:
     """nDCG@10 against the entries of a document, a point for each threshold, beside the results file."""
-    from benchmarks.harness.plots import COLOURS, plt
+    from benchmarks.harness.plots import COLOURS, Line, curves
 
-    cells = content["cells"]
-    figure, axis = plt.subplots(figsize=(7, 5))
+    cells, lines = content["cells"], []
     for (title, (weights, documents, thresholds)), colour in zip(LINES.items(), COLOURS, strict=True):
         known = {each: cells[cell_name(each, documents)] for each in thresholds if cell_name(each, documents) in cells}
         points = [(cell["nonzeros"], cell["metrics"][weights]["ndcg@10"]) for cell in known.values()]
-        axis.plot(*zip(*points, strict=True), "-o", color=colour, label=title)
-        if title in ("no weights", "IDF and BM25's saturation"):
-            for threshold, point in zip(known, points, strict=True):
-                axis.annotate(f"{threshold:g}", point, (0, 6), textcoords="offset points", fontsize=8, ha="center")
-    for name, weights, line in ((ENCODER_CELL, "none", "--"), (BM25_CELL, "IDF", ":")):
+        texts = [f"{each:g}" for each in known] if title in ("no weights", "IDF and BM25's saturation") else []
+        lines.append(Line(title, colour, points, texts=texts))
+    ends = [find(x for line in lines for x, _ in line.points) for find in (min, max)]
+    for name, title, weights, style in (
+        (ENCODER_CELL, "the encoder's late interaction", "none", "--"),
+        (BM25_CELL, "BM25", "IDF", ":"),
+    ):
         if name in cells:
-            title = "the encoder's late interaction" if name == ENCODER_CELL else name
-            axis.axhline(cells[name]["metrics"][weights]["ndcg@10"], linestyle=line, color=COLOURS[0], label=title)
-    axis.set(xlabel="entries a document", ylabel="nDCG@10", title="Cranfield, by threshold", xscale="log")
-    axis.grid(alpha=0.3, which="both")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(target.with_suffix(".png"), dpi=150)
-    plt.close(figure)
+            lines.append(
+                Line(title, COLOURS[0], [(x, cells[name]["metrics"][weights]["ndcg@10"]) for x in ends], style)
+            )
+    axis = {"xlabel": "entries a document", "ylabel": "nDCG@10", "xscale": "log"}
+    curves([(axis, lines)], target.with_suffix(".png"), "Cranfield, by threshold")

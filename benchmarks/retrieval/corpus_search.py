@@ -3,7 +3,6 @@ by PyLate's own scoring.
 
     python -m benchmarks corpus_search --folder /data/corpora
     python -m benchmarks corpus_search --folder /tmp/corpora --passages 500 --queries 4 --dim 16 --centroids 32 --results /tmp/a.json
-    python -m benchmarks corpus_search --render      # table and plot from the committed results
 
 Passages are random unit vectors, log-normal in length and truncated at 300 tokens; a million take about 20 GB of disk as
 bf16, 10 as int8 and as fp8, 6 and 4 as residual codes of 4 and 2 bits. Each format is written once, to a folder in
@@ -18,13 +17,11 @@ the whole corpus is extrapolated. Results are written after each stage.
 from __future__ import annotations
 
 import argparse
-import statistics
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from pylate.scores import colbert_scores
@@ -32,15 +29,17 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from benchmarks.harness.lengths import SIGMA
-from benchmarks.harness.tables import table
-from pylate_fastmaxsim import CompressedBatch, ResidualCodec, TokenBatch
+from benchmarks.harness.tables import table, times
+from benchmarks.harness.timing import seconds_of
+from pylate_fastmaxsim import ResidualCodec, TokenBatch
 from pylate_fastmaxsim.retrieval.corpus import TOKENS_PER_BATCH, Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.search import search
 
-Batch = TokenBatch | CompressedBatch
 Found = tuple[Tensor, Tensor]
 
 LONGEST = 300  # tokens of a passage
+QUERY_LENGTH = 32
+REPEATS = 3  # of a search
 # Stock holds the similarities twice, plain and masked, and their maxima.
 SHARE_OF_MEMORY = 0.35
 CPU_CHUNK = 64  # passages
@@ -65,81 +64,48 @@ def passages(options: argparse.Namespace, device: torch.device) -> Iterator[Toke
         yield TokenBatch.from_packed(normalize(values, dim=-1).bfloat16(), bounds, max_length=LONGEST)
 
 
-def timed(call: Callable[[], Any], device: torch.device, repeats: int = 1) -> tuple[dict, Any]:
-    """Seconds, and peak memory beyond what was allocated before, of a call; and what it returned last."""
-    on_gpu = device.type == "cuda"
-    before = 0
-    if on_gpu:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-    each = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        result = call()
-        if on_gpu:
-            torch.cuda.synchronize()
-        each.append(time.perf_counter() - began)
-    peak = torch.cuda.max_memory_allocated() - before if on_gpu else None
-    return {"seconds": statistics.median(each), "each_seconds": each, "peak_bytes": peak}, result
-
-
 @torch.no_grad()
-def stock_search(queries: Tensor, chunks: Iterable[TokenBatch], k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def stock_search(queries: Tensor, chunks: Iterable[TokenBatch], k: int, dtype: torch.dtype) -> Found:
     """The top ``k`` over padded chunks, scored by PyLate."""
-    best = positions = None
-    first = 0
+    parts, first = [], 0
     for chunk in chunks:
         values, mask = chunk.to_padded()
         scores = colbert_scores(queries, values.to(dtype), documents_mask=mask.to(dtype), backend="torch")
         del values, mask
         found, order = scores.topk(min(k, len(chunk)))
-        order = order + first
-        if best is not None:
-            found, order = torch.cat([best, found], dim=1), torch.cat([positions, order], dim=1)
+        parts = [*parts, (found, order + first)]
+        found, order = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
         best, places = found.topk(min(k, found.shape[1]))
-        positions = order.gather(1, places)
-        first += len(chunk)
-    return best, positions
-
-
-def chunk_size(queries: Tensor, dtype: torch.dtype) -> int:
-    """How many passages fit with their similarities to all queries."""
-    if queries.device.type != "cuda":
-        return CPU_CHUNK
-    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    tokens = queries.shape[0] * queries.shape[1] * LONGEST
-    return max(1, int(SHARE_OF_MEMORY * free) // (tokens * dtype.itemsize))
+        parts, first = [(best, order.gather(1, places))], first + len(chunk)
+    return parts[0]
 
 
 def stock(
-    queries: Tensor, corpus: Corpus, count: int, k: int, dtype: torch.dtype, mean: int
-) -> tuple[dict, tuple[Tensor, Tensor]]:
+    queries: Tensor, corpus: Corpus, count: int, options: argparse.Namespace, dtype: torch.dtype
+) -> tuple[dict, Found]:
     """Time and result of stock for the first ``count`` passages, in the largest chunks that fit."""
-    queries = queries.to(dtype)
+    queries, cuda = queries.to(dtype), queries.device.type == "cuda"
 
-    def found(passages: int, size: int) -> tuple[Tensor, Tensor]:
-        return stock_search(queries, corpus.batches(queries.device, size * mean, end=passages), k, dtype)
+    def found(passages: int) -> Found:
+        chunks = corpus.batches(queries.device, size * options.mean, end=passages)
+        return stock_search(queries, chunks, options.k, dtype)
 
-    size = chunk_size(queries, dtype)
-    while not fits(partial(found, min(count, 2 * size), size)):  # which also warms up
-        size //= 2
-    result, best = timed(partial(found, count, size), queries.device)
+    size = CPU_CHUNK
+    if cuda:
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        size = max(1, int(SHARE_OF_MEMORY * free) // (queries[..., 0].numel() * LONGEST * dtype.itemsize))
+    while True:
+        try:
+            found(min(count, 2 * size))  # which also warms up
+            break
+        except torch.OutOfMemoryError:
+            size //= 2
+        torch.cuda.empty_cache()
+    result, best = seconds_of(lambda: found(count), queries.device)
     return {**result, "passages": count, "passages_per_chunk": size, "dtype": str(dtype).removeprefix("torch.")}, best
 
 
-def fits(call: Callable[[], object]) -> bool:
-    """Whether a call fits in the memory of the device."""
-    try:
-        call()
-        return True
-    except torch.OutOfMemoryError:
-        pass
-    torch.cuda.empty_cache()
-    return False
-
-
-def difference(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> dict:
+def difference(found: Found, expected: Found) -> dict:
     """How far two results differ, in scores rank by rank and in passages."""
     (scores, positions), (other, others) = found, expected
     shared = (positions[:, :, None] == others[:, None, :]).any(2)
@@ -151,199 +117,118 @@ def difference(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) ->
     }
 
 
-@dataclass(frozen=True)
-class Row:
-    """One way to search the whole corpus."""
-
-    title: str
-    seconds: float
-    peak_bytes: int | None
-    disk_bytes: int | None = None
-    same: float | None = None  # share of bf16's results
-
-    @property
-    def memory(self) -> str:
-        return "" if self.peak_bytes is None else f"{self.peak_bytes / 2**30:.1f} GiB"
-
-
-def rows(content: dict) -> list[Row]:
-    """All ways that were measured, PyLate last."""
-    found, cells = [], content["cells"]
-    for name in FORMATS:
-        stages = {key.partition("/")[2]: cell for key, cell in cells.items() if key.startswith(f"{name}/")}
-        for path, title in TITLES.items():
-            if path in stages:
-                stage = stages[path]
-                same = stage.get("difference", {}).get("share_of_same_passages")
-                row = Row(f"{name}, {title}", stage["seconds"], stage["peak_bytes"], stages["write"]["bytes"], same)
-                found.append(row)
-    if stock := cells.get("stock"):
-        whole = stock["seconds"] * stock["environment"]["setting"]["passages"] / stock["passages"]
-        found.append(Row("PyLate", whole, stock["peak_bytes"]))
-    return found
-
-
 def markdown(content: dict) -> str:
-    """A table of the ways to search, for the whole corpus."""
-    setting, paths = setting_of(content), content["cells"]
-    count = setting["passages"]
+    """A table of the ways to search, for the whole corpus, PyLate last."""
+    cells, setting = content["cells"], setting_of(content)
+    stock = cells.get("stock")
+    share = setting["passages"] / stock["passages"] if stock else 1
+    whole = stock and stock["seconds"] * share
+    lines = []
+
+    def add(title: str, cell: dict, seconds: float, disk_bytes: int | None = None) -> None:
+        peak, same = cell["peak_bytes"], cell.get("difference", {}).get("share_of_same_passages")
+        entries = [f"{seconds:.2f} s", times(whole, seconds), "" if peak is None else f"{peak / 2**30:.1f} GiB"]
+        entries.append("" if disk_bytes is None else f"{disk_bytes / 1e9:.1f} GB")
+        lines.append([title, *entries, "" if same is None or cell is stock else f"{same:.1%}"])
+
+    for name, (path, title) in itertools.product(FORMATS, TITLES.items()):
+        if (cell := cells.get(f"{name}/{path}")) is not None:
+            add(f"{name}, {title}", cell, cell["seconds"], cells[f"{name}/write"]["bytes"])
+    if stock:
+        add("PyLate", stock, whole)
     header = ["path", "time", "relative to PyLate", "device memory beyond what was held before", "on disk"]
-    header.append(f"of bf16's best {setting['k']}")
-    whole = {row.title: row.seconds for row in rows(content)}.get("PyLate")
-    cells = [
-        [
-            row.title,
-            f"{row.seconds:.2f} s",
-            "" if whole is None else f"{whole / row.seconds:.1f}x",
-            row.memory,
-            "" if row.disk_bytes is None else f"{row.disk_bytes / 1e9:.1f} GB",
-            "" if row.same is None else f"{row.same:.1%}",
-        ]
-        for row in rows(content)
-    ]
-    lines = [table(header, cells)]
-    if "stock" in paths and paths["stock"]["passages"] < count:
-        part = paths["stock"]
-        lines.append(
-            f"\nPyLate's time is that of {part['passages']:,} of the {count:,} passages, {part['seconds']:.2f} s, times "
-            f"{count / part['passages']:g}."
+    text = table([*header, f"of bf16's best {setting['k']}"], lines)
+    if share > 1:
+        text += (
+            f"\n\nPyLate's time is that of {stock['passages']:,} of the {setting['passages']:,} passages, "
+            f"{stock['seconds']:.2f} s, times {share:g}."
         )
-    return "\n".join(lines)
+    return text
 
 
 def setting_of(content: dict) -> dict:
     return next(iter(content["cells"].values()))["environment"]["setting"]
 
 
-def plot(content: dict, target: Path) -> None:
-    """The same as a bar plot."""
-    from benchmarks.harness.plots import COLOURS, bars
+def written(name: str, options: argparse.Namespace, device: torch.device) -> Generator[tuple[str, dict], None, Corpus]:
+    """The corpus of a format, from the disk if it is there."""
+    folder, began, seconds = options.folder / name, time.perf_counter(), None
+    if (folder / "corpus.json").exists():
+        corpus = Corpus(folder)
+    else:
+        format = None if name == "bf16" else name
+        if name in BITS:
+            sample = next(passages(options, device)).values
+            format = ResidualCodec.train(sample, BITS[name], options.centroids)
+            yield f"{name}/train", {"seconds": time.perf_counter() - began, "vectors": len(sample)}
+            began = time.perf_counter()
+        corpus = write_corpus(folder, passages(options, device), format=format)
+        seconds = time.perf_counter() - began
+    if (len(corpus), corpus.dim) != (options.passages, options.dim):
+        raise SystemExit(f"{folder} holds another corpus; choose another --folder.")
+    yield f"{name}/write", {"seconds": seconds, "tokens": corpus.tokens, "bytes": corpus.nbytes}
+    return corpus
 
-    setting, found = setting_of(content), rows(content)
-    measures = {
-        "time for the whole corpus (s)": ([row.seconds for row in found], [f"{row.seconds:.2f}" for row in found]),
-        "device memory (GiB)": (
-            [row.peak_bytes and row.peak_bytes / 2**30 for row in found],
-            [row.memory.removesuffix(" GiB") or "no device" for row in found],
-        ),
-        "on disk (GB)": (
-            [row.disk_bytes and row.disk_bytes / 1e9 for row in found],
-            ["" if row.disk_bytes is None else f"{row.disk_bytes / 1e9:.1f}" for row in found],
-        ),
-    }
-    titles = [(row.title, COLOURS[0 if row.title == "PyLate" else -1]) for row in found]
-    figure = bars(titles, measures, f"{setting['queries']:,} queries against {setting['passages']:,} passages")
-    figure.savefig(target.with_suffix(".png"), dpi=150)
 
+def searched(
+    name: str, corpora: dict[str, Corpus], queries: TokenBatch, k: int, expected: Found | None
+) -> Generator[tuple[str, dict], None, Found]:
+    """Search a corpus in each way; ``expected`` are the results of bf16."""
+    device, corpus = queries.device, corpora[name]
+    batches = partial(corpus.batches, device)
 
-@dataclass
-class Benchmark:
-    """All stages on one device, and their figures by ``format/stage``."""
+    def compared(found: Found) -> dict:
+        return {} if expected is None else {"difference": difference(found, expected)}
 
-    options: argparse.Namespace
-    device: torch.device
-    found: dict[str, dict] = field(default_factory=dict)
+    search(queries, [next(iter(batches()))], k)  # warm-up
+    if device.type == "cuda":  # on a CPU nothing is read before it is scored
+        result, _ = seconds_of(lambda: sum(map(len, batches())), device)
+        yield f"{name}/read", {**result, "gigabytes_per_second": corpus.nbytes / result["seconds"] / 1e9}
+    result, found = seconds_of(lambda: search(queries, batches(), k), device, REPEATS)
+    yield f"{name}/streamed", {**result, **compared(found)}
 
-    def finished(self, result: dict, stage: str, format: str | None = None) -> None:
-        self.found[stage if format is None else f"{format}/{stage}"] = result
+    resident = list(batches())
+    result, again = seconds_of(lambda: search(queries, resident, k), device, REPEATS)
+    same = all(torch.equal(ours, theirs) for ours, theirs in zip(found, again, strict=True))
+    yield f"{name}/resident", {**result, **compared(again), "same_as_streamed": same}
+    resident.clear()
 
-    def written(self, name: str) -> Corpus:
-        """The corpus of a format, from the disk if it is there."""
-        options, folder = self.options, self.options.folder / name
-        began, seconds = time.perf_counter(), None
-        if (folder / "corpus.json").exists():
-            corpus = Corpus(folder)
-        else:
-            format = None if name == "bf16" else name
-            if name in BITS:
-                sample = next(passages(options, self.device)).values
-                format = ResidualCodec.train(sample, BITS[name], options.centroids)
-                self.finished({"seconds": time.perf_counter() - began, "vectors": len(sample)}, "train", name)
-                began = time.perf_counter()
-            corpus = write_corpus(folder, passages(options, self.device), format=format)
-            seconds = time.perf_counter() - began
-        if (len(corpus), corpus.dim) != (options.passages, options.dim):
-            raise SystemExit(f"{folder} holds another corpus; choose another --folder.")
-        self.finished({"seconds": seconds, "tokens": corpus.tokens, "bytes": corpus.nbytes}, "write", name)
-        return corpus
-
-    def searched(self, name: str, corpora: dict[str, Corpus], queries: TokenBatch, expected: Found | None) -> Found:
-        """Search a corpus in each way; ``expected`` are the results of bf16."""
-        options, device, corpus = self.options, self.device, corpora[name]
-
-        def batches() -> Iterator[Batch]:
-            return corpus.batches(device, options.tokens_per_batch)
-
-        def compared(found: Found) -> dict:
-            return {} if expected is None else {"difference": difference(found, expected)}
-
-        search(queries, [next(batches())], options.k)  # warm-up
-        if device.type == "cuda":  # on a CPU nothing is read before it is scored
-            result, _ = timed(lambda: sum(map(len, batches())), device)
-            self.finished({**result, "gigabytes_per_second": corpus.nbytes / result["seconds"] / 1e9}, "read", name)
-        result, found = timed(lambda: search(queries, batches(), options.k), device, options.repeats)
-        self.finished({**result, **compared(found)}, "streamed", name)
-
-        resident = list(batches())
-        result, again = timed(lambda: search(queries, resident, options.k), device, options.repeats)
-        same = all(torch.equal(ours, theirs) for ours, theirs in zip(found, again, strict=True))
-        self.finished({**result, **compared(again), "same_as_streamed": same}, "resident", name)
-        resident.clear()
-
-        if expected is not None:
-            result, again = timed(lambda: search(queries, batches(), options.k, rescore=corpora["bf16"]), device)
-            late = again.from_last_tenth.double().mean().item()
-            self.finished({**result, **compared(again), "mean_from_last_tenth": late}, "rescored", name)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        return found
-
-    def stock(self, corpus: Corpus, padded: Tensor, queries: TokenBatch) -> None:
-        """PyLate rounds similarities and scores to bfloat16; its float32 scores are those of this package."""
-        options = self.options
-        for stage, passages_, dtype in (
-            ("stock", options.stock_passages, torch.bfloat16),
-            ("stock_float32", options.check_passages, torch.float32),
-        ):
-            part = min(options.passages, passages_)
-            result, found = stock(padded, corpus, part, options.k, dtype, options.mean)
-            ours = search(queries, corpus.batches(self.device, options.tokens_per_batch, end=part), options.k)
-            self.finished({**result, "difference": difference(ours, found)}, stage)
+    if expected is not None:
+        result, again = seconds_of(lambda: search(queries, batches(), k, rescore=corpora["bf16"]), device)
+        late = again.from_last_tenth.double().mean().item()
+        yield f"{name}/rescored", {**result, **compared(again), "mean_from_last_tenth": late}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, help="of the corpora")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--centroids", type=int, default=1 << 15, help="of residual codes")
-    parser.add_argument("--no-stock", action="store_true", help="leave PyLate out")
     parser.add_argument("--passages", type=int, default=1_000_000)
     parser.add_argument("--mean", type=int, default=80, help="tokens of a passage")
     parser.add_argument("--queries", type=int, default=1000)
-    parser.add_argument("--query-length", type=int, default=32)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--k", type=int, default=100)
     parser.add_argument("--stock-passages", type=int, default=100_000, help="passages that PyLate scores")
     parser.add_argument("--check-passages", type=int, default=10_000, help="passages that PyLate scores in float32")
-    parser.add_argument("--tokens-per-batch", type=int, default=TOKENS_PER_BATCH)
-    parser.add_argument("--repeats", type=int, default=3)
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
     """Names of the stages; a run makes them all."""
-    if options.folder is None or options.formats[0] != "bf16":
-        raise SystemExit("--folder must name the folder of the corpora, and --formats must begin with bf16.")
-    searched = (*["read"] * torch.cuda.is_available(), *TITLES)
+    if options.folder is None:
+        raise SystemExit("--folder must name the folder of the corpora.")
     stages = {
         f"{name}/{stage}": {}
-        for name in options.formats
-        for stage in (*["train"] * (name in BITS), "write", *searched)
+        for name in FORMATS
+        for stage in (*["train"] * (name in BITS), "write", *["read"] * torch.cuda.is_available(), *TITLES)
         if name != "bf16" or stage != "rescored"
     }
-    return stages | ({} if options.no_stock else {"stock": {}, "stock_float32": {}})
+    return stages | {"stock": {}, "stock_float32": {}}
 
 
 def recorded(_: str, options: argparse.Namespace) -> dict:
-    keys = ("passages", "mean", "queries", "query_length", "dim", "k", "centroids", "tokens_per_batch", "repeats")
+    keys = ("passages", "mean", "queries", "dim", "k", "centroids")
     return {"setting": {key: getattr(options, key) for key in keys}}
 
 
@@ -351,22 +236,22 @@ def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator
     if not cells:
         return
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    benchmark = Benchmark(options, device)
-    corpora = {name: benchmark.written(name) for name in options.formats}
+    corpora = {}
+    for name in FORMATS:
+        corpora[name] = yield from written(name, options, device)
     generator = torch.Generator(device).manual_seed(1)
-    shape = (options.queries, options.query_length, options.dim)
-    padded = normalize(torch.randn(shape, generator=generator, device=device), dim=-1).bfloat16()
+    padded = torch.randn(options.queries, QUERY_LENGTH, options.dim, generator=generator, device=device)
+    padded = normalize(padded, dim=-1).bfloat16()
     queries, expected = TokenBatch.from_padded(padded), None
-    for name in options.formats:
-        found = benchmark.searched(name, corpora, queries, expected)
+    for name in FORMATS:
+        found = yield from searched(name, corpora, queries, options.k, expected)
         expected = found if expected is None else expected
-        yield from _taken(benchmark.found)
-    if not options.no_stock:
-        benchmark.stock(corpora["bf16"], padded, queries)
-        yield from _taken(benchmark.found)
-
-
-def _taken(found: dict[str, dict]) -> Iterator[tuple[str, dict]]:
-    while found:
-        name = next(iter(found))
-        yield name, found.pop(name)
+    # PyLate rounds similarities and scores to bfloat16; its float32 scores are those of this package.
+    for stage, count, dtype in (
+        ("stock", options.stock_passages, torch.bfloat16),
+        ("stock_float32", options.check_passages, torch.float32),
+    ):
+        part = min(options.passages, count)
+        result, found = stock(padded, corpora["bf16"], part, options, dtype)
+        ours = search(queries, corpora["bf16"].batches(device, end=part), options.k)
+        yield stage, {**result, "difference": difference(ours, found)}

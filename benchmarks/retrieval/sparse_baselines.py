@@ -1,4 +1,4 @@
-"""What the sparse index is compared with: two published kernels, written from their description, and cuSPARSE.
+"""What the sparse index is compared with: a published kernel, written from its description, and cuSPARSE.
 
 Each is made of a list of SparseBatches, has ``nbytes``, and ``search(queries, k)`` returns float32 scores and positions.
 They add in float32; the scatter-add in an order of chance.
@@ -41,35 +41,10 @@ def _scatter_add(
             tl.atomic_add(row + document, factor * weight, mask=live, sem="relaxed")
 
 
-@triton.jit
-def _score_document(offsets, terms, weights, queries, scores, count, vocabulary, BLOCK: tl.constexpr):
-    """A program scores one document with one query, whose weights are dense."""
-    document = tl.program_id(0)
-    query = tl.program_id(1)
-    start = tl.load(offsets + document)
-    end = tl.load(offsets + document + 1)
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(start, end, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        live = at < end
-        term = tl.load(terms + at, mask=live, other=0)
-        factor = tl.load(queries + query * vocabulary + term, mask=live, other=0.0)
-        total += factor * tl.load(weights + at, mask=live, other=0.0)
-    tl.store(scores + query.to(tl.int64) * count + document, tl.sum(total, 0))
-
-
 def top_k(scores: Tensor, k: int) -> Found:
     """The top ``k`` of each row of a matrix of scores."""
     parts = [rows.topk(min(k, scores.shape[1])) for rows in scores.split(ROWS_OF_TOP_K)]
     return torch.cat([part.values for part in parts]), torch.cat([part.indices for part in parts])
-
-
-def dense(queries: SparseBatch) -> Tensor:
-    """Queries as a matrix, ``[Nq, vocabulary]``, float32."""
-    matrix = torch.zeros(len(queries), queries.vocabulary, device=queries.device)
-    rows = torch.arange(len(queries), device=queries.device).repeat_interleave(queries.offsets.diff())
-    matrix[rows, queries.terms.long()] = queries.weights.float()
-    return matrix
 
 
 class ScatterAdd:
@@ -106,8 +81,8 @@ class ScatterAdd:
         return top_k(scores, k)
 
 
-class Matrices:
-    """The collection as CSR matrices with int32 terms and float32 weights."""
+class CuSparse:
+    """``torch.sparse.mm`` of CSR matrices, with int32 terms and float32 weights, with dense queries; the top-k of all."""
 
     def __init__(self, collection: list[SparseBatch]) -> None:
         together = max(1, DOCUMENTS_PER_MATRIX // len(collection[0]))
@@ -120,16 +95,13 @@ class Matrices:
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            each.nbytes for part in self.parts for each in (part.crow_indices(), part.col_indices(), part.values())
-        )
-
-
-class CuSparse(Matrices):
-    """``torch.sparse.mm`` of each matrix with the dense queries, and the top-k of all."""
+        arrays = ((part.crow_indices(), part.col_indices(), part.values()) for part in self.parts)
+        return sum(each.nbytes for part in arrays for each in part)
 
     def search(self, queries: SparseBatch, k: int) -> Found:
-        columns = dense(queries).t().contiguous()
+        columns = torch.zeros(queries.vocabulary, len(queries), device=queries.device)
+        rows = torch.arange(len(queries), device=queries.device).repeat_interleave(queries.offsets.diff())
+        columns[queries.terms.long(), rows] = queries.weights.float()
         found: list[Found] = []
         start = 0
         for part in self.parts:
@@ -140,19 +112,3 @@ class CuSparse(Matrices):
             found = [(best, positions.gather(1, places))]
             start += part.shape[0]
         return found[0]
-
-
-class DocumentParallel(Matrices):
-    """A program for each document and query."""
-
-    def search(self, queries: SparseBatch, k: int) -> Found:
-        asked = dense(queries)
-        count = sum(part.shape[0] for part in self.parts)
-        scores = torch.empty(len(queries), count, device=queries.device)
-        start = 0
-        for part in self.parts:
-            values = part.crow_indices(), part.col_indices(), part.values()
-            grid = (part.shape[0], len(queries))
-            _score_document[grid](*values, asked, scores[:, start:], count, part.shape[1], BLOCK=128, num_warps=1)
-            start += part.shape[0]
-        return top_k(scores, k)

@@ -1,18 +1,18 @@
 """Exact search of sparse vectors on one GPU: SparseIndex, the published scatter-add kernel, and cuSPARSE on the same data.
 
     python -m benchmarks sparse_search                  # measure what is missing, then print the tables
-    python -m benchmarks sparse_search --render         # tables and plot of that file
     python -m benchmarks sparse_search --sizes 100 300 --sweep-size 300 --queries 4 --tiny --results /tmp/a.json   # on a CPU
 
 A cell is a collection: of so many documents, with so many terms a document, or on a CPU. It has every engine with its
 cases, each a number of queries and a k. A time is from the call, with the device idle, to the last kernel. The first
 queries of each collection are compared with float64 in the order that SparseIndex promises. At ``--sweep-size`` documents
-there are also batch sizes, other kernels, and queries that an encoder makes. What fails is recorded and the rest goes on.
+there are also batch sizes. What fails is recorded and the rest goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from typing import Protocol
 
 import torch
 
-from benchmarks.harness.tables import table
+from benchmarks.harness.tables import machine, table, time_and_memory, times
 from benchmarks.harness.timing import elapsed, mark, peak_bytes
 from benchmarks.harness.workers import failure
 from benchmarks.retrieval import sparse_data
-from benchmarks.retrieval.sparse_baselines import CuSparse, DocumentParallel, Found, ScatterAdd
+from benchmarks.retrieval.sparse_baselines import CuSparse, Found, ScatterAdd
 from pylate_fastmaxsim import SparseBatch, SparseIndex, reference
 from pylate_fastmaxsim.kernels.sparse.postings import DOCUMENTS_PER_BLOCK
 from pylate_fastmaxsim.retrieval.topk import merge_results
@@ -37,11 +37,6 @@ ENGINES = {
     "scatter": "scatter-add",
     "cusparse": "cuSPARSE",
 }
-KERNELS = {
-    "index": "block and query, integers in shared memory",
-    "scatter": "term and query, float atomics in global memory",
-    "document": "document and query, no index",
-}
 # ms of 500 queries in the paper that published the scatter-add kernel.
 PUBLISHED = {100_000: 7.3, 1_000_000: 393.0, 8_800_000: 635.0}
 LINKS = "([numbers](../benchmarks/results/sparse_search.json), [plot](../benchmarks/results/sparse_search.png))"
@@ -49,11 +44,9 @@ CASES = {"k=10": "k = 10", "k=1000": "k = 1000", "one": "k = 1000, one query"}
 K = 1000
 BATCHES = (1, 4, 16, 64, 256, 1024)
 TERMS = (10, 25, 50, 127, 250, 500)
-PIPELINE_BATCHES = (1, 8, 32, 128)
 CPU_DOCUMENTS = 100_000
 CHECKED = 8  # queries that are compared with float64
 REPEATS, MILLISECONDS = 20, 500  # a case is repeated until one of them is reached
-TINY_ENCODER = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
 
 
 class Engine(Protocol):
@@ -71,7 +64,6 @@ MAKERS: dict[str, Callable[[list[SparseBatch]], Engine]] = {
     "index": build_index,
     "scatter": ScatterAdd,
     "cusparse": CuSparse,
-    "document": DocumentParallel,
 }
 
 
@@ -141,7 +133,6 @@ class Collection:
 
     def __init__(self, cell: dict) -> None:
         self.few = slice(2 if cell["tiny"] else None)
-        self.tiny = cell["tiny"]
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.queries, self.sizes = cell["queries"], BATCHES[self.few] if cell["sweep"] else ()
         self.documents = list(sparse_data.documents(cell["documents"], self.device, cell["terms"]))
@@ -183,41 +174,17 @@ class Collection:
         return made[0] if made else None
 
     def cases(self, kind: str, cases: dict[str, tuple[SparseBatch, int]]) -> None:
-        """One engine with its cases by name, each a batch of queries and a k; and an index behind the encoder."""
+        """One engine with its cases by name, each a batch of queries and a k."""
         engine = self.build(kind)
         for case, (queries, k) in cases.items() if engine else ():
             self.measure(f"{kind}/{case}", partial(measured, engine, queries, k, self.expected))
-        if engine and kind == "index" and self.sizes:
-            self.pipeline(engine)
-
-    def pipeline(self, index: SparseIndex) -> None:
-        """Queries encoded, and then searched."""
-        from benchmarks.retrieval import sparse_pipeline  # Sentence Transformers takes seconds to import
-
-        encoder = sparse_pipeline.build_encoder(self.device, **(TINY_ENCODER if self.tiny else {}))
-        cuda = self.device.type == "cuda"
-
-        def both(size: int) -> dict:
-            encode = partial(sparse_pipeline.encode, encoder, sparse_pipeline.token_ids(size, self.device))
-            queries = encode()
-            search = partial(index.search, queries, K)
-            search()
-            return {
-                "encode": timed(encode, cuda),
-                "search": timed(search, cuda),
-                "both": timed(lambda: index.search(encode(), K), cuda),
-                "terms_per_query": len(queries.terms) / size,
-            }
-
-        for size in PIPELINE_BATCHES[self.few]:
-            self.measure(f"pipeline/batch={size}", partial(both, size))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 8_800_000, 1_000_000], help="documents")
     parser.add_argument("--sweep-size", type=int, default=1_000_000, help="documents of what is measured at one size")
     parser.add_argument("--queries", type=int, default=500)
-    parser.add_argument("--tiny", action="store_true", help="an encoder of one small layer, two cells of each sweep")
+    parser.add_argument("--tiny", action="store_true", help="two cells of each sweep")
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
@@ -251,8 +218,6 @@ def measure(cell: dict) -> dict:
         for kind in ("index", "scatter"):
             found.cases(kind, cases | batches)
         found.cases("cusparse", cases)
-        if found.sizes:
-            found.cases("document", largest)
     return {"measured": found.measured}
 
 
@@ -261,176 +226,58 @@ def measures(content: dict) -> dict[str, dict]:
     return {f"{name}/{key}": each for name, cell in content["cells"].items() for key, each in cell["measured"].items()}
 
 
-def value(cells: dict, name: str, key: str = "ms") -> float | None:
-    return cells.get(name, {}).get(key)
-
-
-def faster(cells: dict, size: int, case: str, other: str) -> float | None:
-    """How many times the time of the index another engine takes."""
-    ours, theirs = (value(cells, f"{size}/{engine}/{case}") for engine in ("index", other))
-    return None if ours is None or theirs is None else theirs / ours
-
-
 def sizes(cells: dict) -> list[int]:
     """Numbers of documents, ascending."""
     return sorted({int(first) for name in cells if (first := name.partition("/")[0]).isdigit()})
 
 
-def _ms(cells: dict, name: str) -> str:
-    cell = cells.get(name, {})
-    return f"{cell['ms']:.3g} ms" if "ms" in cell else cell.get("failure", "")
+def _time(cell: dict) -> str:
+    return time_and_memory({**cell, "peak_bytes": None})
 
 
-def _times(ours: float | None, theirs: float | None) -> str:
-    return "" if ours is None or theirs is None else f"{theirs / ours:.1f}x"
-
-
-def _mib(cells: dict, name: str) -> str:
-    peak = value(cells, name, "peak_bytes")
-    return "" if peak is None else f"{peak / 2**20:,.0f} MiB"
+def _faster(cells: dict, name: str, *others: str) -> list[str]:
+    """How many times the time of one cell others take."""
+    return [times(cells.get(other, {}).get("ms"), cells.get(name, {}).get("ms")) for other in others]
 
 
 def speed_table(cells: dict) -> str:
     rows = []
-    for size in sizes(cells):
-        for case, title in CASES.items():
-            entries = [_ms(cells, f"{size}/{engine}/{case}") for engine in ENGINES]
-            ratios = [
-                "" if (times := faster(cells, size, case, other)) is None else f"{times:.1f}x"
-                for other in ("scatter", "cusparse")
-            ]
-            published = f"{PUBLISHED[size]:g} ms" if case == "k=1000" and size in PUBLISHED else ""
-            rows.append([f"{size:,}", title, *entries, *ratios, published])
+    for size, (case, title) in itertools.product(sizes(cells), CASES.items()):
+        names = [f"{size}/{engine}/{case}" for engine in ENGINES]
+        published = f"{PUBLISHED[size]:g} ms" if case == f"k={K}" and size in PUBLISHED else ""
+        entries = [*(_time(cells.get(name, {})) for name in names), *_faster(cells, *names)]
+        rows.append([f"{size:,}", title, *entries, published])
     header = ["documents", "", *ENGINES.values(), "times scatter-add", "times cuSPARSE", "published scatter-add"]
     return table(header, rows)
-
-
-def memory_table(cells: dict) -> str:
-    rows = []
-    for size in sizes(cells):
-        for engine, title in ENGINES.items():
-            build = cells.get(f"{size}/{engine}/build", {})
-            if "nbytes" in build:
-                entries = [f"{build['seconds']:.2f} s", f"{build['nbytes'] / 2**30:.2f} GiB"]
-                beyond = _mib(cells, f"{size}/{engine}/k=1000")
-                rows.append([f"{size:,}", title, *entries, f"{build['bytes_per_posting']:.1f}", beyond])
-    return table(["documents", "", "build", "size", "bytes a posting, without exact rows", "beyond it, k = 1000"], rows)
-
-
-def exactness_table(cells: dict) -> str:
-    rows = []
-    for engine, title in ENGINES.items():
-        found = [cell for name, cell in cells.items() if f"/{engine}/" in name and "recall" in cell]
-        if found:
-            exact, repeatable = (sum(cell[key] for cell in found) for key in ("exact", "repeatable"))
-            least = min(cell["recall"] for cell in found)
-            rows.append([title, f"{least:.6g}", f"{exact} of {len(found)}", f"{repeatable} of {len(found)}"])
-    return table(["", "lowest recall", "same bits as float64", "same bits twice"], rows)
-
-
-def _sweep_table(cells: dict, first: str, rows: dict[str, tuple[str, str]]) -> str:
-    """Rows by title; of each the names of the cells of the index and of the scatter-add kernel."""
-    lines = [
-        [title, *(_ms(cells, name) for name in names), _times(*(value(cells, name) for name in names))]
-        for title, names in rows.items()
-        if names[0] in cells
-    ]
-    return table([first, *list(ENGINES.values())[:2], "times scatter-add"], lines)
-
-
-def batch_table(cells: dict, size: int) -> str:
-    batches = sorted({int(name.rpartition("=")[2]) for name in cells if "/index/batch=" in name})
-    names = {f"{n:,}": tuple(f"{size}/{engine}/batch={n}" for engine in ("index", "scatter")) for n in batches}
-    return _sweep_table(cells, "queries", names)
-
-
-def terms_table(cells: dict) -> str:
-    groups = sorted({name.partition("/")[0] for name in cells if name.startswith("terms=")}, key=lambda g: int(g[6:]))
-    rows = {}
-    for group in groups:
-        shared = value(cells, f"{group}/data", "shared_terms") or 0
-        title = f"{group[6:]} ({shared:.1f} shared with a query)"
-        rows[title] = tuple(f"{group}/{engine}/k=1000" for engine in ("index", "scatter"))
-    return _sweep_table(cells, "terms of a document", rows)
-
-
-def kernels_table(cells: dict, size: int) -> str:
-    rows = [
-        [title, _ms(cells, f"{size}/{engine}/k=1000"), _mib(cells, f"{size}/{engine}/k=1000")]
-        for engine, title in KERNELS.items()
-    ]
-    return table(["a program for each", "time", "memory beyond the index"], rows)
-
-
-def pipeline_table(cells: dict) -> str:
-    rows = []
-    for name, cell in cells.items():
-        size = name.rpartition("=")[2]
-        if "/pipeline/" in name and "both" in cell:
-            rows.append([size, *(f"{cell[part]['ms']:.2f} ms" for part in ("encode", "search", "both"))])
-        elif "/pipeline/" in name and "failure" in cell:
-            rows.append([size, cell["failure"], "", ""])
-    return table(["queries", "encode", "search", "one after the other"], rows)
 
 
 def markdown(content: dict) -> str:
     """The tables of docs/sparse.md."""
     cells, made = measures(content), next(iter(content["cells"].values()))["environment"]
-    data = next((cell for name, cell in cells.items() if name.endswith("/data") and "shared_terms" in cell), None)
-    drawn = (
-        ""
-        if data is None
-        else (
-            f" Documents of {data['terms_per_document']:.0f} terms, queries of {data['terms_per_query']:.0f}, "
-            f"{data['shared_terms']:.1f} shared."
-        )
+    data = next((cell for name, cell in cells.items() if name.endswith("/data")), None)
+    drawn = data and (
+        f" Documents of {data['terms_per_document']:.0f} terms, queries of {data['terms_per_query']:.0f}, "
+        f"{data['shared_terms']:.1f} shared."
     )
-    setting = made["setting"]
-    size, queries = setting["sweep_size"], f"{setting['queries']} queries"
-    sweep = f"{size:,} documents, k = 1000"
-    parts = {
-        f"{made['device']}, torch {made['torch']}, triton {made['triton']}, {made['date']}; {queries}.{drawn} "
-        f"{LINKS}": (speed_table(cells)),
-        f"Memory and time to build, {queries}:": memory_table(cells),
-        f"Results: the first {setting['checked_queries']} queries of each cell beside float64, all of them twice:": (
-            exactness_table(cells)
-        ),
-        f"Batch sizes, {sweep}:": batch_table(cells, size),
-        f"Terms of a document, {queries}, {sweep}:": terms_table(cells),
-        f"Kernels, {queries}, {sweep}:": kernels_table(cells, size),
-        "Queries encoded by a SparseEncoder of BERT-base's sizes (random weights, bfloat16, 16 tokens), then searched, "
-        f"{sweep}:": pipeline_table(cells),
-    }
-    text = "\n\n".join(f"{title}\n\n{made}" for title, made in parts.items())
-    cpu = cells.get("cpu/index/k=1000", {})
-    if "ms" in cpu:
-        where = f"On a CPU ({made['host']}), {cells['cpu/data']['documents']:,} documents, {queries}, k = 1000"
-        text += f"\n\n{where}: {cpu['ms'] / 1e3:.2f} s."
-    return text
+    queries = f"{made['setting']['queries']} queries"
+    return f"{machine(made, 'triton')}; {queries}.{drawn or ''} {LINKS}\n\n{speed_table(cells)}"
 
 
 def plot(content: dict, target: Path) -> None:
     """Milliseconds of 500 queries, k = 1000, beside the results file."""
-    from benchmarks.harness.plots import COLOURS, plt
+    from benchmarks.harness.plots import COLOURS, Line, curves
 
-    cells = measures(content)
-    figure, axis = plt.subplots(figsize=(7, 5))
-    lines = {
-        title.strip("`"): {size: value(cells, f"{size}/{engine}/k=1000") for size in sizes(cells)}
+    cells, lines = measures(content), []
+    known = {
+        title: {n: cells.get(f"{n}/{engine}/k={K}", {}).get("ms") for n in sizes(cells)}
         for engine, title in ENGINES.items()
     }
-    lines["scatter-add, as published"] = PUBLISHED
-    styles = zip((COLOURS[3], COLOURS[1], COLOURS[2], COLOURS[0]), "oss^", ("-", "-", "-", ":"), strict=True)
-    for (title, points), (colour, marker, line) in zip(lines.items(), styles, strict=True):
-        known = {size: ms for size, ms in points.items() if ms is not None}
-        axis.plot(list(known), list(known.values()), line, marker=marker, color=colour, label=title)
-        for size, ms in known.items():
-            above = 6 if title != "cuSPARSE" else -14  # its times are those of scatter-add, nearly
-            axis.annotate(f"{ms:.3g}", (size, ms), (0, above), textcoords="offset points", fontsize=8, ha="center")
-    axis.set(xlabel="documents", ylabel="ms", title="500 queries, k = 1000", xscale="log", yscale="log")
-    axis.grid(alpha=0.3, which="both")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(target.with_suffix(".png"), dpi=150)
-    plt.close(figure)
+    known["scatter-add, as published"] = PUBLISHED
+    styles = zip((COLOURS[3], COLOURS[1], COLOURS[2], COLOURS[0]), ("o-", "s-", "s-", "^:"), strict=True)
+    for (title, of_size), (colour, style) in zip(known.items(), styles, strict=True):
+        points = [(size, ms) for size, ms in of_size.items() if ms is not None]
+        # Times of cuSPARSE are those of scatter-add, nearly.
+        texts = [] if title == ENGINES["cusparse"] else [f"{ms:.3g}" for _, ms in points]
+        lines.append(Line(title.strip("`"), colour, points, style, texts=texts))
+    axis = {"xlabel": "documents", "ylabel": "ms", "xscale": "log", "yscale": "log"}
+    curves([(axis, lines)], target.with_suffix(".png"), f"500 queries, k = {K}")

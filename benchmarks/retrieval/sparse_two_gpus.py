@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.tables import table
 from benchmarks.retrieval import sparse_data
 from benchmarks.retrieval.sparse_baselines import Found
 from benchmarks.retrieval.sparse_search import K, once, same
@@ -80,14 +79,3 @@ def _rank(rank: int, cell: dict, folder: Path) -> None:
         (folder / "result.json").write_text(json.dumps({"cases": found}))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def markdown(content: dict) -> str:
-    (cell,) = content["cells"].values()
-    made, rows = cell["environment"], []
-    for case in cell["cases"].values():
-        alone, shared = case["one_ms"], case["sharded_ms"]
-        entries = [f"{alone:.2f} ms", f"{shared:.2f} ms", f"{alone / shared:.2f}x", "yes" if case["same"] else "no"]
-        rows.append([str(case["queries"]), str(case["k"]), *entries])
-    title = f"{cell['documents']:,} documents, {made['device']}, torch {made['torch']}, {made['date']}:"
-    return f"{title}\n\n" + table(["queries", "k", "1 GPU", f"{cell['ranks']} GPUs", "speed", "same bits"], rows)

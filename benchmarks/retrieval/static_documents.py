@@ -1,7 +1,6 @@
 """Documents as sparse vectors of static late interaction on one GPU: time, peak memory and size of the matrix.
 
     python -m benchmarks static_documents
-    python -m benchmarks static_documents --render
     python -m benchmarks static_documents --documents 300 --vocabulary 500 --results /tmp/a.json   # on a CPU
 
 Documents have 60 tokens by the law of sparse_data.py, of BERT's 30,522. Vectors have 256 dimensions. They are random, with
@@ -18,14 +17,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from benchmarks.harness.tables import table
+from benchmarks.harness.timing import seconds_of
 from benchmarks.retrieval.sparse_data import VOCABULARY, term_law
 from pylate_fastmaxsim import SparseBatch, StaticLateInteraction
 from pylate_fastmaxsim.retrieval.static.documents import from_maxsim
@@ -66,21 +63,6 @@ def token_ids(documents: int, vocabulary: int) -> TokenIds:
     return TokenIds(torch.cat(ids), torch.arange(documents + 1) * TOKENS)
 
 
-def timed(call: Callable[[], object], device: torch.device) -> tuple[dict, object]:
-    """Seconds and peak memory beyond what was allocated before, and what the call returned."""
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    made = call()
-    if cuda:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-    return {"seconds": seconds, "peak_bytes": torch.cuda.max_memory_allocated() - before if cuda else None}, made
-
-
 def documents(model: StaticLateInteraction, tokens: TokenIds) -> list[SparseBatch]:
     starts = range(0, len(tokens), BATCH)
     return [model.documents(tokens.part(start, min(start + BATCH, len(tokens)))) for start in starts]
@@ -94,7 +76,7 @@ def difference(ours: SparseBatch, other: SparseBatch) -> float | None:
     """The largest difference of weights; None if terms differ."""
     if not torch.equal(ours.offsets, other.offsets) or not torch.equal(ours.terms.int(), other.terms.int()):
         return None
-    return (ours.weights - other.weights).abs().amax().item() if len(ours.weights) else 0.0
+    return max((ours.weights - other.weights).abs().tolist(), default=0.0)
 
 
 def measure(cell: dict) -> dict:
@@ -102,12 +84,12 @@ def measure(cell: dict) -> dict:
     vectors, tokens = token_vectors(cell["vocabulary"], device), token_ids(cell["documents_made"], cell["vocabulary"])
     few, some = (tokens.part(0, math.ceil(share * len(tokens))) for share in (COMPARED / 64, COMPARED))
     model = StaticLateInteraction(vectors, threshold=threshold)
-    table_cost, neighbours = timed(lambda: model.neighbour_table, device)
+    table_cost, neighbours = seconds_of(lambda: model.neighbour_table, device)
     documents(model, few), by_maxsim(model, few)  # warms up
-    cost, batches = timed(lambda: documents(model, tokens), device)
+    cost, batches = seconds_of(lambda: documents(model, tokens), device)
     entries, nbytes = sum(len(batch.terms) for batch in batches), sum(batch.nbytes for batch in batches)
     del batches
-    maxsim_cost, dense = timed(lambda: by_maxsim(model, some), device)
+    maxsim_cost, dense = seconds_of(lambda: by_maxsim(model, some), device)
     return {
         "table": {**table_cost, "neighbours_per_token": len(neighbours.terms) / len(vectors)},
         "documents": {
@@ -120,38 +102,6 @@ def measure(cell: dict) -> dict:
     }
 
 
-def markdown(content: dict) -> str:
-    made, rows = next(iter(content["cells"].values()))["environment"], []
-    for threshold, cell in content["cells"].items():
-        built, size = cell["documents"], cell["documents"]["nbytes"]
-        peaks = [None if each["peak_bytes"] is None else each["peak_bytes"] / 2**30 for each in (cell["table"], built)]
-        beyond = None if peaks[1] is None else peaks[1] - size / 2**30
-        rows.append([
-            threshold,
-            f"{cell['table']['neighbours_per_token']:.1f}",
-            f"{built['entries_per_document']:.0f}",
-            f"{cell['table']['seconds']:.2f} s",
-            *_gib(peaks[0]),
-            f"{built['seconds']:.2f} s",
-            f"{size / 2**30:.2f} GiB",
-            *_gib(beyond),
-        ])  # fmt: skip
-    setting = made["setting"]
-    title = (
-        f"{setting['documents']:,} documents of {TOKENS} tokens, a vocabulary of {setting['vocabulary']:,}, vectors of {DIM} "
-        f"dimensions; {made['device']}, torch {made['torch']}, {made['date']}:"
-    )
-    header = [
-        "threshold", "neighbours of a token", "entries of a document", "table of neighbours", "its peak memory",
-        "documents", "their size", "peak memory beyond it",
-    ]  # fmt: skip
-    return f"{title}\n\n{table(header, rows)}"
-
-
-def _gib(value: float | None) -> list[str]:
-    return ["" if value is None else f"{value:.2f} GiB"]
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--documents", type=int, default=1_000_000)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help=f"at most {VOCABULARY:,}")
@@ -160,7 +110,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def cells(options: argparse.Namespace) -> dict[str, dict]:
     sizes = {"documents_made": options.documents, "vocabulary": options.vocabulary}
     return {str(threshold): {"threshold": threshold, **sizes} for threshold in THRESHOLDS}
-
-
-def recorded(_: str, options: argparse.Namespace) -> dict:
-    return {"setting": {"documents": options.documents, "vocabulary": options.vocabulary}}

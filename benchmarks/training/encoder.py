@@ -40,8 +40,6 @@ ENCODERS = {
         "tie_word_embeddings": True,
     },
 }
-# PYLATE_SCORES_BACKEND of each path.
-SCORING = {"stock": "torch", "lik": "lik", "flash": "flash", "fast": "auto"}
 
 
 def save_encoder(

@@ -1,7 +1,6 @@
 """Training steps by the share of padding: documents of several mean lengths, stock PyLate and this package.
 
     python -m benchmarks lengths                  # measure what is missing, then print the table
-    python -m benchmarks lengths --render         # table and plot of the committed results
 
 Steps are those of the suite train_step at one batch size. Lengths are log-normal and truncated at 300, to which PyLate
 pads; with a mean of 3,000 every document is truncated and there is no padding.
@@ -24,9 +23,8 @@ PATHS = {"stock": "#555555", "fast": "#d62728"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    steps.add_options(parser, PATHS, [128])
+    steps.add_options(parser, PATHS, [128], different=12, warmup=12, steps=24)
     parser.add_argument("--tokens", type=int, nargs="+", default=[40, 80, 150, 300, 3000], help="means of the lengths")
-    parser.add_argument("--compile", choices=list(SWITCH), default="both")
     add_step_options(parser)
 
 
@@ -77,10 +75,5 @@ def plot(content: dict, target: Path) -> None:
         )
         for compiled, (path, colour) in itertools.product([False, True], PATHS.items())
     }
-    draw_curves(
-        curves,
-        target.with_suffix(".png"),
-        None,
-        xlabel="share of the padded documents that is not padding",
-        xlim=(0, 1.02),
-    )
+    label = "share of the padded documents that is not padding"
+    draw_curves(curves, target.with_suffix(".png"), "", xlabel=label, xlim=(0, 1.02))

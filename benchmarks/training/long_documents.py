@@ -1,10 +1,11 @@
 """recipes/long_documents.yaml, stock and fast, with a substitute for its model and data that needs no network.
 
-The encoder has the size of ModernBERT-base and random weights. Documents are concatenated docstrings of installed
-libraries, of log-normal length; they have fewer words than articles because docstrings have more tokens per word::
+    python -m benchmarks long_documents --batches 16 --work runs/long
+    python -m benchmarks long_documents --batches 2 --tiny --results /tmp/long.json    # a trial, also on a CPU
 
-    python -m benchmarks.training.long_documents --output runs/long
-    python -m benchmarks.training.long_documents --output runs/long --sweep 8,16,32,64
+The encoder has the size of ModernBERT-base and random weights. Documents are concatenated docstrings of installed
+libraries, of log-normal length; they have fewer words than articles because docstrings have more tokens per word. A cell
+is a comparison of `fastmaxsim compare`, without its report.
 """
 
 from __future__ import annotations
@@ -12,21 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.harness.paths import ROOT
-from pylate_fastmaxsim.comparison.report import RESULT_FILE, publish
 from pylate_fastmaxsim.recipes.comparison.compare import compare
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.load import load_recipe
 
-RECIPE = ROOT / "recipes" / "long_documents.yaml"
 PACKAGES = ["torch", "transformers", "numpy", "pandas", "scipy", "sklearn"]
 WORDS, SPREAD = 1800, 0.6  # the median
-SHAPES = {
-    "base": "{vocab_size: 50368, hidden_size: 768, num_hidden_layers: 22, num_attention_heads: 12, intermediate_size: 1152}",
-    "tiny": "{vocab_size: 2048, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 32}",
-}
+ROWS = 320
+BASE = "{vocab_size: 50368, hidden_size: 768, num_hidden_layers: 22, num_attention_heads: 12, intermediate_size: 1152}"
+TINY = "{vocab_size: 2048, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 32}"
 
 
 def write_rows(file: Path, count: int) -> None:
@@ -42,43 +41,36 @@ def write_rows(file: Path, count: int) -> None:
 
     with open(file, "w", encoding="utf-8") as lines:
         for pair, other in zip(pairs[:count], pairs[count : 2 * count], strict=True):
-            row = {
-                "anchor": pair["query"],
-                "positive": document(pair["positive"]),
-                "negative": document(other["positive"]),
-            }
-            lines.write(json.dumps(row) + "\n")
+            documents = {"positive": document(pair["positive"]), "negative": document(other["positive"])}
+            lines.write(json.dumps({"anchor": pair["query"], **documents}) + "\n")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the data and the results")
-    parser.add_argument("--shape", choices=SHAPES, default="base", help="of the encoder")
-    parser.add_argument("--rows", type=int, default=320, help="of the data")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--sweep", default="", help="batch sizes to measure as well, for example 8,16,32")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of the recipe")
-    arguments = parser.parse_args()
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    rows = arguments.output / "rows.jsonl"
-    write_rows(rows, arguments.rows)
-    overrides = [
-        f"output_dir={arguments.output}",
-        "model.name_or_path=null",
-        f"model.build={SHAPES[arguments.shape]}",
-        "model.embedding_size=128",
-        "model.config_kwargs={}",
-        f"data={{source: files, files: [{rows}], columns: [anchor, positive, negative]}}",
-        f"training.per_device_train_batch_size={arguments.batch_size}",
-        f"training.max_steps={arguments.steps}",
-        "evaluation.rows=32",
-        *arguments.set,
-    ]
-    recipe = load_recipe(RECIPE, overrides)
-    comparison = compare(recipe, [int(size) for size in arguments.sweep.split(",") if size])
-    publish(comparison, arguments.output / RESULT_FILE)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--work", type=Path, default=Path("runs/long_documents"), help="folder for data and runs")
+    parser.add_argument("--batches", type=int, nargs="+", default=[16, 128])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="a small encoder, for a trial")
 
 
-if __name__ == "__main__":
-    main()
+def cells(options: argparse.Namespace) -> dict[str, dict]:
+    return {str(batch): {"batch": batch, "steps": options.steps, "tiny": options.tiny} for batch in options.batches}
+
+
+def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
+    rows = options.work / "rows.jsonl"
+    if cells:
+        options.work.mkdir(parents=True, exist_ok=True)
+        write_rows(rows, ROWS)
+    for name, cell in cells.items():
+        overrides = [
+            f"output_dir={options.work / name}",
+            "model.name_or_path=null",
+            f"model.build={TINY if cell['tiny'] else BASE}",
+            "model.embedding_size=128",
+            "model.config_kwargs={}",
+            f"data={{source: files, files: [{rows}], columns: [anchor, positive, negative]}}",
+            f"training.per_device_train_batch_size={cell['batch']}",
+            f"training.max_steps={cell['steps']}",
+            "evaluation.rows=8",
+        ]
+        yield name, compare(load_recipe(ROOT / "recipes" / "long_documents.yaml", overrides))

@@ -1,7 +1,6 @@
 """PyLate's losses without the encoder: stock, with each fused-kernel peer, and with this package.
 
     python -m benchmarks losses                           # measure what is missing, then print the table
-    python -m benchmarks losses --render                  # the table of the committed results
     python -m benchmarks losses --queries 4 --lengths 12 --paths stock fast --results /tmp/losses.json    # on a CPU
 
 A cell is forward + backward of one loss on stored token embeddings in bf16 autocast. The cells of a path are measured by
@@ -14,13 +13,10 @@ import argparse
 import itertools
 import os
 from operator import itemgetter
-from pathlib import Path
 
 import torch
 
-from benchmarks.harness.tables import table
 from benchmarks.harness.timing import peak_bytes, time_calls
-from benchmarks.training.steps import mark_of_runs
 from benchmarks.training.train_step import PATHS, SCORING
 
 TITLES = {
@@ -34,7 +30,6 @@ COLUMNS = {"contrastive": 2, "cached_contrastive": 2, "distillation": 16}
 BATCHES = 6
 # Calls to queue at once: about a hundred launches each, more with GradCache.
 AT_ONCE = {"contrastive": 4, "distillation": 4, "cached_contrastive": 1}
-MEASURES = {"ms": ("time (ms)", 1), "peak_bytes": ("peak memory (MiB)", 2**20)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -73,65 +68,3 @@ def measure(cell: dict) -> dict:
     values = [float(step()) for step in steps]
     timing = time_calls(steps, device, at_once=AT_ONCE[cell["loss"]])
     return {**timing, "peak_bytes": peak_bytes(steps[0], device), "loss_value": values[0]}
-
-
-def _amount(result: dict) -> str:
-    if "failure" in result:
-        return result["failure"].split(":")[0]
-    peak = result["peak_bytes"]
-    return f"{result['ms']:.2f} ms" + ("" if peak is None else f", {peak / 2**20:,.0f} MiB")
-
-
-def markdown(content: dict) -> str:
-    """Forward + backward of each loss, with ratios to stock and to the better peer; ‡ compares two runs."""
-    shapes: dict[str, dict[str, dict]] = {}
-    for cell in content["cells"].values():
-        shapes.setdefault(_shape(cell), {})[cell["path"]] = cell
-    lines = []
-    for shape, row in shapes.items():
-        timed = {path: cell for path, cell in row.items() if "ms" in cell}
-        entries = [_amount(row[path]) if path in row else "" for path in PATHS]
-        peers = [timed[path] for path in ("lik", "flash") if path in timed]
-        fast = timed.get("fast")
-        for other in (timed.get("stock"), min(peers, key=itemgetter("ms"), default=None)):
-            entries.append(f"{other['ms'] / fast['ms']:.1f}x{mark_of_runs(fast, other)}" if other and fast else "")
-        lines.append([shape, *entries])
-    title = "One loss, from token embeddings to their gradients, and its peak memory beyond them:\n\n"
-    return title + table(["loss", *PATHS.values(), "against PyLate", "against the better peer"], lines)
-
-
-def _shape(cell: dict) -> str:
-    return (
-        f"{TITLES[cell['loss']]}, {cell['queries']} queries, {cell['columns']} documents each, "
-        f"up to {cell['document_length']} tokens"
-    )
-
-
-def plot(content: dict, target: Path) -> None:
-    """Bars, a group for each loss and document length."""
-    from benchmarks.harness.plots import COLOURS, plt
-
-    cells = content["cells"].values()
-    figure, axes = plt.subplots(1, len(MEASURES), figsize=(11, 4.5))
-    shapes = list(dict.fromkeys((cell["loss"], cell["document_length"]) for cell in cells))
-    width = 0.8 / len(PATHS)
-    for axis, (measured, (label, unit)) in zip(axes, MEASURES.items(), strict=True):
-        for place, (path, title) in enumerate(PATHS.items()):
-            points = [
-                (shapes.index((cell["loss"], cell["document_length"])), cell[measured] / unit)
-                for cell in cells
-                if cell["path"] == path and cell.get(measured)
-            ]
-            if points:
-                x, y = zip(*points, strict=True)
-                axis.bar([n + place * width for n in x], y, width, color=COLOURS[place], label=title)
-        names = [f"{TITLES[loss]}\n{length} tokens" for loss, length in shapes]
-        axis.set_xticks([n + 1.5 * width for n in range(len(shapes))], names, fontsize=7, rotation=20)
-        axis.set(ylabel=label, yscale="log")
-        axis.grid(alpha=0.3, axis="y")
-    figure.suptitle("One loss from token embeddings to their gradients")
-    handles = axes[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="lower center", ncols=2, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
-    figure.savefig(target.with_suffix(".png"), dpi=150)
-    plt.close(figure)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.training import steps
 from benchmarks.training.encoder import DOCUMENT_LENGTH, make_rows, save_encoder
-from benchmarks.training.steps import SWITCH, measured, run, steps_table  # noqa: F401
+from benchmarks.training.steps import SWITCH, measured, padding, run, steps_table  # noqa: F401
 from benchmarks.training.torch_flash_attention import provide
 
 TIMEOUT = 480
@@ -100,7 +100,7 @@ def _measured(cell: dict, directory: Path) -> dict:
     return {
         **measured(step, cell),
         "flash_attention": kernels,
-        "padding": 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks) if masks else None,
+        "padding": padding(masks),
     }
 
 
@@ -129,10 +129,8 @@ def cell_name(batch: int, path: str, compiled: bool, texts: int | None = None, t
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     steps.add_options(parser, PATHS, [64, 256], different=12, warmup=12, steps=16)
-    parser.add_argument("--compile", choices=list(SWITCH), default="both")
     parser.add_argument("--mini-batch", type=int, help="measure GradCache with mini-batches of this many texts")
     parser.add_argument("--mini-batch-tokens", type=int, help="and of at most this many tokens, in place of texts")
-    parser.add_argument("--layers", type=int, help="fewer encoder layers, for a trial")
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:

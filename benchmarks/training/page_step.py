@@ -14,10 +14,9 @@ import argparse
 import itertools
 import os
 from importlib.metadata import version
-from pathlib import Path
 
 from benchmarks.training import steps
-from benchmarks.training.steps import MEASURES, measured, run, steps_table  # noqa: F401
+from benchmarks.training.steps import measured, run, steps_table  # noqa: F401
 
 TIMEOUT = 480
 PATHS = {"stock": "colpali-engine", "fast": "colpali-engine + pylate-fastmaxsim"}
@@ -171,38 +170,12 @@ def cell_name(kind: str, path: str, batch: int) -> str:
     return f"{kind}/{path}/batch={batch}"
 
 
-def plot(content: dict, target: Path) -> None:
-    """Step time and peak memory by batch size, side by side."""
-    from benchmarks.harness.plots import plt
-
-    cells = content["cells"]
-    figure, axes = plt.subplots(2, 2, figsize=(10, 7))
-    for row, kind in zip(axes, TEXT, strict=True):
-        batches = sorted({cell["batch"] for cell in cells.values() if cell["kind"] == kind})
-        for axis, (key, (label, style)) in zip(row, MEASURES.items(), strict=True):
-            for shift, (path, name) in zip((-0.2, 0.2), PATHS.items(), strict=True):
-                found = [cells.get(cell_name(kind, path, batch), {"status": "not measured"}) for batch in batches]
-                places = [place + shift for place in range(len(batches))]
-                bars = axis.bar(places, [cell.get(key) or 0 for cell in found], 0.4, label=name)
-                texts = [format(cell[key], style) if cell.get(key) else cell["status"] for cell in found]
-                axis.bar_label(bars, texts, fontsize=8)
-            axis.set(title=kind, xlabel="batch", ylabel=label)
-            axis.set_xticks(range(len(batches)), batches)
-            axis.margins(y=0.15)
-            axis.spines[["top", "right"]].set_visible(False)
-    handles, names = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="lower center", ncols=2, frameon=False)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(target.with_suffix(".png"), dpi=120)
-    plt.close(figure)
-
-
 def recorded(*_) -> dict:
     return {"colpali-engine": version("colpali-engine")}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    steps.add_options(parser, PATHS, [16, 64], warmup=2, steps=5)
+    steps.add_options(parser, PATHS, [16, 64], compiled=False, warmup=2, steps=5)
     parser.add_argument("--kinds", nargs="+", choices=list(TEXT), default=list(TEXT))
     parser.add_argument("--tiny", action="store_true", help="small models, for a trial without a GPU")
 

@@ -23,7 +23,7 @@ from benchmarks.harness.lengths import log_normal
 from benchmarks.training import steps
 from benchmarks.training.encoder import VOCABULARY, save_encoder
 from benchmarks.training.multi_vector_step import cell_name, markdown_table
-from benchmarks.training.steps import SWITCH, measured, run  # noqa: F401
+from benchmarks.training.steps import SWITCH, measured, padding, run  # noqa: F401
 
 TIMEOUT = 480
 PATHS = ("stock", "fast")
@@ -88,10 +88,7 @@ def _measured(cell: dict, directory: Path) -> dict:
         return total.detach()
 
     masks = [value for columns in batches for key, value in columns.items() if key.endswith("attention_mask")]
-    return {
-        **measured(step, cell),
-        "padding": 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks),
-    }
+    return {**measured(step, cell), "padding": padding(masks)}
 
 
 def sizes(hidden: int | None) -> dict:
@@ -103,8 +100,6 @@ def sizes(hidden: int | None) -> dict:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     steps.add_options(parser, PATHS, [128, 32, 256, 64, 16, 8], different=6, warmup=6, steps=12)
-    parser.add_argument("--compile", choices=list(SWITCH), default="both")
-    parser.add_argument("--layers", type=int, help="fewer encoder layers, for a trial")
     parser.add_argument("--hidden", type=int, help="a smaller encoder, for a trial: a multiple of 64")
 
 

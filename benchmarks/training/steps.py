@@ -21,19 +21,21 @@ from benchmarks.harness.workers import ask_apart
 OUT_OF_MEMORY = "out of memory"
 # Choices of --compile and --checkpointing.
 SWITCH = {"no": [False], "yes": [True], "both": [False, True]}
-# Keys of a cell, with label and number format.
-MEASURES = {"step_ms": ("step time (ms)", ",.0f"), "peak_gib": ("peak memory (GiB)", ".1f")}
+MEASURES = {"step_ms": "step time (ms)", "peak_gib": "peak memory (GiB)"}
 
 
-def add_options(parser: argparse.ArgumentParser, paths: Sequence[str], batches: Sequence[int], **times: int) -> None:
-    """The options of a suite of steps; ``times`` are the defaults of --warmup and --steps."""
+def add_options(
+    parser: argparse.ArgumentParser, paths: Sequence[str], batches: Sequence[int], compiled: bool = True, **times: int
+) -> None:
+    """The options of a suite of steps; ``times`` are the defaults of --different, --warmup and --steps."""
     parser.add_argument("--paths", nargs="+", choices=list(paths), default=list(paths))
     parser.add_argument("--batches", nargs="+", type=int, default=list(batches))
+    parser.add_argument("--alone", action="store_true", help="stock and fast of a batch one after the other")
     for name, default in times.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument(
-        "--alone", action="store_true", help="measure stock and fast of a batch one after the other, not by turns"
-    )
+    if compiled:
+        parser.add_argument("--compile", choices=list(SWITCH), default="both")
+        parser.add_argument("--layers", type=int, help="fewer encoder layers, for a trial")
 
 
 def measured(
@@ -51,12 +53,17 @@ def measured(
         torch.cuda.reset_peak_memory_stats()
     warmup_seconds = time.perf_counter() - began
     limit = cell.get("seconds") or math.inf
-    times = step_times(lambda index: losses.append(step(index)), cell["warmup"], cell["steps"], cuda, limit)
+    seconds = step_times(lambda index: losses.append(step(index)), cell["warmup"], cell["steps"], cuda, limit)
+    times = [each * 1e3 for each in of_ranks(seconds)]
     peak, reserved = of_ranks(peaks_gib()) if cuda else (None, None)
     return {
         "status": "ok",
         "timing": "CUDA events" if cuda else "host clock",
-        **summary(of_ranks(times)),
+        "step_ms": statistics.median(times),
+        "step_ms_min": min(times),
+        "step_ms_max": max(times),
+        "steps": len(times),
+        "each_ms": times,
         "peak_gib": peak,
         "peak_reserved_gib": reserved,
         "warmup_seconds": warmup_seconds,
@@ -65,16 +72,9 @@ def measured(
     }
 
 
-def summary(seconds: Sequence[float]) -> dict:
-    """Times of steps in milliseconds."""
-    times = [each * 1e3 for each in seconds]
-    return {
-        "step_ms": statistics.median(times),
-        "step_ms_min": min(times),
-        "step_ms_max": max(times),
-        "steps": len(times),
-        "each_ms": times,
-    }
+def padding(masks: Sequence[Tensor]) -> float | None:
+    """The share of padding among tokens; None without masks, where a host pads nothing."""
+    return 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks) if masks else None
 
 
 def run(name: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
@@ -106,8 +106,8 @@ def step_apart(name: str, cell: dict, timeout: float) -> dict:
 
 def mark_of_runs(cell: dict, other: dict) -> str:
     """‡ where the cells are of two runs, or, without the time of their run, of two days or machines."""
-    keys = ("run", "date", "device", "host")
-    return "" if all(cell["environment"].get(key) == other["environment"].get(key) for key in keys) else "‡"
+    one, two = (each.get("environment", {}) for each in (cell, other))
+    return "" if all(one.get(key) == two.get(key) for key in ("run", "date", "device", "host")) else "‡"
 
 
 def time_and_memory(cell: dict) -> str:
@@ -133,40 +133,27 @@ def steps_table(
     rows: Mapping[object, str],
     columns: Mapping[object, str],
     name: Callable[[object, object], str],
-    first: Callable[[object], object] | None = None,
-    marked: bool = False,
-    corner: str = "",
 ) -> str:
-    """A table of steps: titles by row and by column, ``name(row, column)`` of each cell.
-
-    Entries are compared with the row ``first(row)`` of the same column, by default the first one.
-    """
+    """A table of steps: titles by row and by column, ``name(row, column)`` of each cell. Speeds are against the first row."""
     top = next(iter(rows))
-    lines = []
-    for row, title in rows.items():
-        compared = first(row) if first else top
-        lines.append(
-            [title, *(entry(cells.get(name(row, each)), cells.get(name(compared, each)), marked) for each in columns)]
-        )
-    return table([corner, *columns.values()], lines)
+    lines = [
+        [title, *(entry(cells.get(name(row, each)), cells.get(name(top, each))) for each in columns)]
+        for row, title in rows.items()
+    ]
+    return table(["", *columns.values()], lines)
 
 
 def draw_curves(
-    curves: Mapping[str, tuple[str, str, list[tuple[float, dict]]]], target: Path, title: str | None, **axis: object
+    curves_of: Mapping[str, tuple[str, str, list[tuple[float, dict]]]], target: Path, title: str, **axis
 ) -> None:
     """Time and memory side by side: by title a colour, a line style, and cells by their place on the axis."""
-    from benchmarks.harness.plots import plt
+    from benchmarks.harness.plots import Line, curves
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 5))
-    for each, (key, (label, _)) in zip(axes, MEASURES.items(), strict=True):
-        for name, (colour, style, points) in curves.items():
-            found = [(x, cell[key]) for x, cell in points if cell.get(key) is not None]
-            if found:
-                each.plot(*zip(*found, strict=True), style, color=colour, label=name.replace("`", ""))
-        each.set(ylabel=label, **axis)
-        each.grid(alpha=0.3)
-    figure.suptitle(title or "")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=2, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.17, 1, 1))
-    figure.savefig(target, dpi=150)
-    plt.close(figure)
+    panels = []
+    for key, label in MEASURES.items():
+        lines = [
+            Line(name.replace("`", ""), colour, [(x, cell[key]) for x, cell in points if cell.get(key)], style)
+            for name, (colour, style, points) in curves_of.items()
+        ]
+        panels.append(({"ylabel": label, **axis}, lines))
+    curves(panels, target, title)

@@ -1,7 +1,6 @@
 """Full training steps of ModernBERT-base: stock PyLate, PyLate with each fused-kernel peer, and this package.
 
     python -m benchmarks train_step                       # measure what is missing, then print the table
-    python -m benchmarks train_step --render              # table and plot of the committed results
     python -m benchmarks train_step --batches 2 --layers 1 --compile no --steps 2 --warmup 1   # a trial, also on a CPU
 
 A step is forward, contrastive loss, backward and AdamW in bf16 autocast, with one negative per query. The encoder has
@@ -19,6 +18,7 @@ import os
 import random
 import statistics
 import tempfile
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -26,11 +26,9 @@ import torch.distributed as dist
 
 from benchmarks.harness.lengths import MEAN_TOKENS
 from benchmarks.harness.tables import table
-from benchmarks.harness.timing import peaks_gib
 from benchmarks.training import steps
 from benchmarks.training.encoder import DOCUMENT_LENGTH, ENCODERS, SPECIAL_TOKENS, build_model, make_rows
-from benchmarks.training.step_kernels import step_kernels
-from benchmarks.training.steps import MEASURES, OUT_OF_MEMORY, SWITCH, draw_curves, entry, measured, run  # noqa: F401
+from benchmarks.training.steps import OUT_OF_MEMORY, SWITCH, draw_curves, entry, measured, run  # noqa: F401
 
 TIMEOUT = 480
 PATHS = {
@@ -45,8 +43,7 @@ TITLE = "One training step of ModernBERT-base"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    steps.add_options(parser, PATHS, [32, 64, 128, 256, 512, 1024])
-    parser.add_argument("--compile", choices=list(SWITCH), default="both")
+    steps.add_options(parser, PATHS, [32, 64, 128, 256, 512, 1024], different=12, warmup=12, steps=24)
     parser.add_argument("--checkpointing", choices=list(SWITCH), default="both")
     add_step_options(parser)
 
@@ -57,37 +54,27 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loss", choices=losses, default=losses[0])
     parser.add_argument("--mini-batch", type=int, default=32, help="rows per mini-batch of GradCache")
     parser.add_argument("--tile", type=int, help="fill a batch with copies of this many rows")
-    parser.add_argument("--kernels", action="store_true", help="profile steps after the timing: their kernels")
     parser.add_argument("--negatives", type=int, default=1)
     parser.add_argument("--document-length", type=int, default=DOCUMENT_LENGTH)
     parser.add_argument("--mean-tokens", type=float, default=MEAN_TOKENS, help="per document, before truncation")
     parser.add_argument("--encoder", choices=list(ENCODERS), default="modernbert")
-    parser.add_argument("--layers", type=int, help="fewer encoder layers, for a trial")
-    parser.add_argument("--different", type=int, default=12, help="different batches, taken in turn")
-    parser.add_argument("--warmup", type=int, default=12, help="steps before timing")
     parser.add_argument("--warmup-rows", type=int, help="rows of a batch in steps before timing; by default all")
-    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seconds", type=float, default=10.0, help="stop timing after this long (5 steps at least)")
-    parser.add_argument(
-        "--chunks", type=int, help="only the memory of a GradCache step, up to so many chunks of scores"
-    )
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, with a batch each; times are of the slowest rank")
 
 
 STEP_KEYS = (
-    *("loss", "mini_batch", "tile", "kernels", "negatives", "document_length", "mean_tokens", "encoder", "layers"),
-    *("different", "warmup", "warmup_rows", "steps", "seconds", "chunks", "ranks"),
+    *("loss", "mini_batch", "tile", "negatives", "document_length", "mean_tokens", "encoder", "layers"),
+    *("different", "warmup", "warmup_rows", "steps", "seconds", "ranks"),
 )
 
 
 def step_of(options: argparse.Namespace) -> dict:
-    """The keys of a cell that :func:`add_step_options` have; refuses a step that cannot be made."""
+    """The keys of a cell of a suite of such steps; refuses a step that cannot be made."""
     if options.warmup < 1 or options.ranks < 1:
         raise SystemExit("--warmup and --ranks must be at least 1.")
     if not options.mean_tokens > SPECIAL_TOKENS:
         raise SystemExit(f"--mean-tokens must be more than {SPECIAL_TOKENS}, the special tokens of a document.")
-    if options.chunks is not None and (options.paths, options.loss) != (["fast"], "cached_contrastive"):
-        raise SystemExit("--chunks goes with --paths fast and --loss cached_contrastive.")
     return {key: getattr(options, key) for key in STEP_KEYS}
 
 
@@ -131,24 +118,6 @@ def largest_of_ranks(numbers: list[float]) -> list[float]:
     largest = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.tolist()
-
-
-class _Scored(Exception):
-    """The chunks of scores asked for were made."""
-
-
-def stop_after_chunks(count: int) -> None:
-    """End a step of GradCache while it scores, when a large batch is at its peak memory."""
-    from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
-
-    sum_of_losses, made = pylate_losses._sum_of_losses, itertools.count()
-
-    def counted(*arguments):
-        if next(made) == count:
-            raise _Scored
-        return sum_of_losses(*arguments)
-
-    pylate_losses._sum_of_losses = counted
 
 
 def measure(cell: dict) -> dict:
@@ -235,20 +204,8 @@ def measure_rank(rank: int, cell: dict) -> dict:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    if cell["chunks"] is not None:
-        for index in range(cell["warmup"]):
-            step(index)
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        stop_after_chunks(cell["chunks"])
-        with contextlib.suppress(_Scored):
-            step(cell["warmup"])
-            raise ValueError(f"A step has no more than {cell['chunks']} chunks.")
-        return {"status": "ok", "chunks": cell["chunks"], "peak_gib": peaks_gib()[0]}
     # All ranks must make the same number of steps.
     result = measured(step, {**cell, "seconds": None} if cell["ranks"] > 1 else cell, largest_of_ranks)
-    if cell["kernels"] and cuda:
-        result |= step_kernels(lambda index: step(cell["warmup"] + index))
     documents = [sum(count for key, count in each.items() if "query" not in key) for each in masks]
     return {
         **result,
@@ -293,53 +250,18 @@ def markdown(content: dict) -> str:
 
 
 def plot(content: dict, target: Path) -> None:
-    """Curves over batch sizes, or bars where there is only one."""
-    from benchmarks.harness.plots import COLOURS, bars, plt
+    """Curves over batch sizes."""
+    from benchmarks.harness.plots import COLOURS
 
     for checkpointing, ending in ((False, ".png"), (True, "_checkpointing.png")):
-        cells = {
-            (cell["path"], cell["compile"], cell["batch"]): cell
-            for cell in content["cells"].values()
-            if cell["checkpointing"] == checkpointing
-        }
-        if not cells:
+        cells = [cell for cell in content["cells"].values() if cell["checkpointing"] == checkpointing]
+        batches = sorted({cell["batch"] for cell in cells})
+        if len(batches) < 2:
             continue
-        file = target.with_name(target.stem + ending)
-        batches = sorted({batch for *_, batch in cells})
-        rows = [
-            (path, compiled, row_title(path, compiled).replace("`", ""), colour)
-            for (path, colour), compiled in itertools.product(zip(PATHS, COLOURS, strict=True), (False, True))
-        ]
-        if len(batches) > 1:
-            curves = {
-                title: (
-                    colour,
-                    "o--" if compiled else "o-",
-                    [(b, cells[path, compiled, b]) for b in batches if (path, compiled, b) in cells],
-                )
-                for path, compiled, title, colour in rows
-            }
-            title = TITLE + ", with gradient checkpointing" * checkpointing
-            scales = {"xscale": "log", "yscale": "log", "xticks": batches, "xticklabels": batches}
-            draw_curves(curves, file, title, xlabel="batch size (queries)", **scales)
-            continue
-        shown = [
-            (cells[path, compiled, batches[0]], title, colour)
-            for path, compiled, title, colour in rows
-            if (path, compiled, batches[0]) in cells
-        ]
-        measures = {
-            label: ([cell.get(key) for cell, *_ in shown], [_written(cell, key, style) for cell, *_ in shown])
-            for key, (label, style) in MEASURES.items()
-        }
-        loss = shown[0][0].get("loss", "contrastive").replace("_", " ")
-        figure = bars([each for _, *each in shown], measures, f"{TITLE}, {loss}, batch {batches[0]}")
-        figure.savefig(file, dpi=150)
-        plt.close(figure)
-
-
-def _written(cell: dict, key: str, style: str) -> str:
-    """A number of a cell, or why there is none."""
-    if cell["status"] != "ok":
-        return cell["status"]
-    return "" if cell[key] is None else format(cell[key], style)
+        curves = {}
+        for (path, colour), compiled in itertools.product(zip(PATHS, COLOURS, strict=True), (False, True)):
+            found = [(each["batch"], each) for each in cells if (each["path"], each["compile"]) == (path, compiled)]
+            curves[row_title(path, compiled)] = (colour, "o--" if compiled else "o-", sorted(found, key=itemgetter(0)))
+        title = TITLE + ", with gradient checkpointing" * checkpointing
+        scales = {"xlabel": "batch size (queries)", "xscale": "log", "yscale": "log", "xticks": batches}
+        draw_curves(curves, target.with_name(target.stem + ending), title, **scales)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,52 +14,39 @@ from tests.support.benchmarked import run_benchmark
 
 # Its options, how many cells it then has, and what it prints.
 TINY_STEPS = "--compile no --layers 1 --different 1 --warmup 1 --batches 2 --steps"
+CORPUS = "--folder {folder}/corpora --passages 400 --queries 3 --dim 16 --mean 20 --k 10 --centroids 64"
 RUNS = {
-    "operators": ("--shapes tiny --competitors einsum", 3, "| tiny: 3 x 4 against 5 x 8"),
-    "head": ("--only tiny/fast tiny/einsum", 2, "| Linear, normalize, einsum |"),
-    "xtr": ("", 1, "| tiny |"),
-    "pooling_operators": ("--only */fast */ragged", 8, "| 3x8 against 5x24 | `LogSumExp(0.1)` |"),
-    "splade_head": ("--only tiny/stock tiny/fast", 2, "times compiled"),
-    "compressed_operators": ("--only */fast/* */naive/fp8", 14, "| 3x4 against 5x9 | fp8 |"),
+    "operators": ("--shapes tiny --competitors fast einsum", 7, "| tiny: 3 x 4 against 5 x 8"),
+    "head": ("--only tiny*/fast*", 4, "| tiny fast forward_backward |"),
+    "xtr": ("", 1, "| tiny fast forward_backward |"),
+    "pooling_operators": ("--only */fast */ragged */einsum", 13, "| 3x8 against 5x24 | `LogSumExp(0.1)` |"),
+    "splade_head": ("--only tiny/stock tiny/fast tiny/padded", 3, "| tiny fast dense forward |"),
+    "compressed_operators": ("--only */fast/* */naive/*", 22, "| 3x4 against 5x9 | fp8 |"),
     "train_step": (
         f"{TINY_STEPS} 2 --checkpointing no --paths stock fast --alone",
         2,
         "| PyLate + pylate-fastmaxsim |",
     ),
     "lengths": (f"{TINY_STEPS} 1 --tokens 15 --document-length 30", 2, "x) |"),
-    "losses": (
-        "--queries 8 --lengths 12 --paths stock fast --losses contrastive",
-        2,
-        "| Contrastive, 8 queries, 2 documents each",
-    ),
+    "losses": ("--queries 8 --lengths 12 --paths stock fast", 6, "| path=fast/loss=distillation/queries=1"),
     "splade_step": (f"{TINY_STEPS} 8 --hidden 64", 2, "x) |"),
-    "sparse_search": (
-        "--sizes 100 300 --sweep-size 300 --queries 4 --tiny",
-        5,
-        "| 300 | k = 10 |",
-    ),
-    "sparse_two_gpus": ("--documents 300 --queries 3", 1, "| 3 | 1000 |"),
-    "static_documents": ("--documents 600 --vocabulary 800", 2, "| 0.4 |"),
+    "sparse_search": ("--sizes 100 300 --sweep-size 300 --queries 4 --tiny", 5, "| 300 | k = 10 |"),
+    "sparse_two_gpus": ("--documents 300 --queries 3", 1, "| all cases k=10 sharded_ms |"),
+    "static_documents": ("--documents 600 --vocabulary 800", 2, "| 0.4 documents |"),
     "compressed_fidelity": ("--queries 3 --documents 300 --dim 16 --centroids 32", 8, "| int8, scales of tokens |"),
-    "pooling_study": ("--quick --workers 2 --only */M=64/d=128/*", 3, "| targeted | all documents | max |"),
-    "corpus_search": (
-        "--folder {folder}/corpora --passages 400 --queries 3 --dim 16 --mean 20 --k 10 --centroids 64 "
-        "--stock-passages 200 --check-passages 300",
-        23,
-        "| PyLate |",
-    ),
+    "pooling_study": ("--quick --workers 2 --only */M=64/*", 6, "| **gradient of the score** |"),
+    "corpus_search": (f"{CORPUS} --stock-passages 200 --check-passages 300", 23, "| PyLate |"),
 }
 NEEDS = {"lengths": "pylate", "losses": "pylate", "corpus_search": "pylate", "xtr": "pylate"}
 NOT_HERE = {
     "attention": "a GPU",
-    "attention_tiles": "a GPU",
     "ceilings": "a GPU, whose memory it fills",
+    "long_documents": "minutes, for texts of thousands of words",
     "page_step": "colpali-engine",
-    "train_step": "two processes: test_train_step.py",
     "multi_vector_step": "Sentence Transformers 6",
     "cranfield": "the collection: tests/recipes/evaluation/test_cranfield.py",
-    "static_cranfield": "the collection: test_static_cranfield.py",
-    "first_stage_cranfield": "the collection",
+    "static_cranfield": "the collection: test_quality.py",
+    "first_stage_cranfield": "the collection: test_quality.py",
 }
 
 
@@ -66,8 +54,7 @@ def test_every_suite_is_run_here_or_says_what_it_needs():
     assert RUNS.keys() | NOT_HERE.keys() == SUITES.keys()
     for name in SUITES.keys() - {"multi_vector_step"}:
         suite = suite_named(name)
-        assert callable(suite.cells) and callable(suite.markdown), name
-        assert hasattr(suite, "measure") or hasattr(suite, "run"), name
+        assert callable(suite.cells) and hasattr(suite, "measure") or hasattr(suite, "run"), name
 
 
 @pytest.mark.bench
@@ -87,6 +74,31 @@ def test_a_suite_measures_prints_and_goes_on(name, tmp_path, capsys):
     assert shown in capsys.readouterr().out and target.read_bytes() == before
 
 
+def all_errors(result: dict) -> Iterator[dict]:
+    for key, value in result.items():
+        if key == "errors":
+            yield value
+        elif isinstance(value, dict):
+            yield from all_errors(value)
+
+
+def check_errors(cells: dict[str, dict], folder: Path) -> None:
+    """Ours round vectors and gradients to bfloat16 once; bfloat16 similarities of the others choose other tokens."""
+    for name, cell in cells.items():
+        others = {"einsum", "stock", "naive"} & {*name.split("/")}
+        for first, *gradients in (each.values() for each in all_errors(cell)):
+            assert first < (1e-2 if others else 1e-6), (name, cell)
+            # Compressed documents have the error of compression here: two bits of 32 numbers are coarse.
+            bound = 0.5 if "residual" in name else 0.3 if others else 0.03
+            assert gradients and max(gradients) < bound, (name, cell)
+
+
+def check_losses(cells: dict[str, dict], folder: Path) -> None:
+    for name, cell in cells.items():
+        # Stock's scores are rounded to bfloat16, and divided by a temperature of 0.02.
+        assert cell["loss_value"] == pytest.approx(cells[name.replace("fast", "stock")]["loss_value"], rel=0.05)
+
+
 def check_turns(cells: dict[str, dict], folder: Path) -> None:
     stock, fast = cells.values()
     assert stock["losses"][0] == pytest.approx(fast["losses"][0], rel=2e-2) and 0 < stock["padding"] < 1
@@ -99,7 +111,7 @@ def check_sparse(cells: dict[str, dict], folder: Path) -> None:
     found = {f"{name}/{key}": each for name, cell in cells.items() for key, each in cell["measured"].items()}
     for name in ("100/index/one", "300/index/batch=4", "terms=25/index/k=1000", "cpu/index/k=1000"):
         assert found[name]["exact"] and found[name]["repeatable"], name
-    assert found["300/cusparse/k=10"]["recall"] > 0.99 and found["300/pipeline/batch=8"]["both"]["ms"] > 0
+    assert found["300/cusparse/k=10"]["recall"] > 0.99
 
 
 def check_corpus(cells: dict[str, dict], folder: Path) -> None:
@@ -126,6 +138,8 @@ def check_ranks(cells: dict[str, dict], folder: Path) -> None:
 
 
 CHECKS = {
+    **dict.fromkeys(("operators", "head", "pooling_operators", "splade_head", "compressed_operators"), check_errors),
+    "losses": check_losses,
     "splade_step": check_turns,
     "sparse_search": check_sparse,
     "corpus_search": check_corpus,

@@ -15,9 +15,8 @@ from pylate.utils import ColBERTCollator
 
 from benchmarks.harness.records import load
 from benchmarks.training import train_step
+from benchmarks.training.ceilings import GRID, ceiling, next_batch
 from benchmarks.training.encoder import build_model
-from pylate_fastmaxsim import _winners
-from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 
 pytestmark = pytest.mark.bench
 SMALL = ["--layers", "1", "--different", "1", "--warmup", "1", "--compile", "no"]
@@ -71,12 +70,12 @@ def test_ranks_train_together_and_one_says_how_long_it_took(tmp_path):
     assert result["losses"][0] > train_step.measure(cell_of("--batches", "4", "--steps", "1"))["losses"][0]
 
 
-def test_memory_is_measured_up_to_some_chunks(monkeypatch):
-    scored = []
-    sum_of_losses = pylate_losses._sum_of_losses
-    monkeypatch.setattr(pylate_losses, "_sum_of_losses", lambda *given: scored.append(given) or sum_of_losses(*given))
-    monkeypatch.setattr(_winners, "_AT_ONCE_BYTES", 0)
-    small = ["--warmup-rows", "2", "--batches", "8", "--mini-batch", "2", "--document-length", "5"]
-    cell = cell_of("--loss", "cached_contrastive", *small, "--chunks", "3")
-    assert train_step.measure(cell)["chunks"] == 3
-    assert len(scored) == 1 + 3  # of the step before, which has 2 rows, and of this one
+@pytest.mark.parametrize("limit", [31, 32, 300, 2**21])
+def test_the_search_finds_the_largest_batch_that_fits(limit):
+    tried = {}
+    while (batch := next_batch(tried)) is not None:
+        assert batch not in tried and batch in GRID
+        tried[batch] = {"status": "ok" if batch <= limit else "out of memory"}
+    largest, stopped = ceiling(tried)
+    assert largest == max((size for size in GRID if size <= limit), default=None)
+    assert (stopped is None) == (limit >= GRID[-1]) and len(tried) <= 5
