@@ -170,7 +170,6 @@ NO_NAMES = {
     "_mask",
     "_threshold",
     "_tiles",
-    "_token",
     "_vendor",
 }
 OF_NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
