@@ -20,7 +20,7 @@ from tests.support.sparse_vectors import scipy_products, sorted_scores
 PARTS = ("offsets", "terms", "weights")
 VOCABULARIES = (1, 16, 65_536, 65_537, 1 << 31)
 # The square of a tiny weight is 0 in float32.
-WEIGHTS = {"one": [1.0], "few": [0.0, 0.5, 1.0, 2.0], "tiny": [2.0**-140, 2.0**-100, 1.0], "any": None}
+DRAWN_WEIGHTS = {"one": [1.0], "few": [0.0, 0.5, 1.0, 2.0], "tiny": [2.0**-140, 2.0**-100, 1.0], "any": None}
 
 
 def random_batch(
@@ -30,7 +30,7 @@ def random_batch(
     terms = np.linspace(0, vocabulary - 1, min(vocabulary, 60)).astype(np.int64)
     rows = []
     for size in generator.integers(0, min(most, len(terms)) + 1, count):
-        chosen = WEIGHTS[weights]
+        chosen = DRAWN_WEIGHTS[weights]
         # Over so many orders of magnitude that sums in float64 depend on their order.
         values = generator.lognormal(sigma=5, size=size) if chosen is None else generator.choice(chosen, size)
         rows.append(list(zip(generator.choice(terms, size, replace=False).tolist(), values.tolist(), strict=True)))
@@ -41,7 +41,7 @@ def random_batch(
 def problems(draw: st.DrawFn, most_documents: int = 40) -> tuple[SparseBatch, SparseBatch, int]:
     """Queries, documents and k: empty vectors, masses of equal scores, scores that round to 0, k above the number of documents."""
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    vocabulary, weights = draw(st.sampled_from(VOCABULARIES)), draw(st.sampled_from(sorted(WEIGHTS)))
+    vocabulary, weights = draw(st.sampled_from(VOCABULARIES)), draw(st.sampled_from(sorted(DRAWN_WEIGHTS)))
     counts = draw(st.integers(0, 6)), draw(st.integers(0, most_documents))
     queries, documents = (
         random_batch(generator, count, vocabulary, draw(st.integers(0, 12)), weights) for count in counts

@@ -16,6 +16,7 @@ pytest.importorskip("pylate")
 import pylate_fastmaxsim
 from pylate_fastmaxsim.cli import terminal
 from pylate_fastmaxsim.recipes.training import train as training
+from tests.support.case_tables import cases
 from tests.support.command_line import fastmaxsim
 from tests.support.tiny_recipe import tiny, write
 
@@ -26,13 +27,13 @@ print(sys.argv[1:], hasattr(colbert_scores, "__wrapped__"))
 """
 
 
-def launched(*arguments, code="", **options):
+def launched(*arguments, code=""):
     """Run the command in a process of its own, after ``code``."""
     program = (
         f"import sys\nsys.argv = ['fastmaxsim', *sys.argv[1:]]\n{code}\nfrom pylate_fastmaxsim.cli import main\nmain()"
     )
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_version_and_help():
@@ -41,54 +42,64 @@ def test_version_and_help():
     assert all(command in listed for command in ("train", "mine", "compare", "robustness", "search", "warmup"))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["search", "model", "--json", "--no-exact"],
-        ["train", "quickstart", "--set", "--resume"],
-        ["mine", "x", "--set", "--"],
-    ],
-)
-def test_an_option_is_not_the_value_of_another(arguments, tmp_path, monkeypatch):
+# Commands whose only line names what is wrong with them, and which leave nothing behind.
+REFUSED = """
+train RECIPE --set training.max_step=3 | training.max_step
+train RECIPE --set data.columns=[query,document] | data.columns
+compare RECIPE --set training.max_step=3 | training.max_step
+compare RECIPE --set data.columns=[query,document] | data.columns
+train LONG.yaml |
+compare RECIPE --output LONG |
+mine RECIPE --set output_dir=LONG |
+robustness LONG --beir LONG |
+search LONG --beir LONG --run run |
+search FOLDER --beir LONG |
+search FOLDER --corpus LONG.jsonl --queries LONG.jsonl |
+evaluate LONG --beir LONG --json LONG |
+recipes copy quickstart LONG |
+"""
+
+
+@pytest.mark.parametrize(("arguments", "said"), cases(REFUSED))
+def test_bad_input_is_one_line_with_exit_code_2(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = fastmaxsim(arguments)
-    assert done.exit_code == 2 and not list(tmp_path.iterdir())
-    assert f"argument {arguments[2]}: expected one argument" in done.stderr
-
-
-@pytest.mark.parametrize("command", ["train", "compare"])
-def test_a_bad_recipe_is_one_line_with_exit_code_2_and_no_output_directory(command, tmp_path):
-    file = write(tmp_path, tiny(tmp_path))
-    for override in ("training.max_step=3", "data.columns=[query, document]"):
-        done = fastmaxsim([command, str(file), "--set", override])
-        assert done.exit_code == 2
-        assert done.stderr.startswith(f"fastmaxsim: {override.partition('=')[0]}") and done.stderr.count("\n") == 1
-        assert not done.stdout
+    recipe = write(tmp_path, tiny(tmp_path))
+    for name, value in {"RECIPE": recipe, "FOLDER": tmp_path, "LONG": tmp_path / ("x" * 300)}.items():
+        arguments = arguments.replace(name, str(value))
+    done = fastmaxsim(arguments.split())
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1, done.output
+    assert done.stderr.startswith(f"fastmaxsim: {said}") and not done.stdout
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("arguments", ["search model --json --no-exact", "train a --set --resume", "mine x --set --"])
+def test_an_option_is_not_the_value_of_another(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = fastmaxsim(arguments.split())
+    assert done.exit_code == 2 and not list(tmp_path.iterdir())
+    assert f"argument {arguments.split()[2]}: expected one argument" in done.stderr
+
+
 def test_train_says_what_was_in_force_and_why(tmp_path):
-    recipe = tiny(tmp_path, training={"max_steps": 1}, fast={"enabled": True})
-    file = write(tmp_path, recipe)
+    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 1}, fast={"enabled": True}))
     for value, enabled, why_off, shown in (
         ("0", False, "PYLATE_FASTMAXSIM=0", "off (PYLATE_FASTMAXSIM=0)"),
         ("1", True, None, "on"),
     ):
-        command = ["train", str(file), "--set", "name=my-run", "--no-resume"]
-        done = fastmaxsim(command, env={"PYLATE_FASTMAXSIM": value})
+        done = fastmaxsim(["train", file, "--set", "name=my-run", "--no-resume"], env={"PYLATE_FASTMAXSIM": value})
         assert done.exit_code == 0, done.output
         assert "my-run: trained" in done.stdout and "nDCG@10" in done.stdout
         (row,) = [line for line in done.stdout.splitlines() if "pylate-fastmaxsim" in line]
         assert row.strip("│ ").split("│")[1].strip() == shown
         fast = json.loads((tmp_path / "out" / "train.json").read_text())["fast"]
         assert (fast["enabled"], fast["why_off"]) == (enabled, why_off)
-    done = fastmaxsim(["train", str(file)], env={"PYLATE_FASTMAXSIM": "maybe"})
+    done = fastmaxsim(["train", file], env={"PYLATE_FASTMAXSIM": "maybe"})
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith("fastmaxsim: PYLATE_FASTMAXSIM must be 1, true, ") and done.stderr.count("\n") == 1
 
 
 def test_brackets_and_colons_in_names_and_paths_mean_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(terminal.plain, "_width", 300)
+    monkeypatch.setattr(terminal.plain, "width", 300)
     folder = tmp_path / "rows[1]"
     folder.mkdir()
     recipe = tiny(folder, "lr[=1e-3] :x:", training={"max_steps": 1, "save_steps": None}) | {"name": "[/x] :smiley:"}
@@ -96,10 +107,10 @@ def test_brackets_and_colons_in_names_and_paths_mean_nothing(tmp_path, monkeypat
     (tmp_path / "rows1").mkdir()
     (tmp_path / "rows1" / "pairs.jsonl").write_text('{"query": "other", "positive": "rows"}\n')
     file = write(folder, recipe)
-    done = fastmaxsim(["train", str(file)])
+    done = fastmaxsim(["train", file])
     assert done.exit_code == 0, done.output
     assert "[/x] :smiley:: trained" in done.stdout and str(folder / "lr[=1e-3] :x:" / "model") in done.stdout
-    done = fastmaxsim(["train", str(file), "--set", "data.columns=[':x:', b]"])
+    done = fastmaxsim(["train", file, "--set", "data.columns=[':x:', b]"])
     assert "no column ':x:'" in done.stderr
 
 
@@ -119,7 +130,7 @@ def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(tmp_path, monkeyp
     assert "Traceback" not in errors
     # The same command with --no-resume would remove the checkpoint.
     monkeypatch.setattr(training, "train", lambda *arguments: signal.raise_signal(signal.SIGINT))
-    done = fastmaxsim(["train", str(file), "--no-resume"])
+    done = fastmaxsim(["train", file, "--no-resume"])
     assert done.exit_code == 130 and "the same command without --no-resume goes on from there" in done.stderr
 
 
@@ -148,8 +159,7 @@ builtins.__import__ = interrupted
     ],
 )
 def test_without_the_recipes_extra_it_says_what_to_install(missing, sentence):
-    code = f"sys.modules['{missing}'] = None"
-    done = launched("train", RECIPES / "quickstart.yaml", code=code)
+    done = launched("train", RECIPES / "quickstart.yaml", code=f"sys.modules['{missing}'] = None")
     assert done.returncode in (1, 2) and done.stderr.count("\n") == 1
     assert sentence in done.stderr and "pylate-fastmaxsim[pylate,recipes]" in done.stderr
 
@@ -157,33 +167,9 @@ def test_without_the_recipes_extra_it_says_what_to_install(missing, sentence):
 @pytest.mark.process
 def test_run_and_doctor_work_without_the_recipes_extra(tmp_path):
     code = "for name in ('rich', 'matplotlib'): sys.modules[name] = None"
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(SCRIPT)
     arguments = ["--help", "--set", "a=b", "-v", "--", "--version"]
-    done = launched("run", script, *arguments, code=code)
+    done = launched("run", tmp_path / "script.py", *arguments, code=code)
     assert done.stdout.strip() == f"{arguments} True", done.stderr
     done = launched("doctor", code=code)
     assert done.returncode == 0 and pylate_fastmaxsim.__version__ in done.stdout, done.stderr
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["train", "LONG.yaml"],
-        ["compare", "RECIPE", "--output", "LONG"],
-        ["mine", "RECIPE", "--set", "output_dir=LONG"],
-        ["robustness", "LONG", "--beir", "LONG"],
-        ["search", "LONG", "--beir", "LONG", "--run", "run"],
-        ["search", "MODEL", "--beir", "LONG"],
-        ["search", "MODEL", "--corpus", "LONG.jsonl", "--queries", "LONG.jsonl"],
-        ["evaluate", "LONG", "--beir", "LONG", "--json", "LONG"],
-        ["recipes", "copy", "quickstart", "LONG"],
-    ],
-)
-def test_a_name_that_is_too_long_is_one_line(arguments, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file = write(tmp_path, tiny(tmp_path))
-    named = {"RECIPE": str(file), "MODEL": str(tmp_path)}
-    arguments = [named.get(each, each.replace("LONG", f"{tmp_path}/{'x' * 300}")) for each in arguments]
-    done = fastmaxsim(arguments)
-    assert done.exit_code == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("fastmaxsim: "), done.output

@@ -97,6 +97,19 @@ def test_what_was_measured_is_shown_before_it_is_drawn_whatever_its_name(tmp_pat
     assert isinstance(done.exception, ZeroDivisionError) and "median step" in done.stdout
 
 
+def test_of_two_runs_one_of_which_diverged_there_is_what_there_is(tmp_path):
+    result = {"status": "finished", "memory": {"before": 100, "peak": 200}, "warnings": ["said twice"]}
+    stock, fast = (summarized({**result, "ndcg@10": found}, steps([1.0] * 3, encoded=50)) for found in (None, 0.25))
+    stock["warnings"] = [*stock["warnings"], "no metrics"]
+    summary = contrast(stock, fast)
+    assert summary["ndcg@10_difference"] is None
+    comparison = {"recipe": {"name": "x"}, "runs": {"stock": stock, "fast": fast}, "summary": summary | WALL}
+    write_pictures(comparison, tmp_path / "compare.json")
+    page = (tmp_path / "compare.html").read_text()
+    assert "0.2500" in page and "0.2500" in shown(comparison)
+    assert "both runs: said twice" in page and "stock run: no metrics" in page
+
+
 @pytest.mark.parametrize(("modes", "lost"), [(("fast",), math.nan), (("stock", "fast"), math.inf)])
 def test_a_loss_that_is_not_a_number_is_seen(modes, lost, tmp_path):
     runs = {mode: finished(ndcg=None) for mode in MODES}

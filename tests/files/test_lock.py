@@ -1,7 +1,5 @@
 """A lock that one process at a time holds."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

@@ -1,7 +1,5 @@
 """Descriptions of folders, which know when they are damaged."""
 
-from __future__ import annotations
-
 import pytest
 
 from pylate_fastmaxsim.files.record import read_again_if_replaced, read_record, write_record

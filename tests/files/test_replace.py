@@ -1,7 +1,5 @@
 """Files and folders that are replaced: before, during and after, with kills and power cuts at each event."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -5,7 +6,10 @@ from pathlib import Path
 import pytest
 
 # Of these kinds of model, in tests that need nothing of PyLate.
-WITHOUT_PYLATE = ("multi_vector", "kinds", "splade_losses", "splade_evaluation", "splade_columns")
+WITHOUT_PYLATE = (
+    *("multi_vector", "kinds", "splade_losses", "refused_rows", "ranking", "held_out", "mined", "load_model"),
+    *("search_command", "evaluate_command"),
+)
 
 # Recipes need the extra "recipes".
 try:
@@ -18,6 +22,16 @@ try:
 except ImportError:  # Sentence Transformers 6 excludes it
     files = Path(__file__).parent.rglob("test_*.py")
     collect_ignore = [str(file) for file in files if not any(kind in file.name for kind in WITHOUT_PYLATE)]
+
+
+@pytest.fixture(scope="session")
+def saved(encoder, tmp_path_factory) -> Callable[[str], str]:
+    """``saved(kind)``: the folder of a tiny model of a kind, with the tokenizer of the tiny BERT, saved once per session."""
+    from tests.support.saved_models import save_retriever
+
+    return cache(
+        lambda kind: save_retriever(kind, tmp_path_factory.mktemp("saved") / kind.replace(" ", "-"), encoder("bert"))
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,10 @@
-"""A corpus on disk holds what was written, and search finds the same as in memory."""
+"""A corpus on disk holds what was written, in each format and of several ranks, and search finds the same as in memory."""
 
 from __future__ import annotations
 
 import os
-import threading
-import weakref
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pylate_fastmaxsim import TokenBatch, maxsim
+from pylate_fastmaxsim.compressed import CompressedBatch, compress
+from pylate_fastmaxsim.files.lock import writing
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
-from pylate_fastmaxsim.retrieval.formats import checksums as chunked
-from pylate_fastmaxsim.retrieval.formats import description, reading
+from pylate_fastmaxsim.retrieval.formats import checksums, description
 from pylate_fastmaxsim.retrieval.formats.description import Held
 from pylate_fastmaxsim.retrieval.formats.format import Format
 from pylate_fastmaxsim.retrieval.search import search
-from tests.support.corpora import documents, grouped, lists
+from tests.support.corpora import FORMATS, codec, documents, grouped, unit_documents, vectors
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -42,35 +43,14 @@ def test_what_is_read_is_what_was_written(count, size, tokens, dtype, share, tmp
     begin, end = sorted(round(count * part) for part in share)
     for first, last in ((0, None), (begin, end)):
         batches = list(read.batches(tokens_per_batch=tokens, begin=first, end=last))
-        assert lists(batches) == [sequence.tolist() for sequence in sequences[first:last]]
+        assert vectors(batches) == [sequence.tolist() for sequence in sequences[first:last]]
         for batch in batches:
             assert batch.values.dtype == dtype and batch.gapless and len(batch) > 0
             assert len(batch.values) == batch.lengths.sum() and batch.max_length == batch.lengths.max()
             assert len(batch.values) <= tokens or len(batch) == 1
         # As few as there can be: no batch has room for the first document of the next.
-        for batch, after in zip(batches, batches[1:], strict=False):
+        for batch, after in pairwise(batches):
             assert len(batch.values) + after.lengths[0] > tokens
-
-
-def test_tokens_that_do_not_count_are_left_out(tmp_path):
-    padded = torch.arange(24.0).reshape(3, 4, 2)
-    mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
-    packed = TokenBatch.from_packed(torch.arange(12.0).reshape(6, 2), torch.tensor([0, 2, 6]))
-    # In another order than they lie in memory, with rows between them that belong to none.
-    chosen = packed.select(torch.tensor([1, 0, 1])[:2])
-    read = write_corpus(tmp_path / "new", [TokenBatch.from_padded(padded, mask), chosen], torch.float32)
-    expected = [padded[0, [0, 2]], torch.empty(0, 2), padded[2], packed.values[2:], packed.values[:2]]
-    assert lists(read.batches()) == [tokens.tolist() for tokens in expected]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_search_equals_search_in_memory(dtype, tmp_path):
-    sequences = [tokens.to(dtype) for tokens in documents(300, longest=20, d=8)]
-    queries = TokenBatch.from_list([tokens.to(dtype) for tokens in documents(7, d=8, seed=1)])
-    read = write_corpus(tmp_path / "new", grouped(sequences, 50), dtype)
-    in_memory = search(queries, [TokenBatch.from_list(sequences)], 40)
-    for tokens in (1, 100, 1 << 20):
-        assert all(map(torch.equal, search(queries, read.batches(tokens_per_batch=tokens), 40), in_memory))
 
 
 def test_on_a_cpu_nothing_is_copied(tmp_path):
@@ -80,32 +60,35 @@ def test_on_a_cpu_nothing_is_copied(tmp_path):
     assert len(batches) > 3 and {batch.values.untyped_storage().data_ptr() for batch in batches} == {whole}
 
 
-def checksums(file, begin: int = 0) -> list[int]:
-    with open(file, "rb") as opened:
-        opened.seek(begin, os.SEEK_SET if begin >= 0 else os.SEEK_END)
-        return [xxhash.xxh3_64_intdigest(chunk) for chunk in iter(lambda: opened.read(chunked.CHUNK), b"")]
-
-
-def sparse(folder) -> Corpus:
+@pytest.fixture
+def larger_than_memory(tmp_path) -> Corpus:
     """256 GiB that take no room and are read at their end only, where three tokens are not zero."""
     d, count, tokens = 128, 1 << 20, 1 << 30
-    with open(folder / "values.bin", "wb") as file:
+    with open(tmp_path / "values.bin", "wb") as file:
         file.truncate(tokens * d * 2)
         file.seek(-3 * d * 2, os.SEEK_END)
         file.write(torch.ones(3, d, dtype=torch.bfloat16).view(torch.uint8).numpy().data)
-    (folder / "bounds.bin").write_bytes((torch.arange(count + 1) * (tokens // count)).numpy().data)
-    values = np.full(tokens * d * 2 // chunked.CHUNK, xxhash.xxh3_64_intdigest(bytes(chunked.CHUNK)), np.uint64)
-    values[-1] = checksums(folder / "values.bin", -chunked.CHUNK)[0]
-    table = np.concatenate([values, np.array(checksums(folder / "bounds.bin"), np.uint64)])
-    description.finish(folder, Held(Format("bfloat16", d), count, tokens, table, 0, "identity"))
-    return Corpus(folder)
+    (tmp_path / "bounds.bin").write_bytes((torch.arange(count + 1) * (tokens // count)).numpy().data)
+
+    def digests(name: str, begin: int = 0) -> list[int]:
+        with open(tmp_path / name, "rb") as opened:
+            opened.seek(begin, os.SEEK_SET if begin >= 0 else os.SEEK_END)
+            return [xxhash.xxh3_64_intdigest(chunk) for chunk in iter(lambda: opened.read(checksums.CHUNK), b"")]
+
+    values = np.full(tokens * d * 2 // checksums.CHUNK, xxhash.xxh3_64_intdigest(bytes(checksums.CHUNK)), np.uint64)
+    values[-1] = digests("values.bin", -checksums.CHUNK)[0]
+    table = np.concatenate([values, np.array(digests("bounds.bin"), np.uint64)])
+    description.finish(tmp_path, Held(Format("bfloat16", d), count, tokens, table, 0, "identity"))
+    return Corpus(tmp_path)
 
 
-def test_larger_than_memory_and_offsets_past_two_to_the_31(tmp_path):
-    read = sparse(tmp_path)
-    (batch,) = read.batches(begin=len(read) - 5)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_larger_than_memory_and_offsets_past_two_to_the_31(device, larger_than_memory):
+    read = larger_than_memory
+    (batch,) = read.batches(device, begin=len(read) - 5)
     assert batch.lengths.tolist() == [1024] * 5
     assert batch.values[-5:].sum(1).tolist() == [0, 0, 128, 128, 128]
+    assert maxsim(torch.ones(1, 1, 128, dtype=torch.bfloat16, device=device), batch).tolist() == [[0, 0, 0, 0, 128]]
 
 
 def test_no_documents_and_documents_without_tokens(tmp_path):
@@ -118,166 +101,225 @@ def test_no_documents_and_documents_without_tokens(tmp_path):
     assert len(none) == 0 and list(none.batches()) == []
 
 
-def test_what_is_not_a_corpus_is_refused(tmp_path):
-    def interrupted():
-        yield TokenBatch.from_list([torch.ones(2, 3)])
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("format", [*FORMATS.values(), codec(bits=4)], ids=[*FORMATS, "4 bits"])
+@pytest.mark.parametrize("tokens", [1, 30, 1 << 20])
+def test_what_is_read_is_what_compress_makes(format, tokens, tmp_path):
+    """Of the tokens that count, also where documents lie in another order in memory."""
+    sequences, generator = unit_documents(40), torch.Generator().manual_seed(1)
+    kept, order = (
+        torch.rand(sum(map(len, sequences)), generator=generator) < 0.8,
+        torch.randperm(40, generator=generator),
+    )
+    batch = TokenBatch.from_list(sequences)
+    batch = TokenBatch(batch.values, batch.starts, batch.lengths, batch.max_length, kept)
+    parts = kept.split([len(tokens) for tokens in sequences])
+    live = TokenBatch.from_list([sequences[number][parts[number]] for number in order.tolist()])
+    read = write_corpus(tmp_path, [batch.select(order[:25]), batch.select(order[25:])], format=format)
+    expected = vectors([compress(live, format) if format else live.with_values(live.values.bfloat16())])
+    batches = list(read.batches(tokens_per_batch=tokens))
+    assert all(isinstance(batch, CompressedBatch if format else TokenBatch) and batch.gapless for batch in batches)
+    assert vectors(batches) == expected and (len(read), read.tokens) == (40, int(kept.sum()))
+    assert vectors(read.batches(begin=7, end=31)) == expected[7:31]
+    chosen = [39, 0, 7, 7, 30]
+    assert vectors([read.select(torch.tensor(chosen))]) == [expected[i] for i in chosen]
+    assert len(read.select([])) == 0
 
-    with pytest.raises(KeyboardInterrupt):
-        write_corpus(tmp_path / "part", interrupted())
-    for folder in ("part", "absent"):
-        with pytest.raises(ValueError, match=f"Corpus: .*{folder} holds no complete corpus"):
-            Corpus(tmp_path / folder)
-    with pytest.raises(ValueError, match="write_corpus: .*part must be empty; choose another folder, or remove what"):
-        write_corpus(tmp_path / "part", [])
+
+def test_residual_codes_of_two_bits_take_less_than_a_sixth(tmp_path):
+    sequences = [torch.nn.functional.normalize(torch.randn(80, 128), dim=-1) for _ in range(50)]
+    sizes = {}
+    for name, format in (("plain", None), ("int8", "int8"), ("residual", codec(d=128))):
+        read = write_corpus(tmp_path / name, grouped(sequences, 50), format=format)
+        files = [file for file in (tmp_path / name).glob("*.bin") if not file.name.startswith("checksums-")]
+        sizes[name] = sum(file.stat().st_size for file in files)
+        assert read.nbytes == sizes[name] and read.format == ("bfloat16" if name == "plain" else name)
+    assert sizes["int8"] < 0.51 * sizes["plain"] and sizes["residual"] < sizes["plain"] / 6
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_several_processes_write_one_corpus(format, tmp_path):
+    sequences = unit_documents(50)
+    shares = [sequences[:20], sequences[20:21], sequences[21:]]
+    for rank in (2, 0):
+        part = write_corpus(tmp_path, grouped(shares[rank], 7), format=format, rank=(rank, 3))
+        assert len(part) == len(shares[rank])
+        with pytest.raises(ValueError, match=r"Corpus: .* lacks the documents of rank . of 3: .* rank=\(., 3\)"):
+            Corpus(tmp_path)
+    write_corpus(tmp_path, grouped(shares[1], 7), format=format, rank=(1, 3))
+    read, whole = Corpus(tmp_path), write_corpus(tmp_path / "whole", grouped(sequences, 50), format=format)
+    expected = vectors(whole.batches())
+    assert (len(read), read.tokens, vectors(read.batches(tokens_per_batch=40))) == (50, whole.tokens, expected)
+    assert vectors(read.batches(begin=19, end=22)) == expected[19:22]
+    chosen = [49, 20, 3, 21, 0, 20]
+    assert vectors([read.select(torch.tensor(chosen))]) == [expected[i] for i in chosen]
+
+
+@pytest.mark.parametrize("format", [None, "fp8", codec()], ids=["bfloat16", "fp8", "residual"])
+def test_a_finished_rank_takes_no_more_documents_unless_it_is_the_last(format, tmp_path):
+    sequences = unit_documents(20)
+    shares, more = [sequences[:5], sequences[5:10]], sequences[10:]
+
+    def write(rank, documents):
+        return write_corpus(tmp_path, lambda held: grouped(documents[held:], 3), format=format, rank=(rank, 2))
+
+    for rank, share in enumerate(shares):
+        write(rank, share)
+    before = vectors(Corpus(tmp_path).batches())
+    empty = TokenBatch.from_list(sequences[:1]).select(torch.tensor([], dtype=torch.int64))
+    for nothing in ([], [empty]):
+        assert len(write_corpus(tmp_path, lambda held, nothing=nothing: nothing, format=format, rank=(0, 2))) == 5
+    with pytest.raises(
+        ValueError, match="rank-00000-of-00002 is finished with 5 documents, and more would move those of"
+    ):
+        write(0, shares[0] + more)
+    assert vectors(Corpus(tmp_path).batches()) == before
+    assert len(write(1, shares[1] + more)) == 15
+    assert vectors(Corpus(tmp_path).batches())[:10] == before and len(Corpus(tmp_path)) == 20
+
+
+def test_ranks_may_have_fp8_scales_of_their_own(tmp_path):
+    for rank, size in enumerate((1.0, 3.0)):
+        write_corpus(tmp_path, [TokenBatch.from_list([torch.full((2, 4), size)])], format="fp8", rank=(rank, 2))
+    read = Corpus(tmp_path)
+    assert vectors(read.batches()) == [[[1.0] * 4] * 2, [[3.0] * 4] * 2]
+    assert vectors([read.select([1])]) == [[[3.0] * 4] * 2]
+    with pytest.raises(ValueError, match="Corpus.select: these documents are in parts of other codecs or fp8 scales; "):
+        read.select([0, 1])
+    assert [block.tolist() for block in read.blocks(torch.tensor([0, 1]), 100)] == [[0], [1]]
+
+
+def numbers(value: float, d: int = 16) -> TokenBatch:
+    return TokenBatch.from_list([torch.full((1, d), value, dtype=torch.float64)])
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error", "sentence"),
+    ("wrong", "options", "error", "sentence"),
     [
-        (TokenBatch.from_list([torch.ones(1, 2)]), TypeError, "as a list of TokenBatch, got one TokenBatch.$"),
-        ([torch.ones(1, 1, 2)], TypeError, "each of batches must be a TokenBatch, got Tensor.$"),
-        ([TokenBatch.from_list([torch.ones(1, d)]) for d in (2, 3)], ValueError, "all batches must have the same d"),
-        ([], ValueError, "there must be at least one batch"),
-        ([TokenBatch.from_list([torch.full((1, 2), 1e39, dtype=torch.float64)])], ValueError, "too large for"),
+        (
+            numbers(1.0),
+            {},
+            TypeError,
+            "batches must be batches of documents, as a list of TokenBatch, got one TokenBatch.$",
+        ),
+        (
+            lambda held: None,
+            {},
+            TypeError,
+            "batches must be batches of documents, as a list of TokenBatch, got NoneType",
+        ),
+        ([torch.ones(1, 1, 2)], {}, TypeError, "each of batches must be a TokenBatch, got Tensor.$"),
+        ([numbers(1.0, d) for d in (2, 3)], {}, ValueError, "all batches must have the same d, .* got 2 and 3"),
+        ([numbers(1.0)], {"format": codec(d=8)}, ValueError, "the same d, also that of a codec .*, got 8 and 16"),
+        ([], {}, ValueError, "there must be at least one batch"),
+        ([numbers(1e39)], {}, ValueError, "too large for torch.bfloat16"),
+        ([numbers(torch.nan)], {"format": "int8"}, ValueError, ".*finite"),
+        ([numbers(torch.nan)], {"format": "fp8"}, ValueError, ".*finite"),
+        (
+            [numbers(1.0), numbers(2.0)],
+            {"format": "fp8"},
+            ValueError,
+            "vectors must hold numbers of at most 1.75 in magnitude, which is what fits the fp8 scale 0.00390625",
+        ),
+        ([numbers(1.0)], {"dtype": torch.float64}, ValueError, "dtype must be one of .*, got torch.float64"),
+        (
+            [numbers(1.0)],
+            {"format": "int4"},
+            ValueError,
+            "format must be None, 'int8', .* or a ResidualCodec, got 'int4'",
+        ),
+        (
+            [numbers(1.0)],
+            {"format": "int8", "dtype": torch.float32},
+            ValueError,
+            "dtype is of documents that are not compressed; leave it out",
+        ),
+        ([numbers(1.0)], {"rank": (2, 2)}, ValueError, r"rank \(r, n\) must have r from 0 to n - 1, got \(2, 2\)"),
+        ([numbers(1.0)], {"rank": 1}, TypeError, r"rank must be a pair of integers \(r, n\), got 1"),
     ],
 )
-def test_after_a_wrong_call_the_right_one_writes(wrong, error, sentence, tmp_path):
-    with pytest.raises(error, match=f"^write_corpus: .*{sentence}"):
-        write_corpus(tmp_path / "new", wrong)
-    assert len(write_corpus(tmp_path / "new", [TokenBatch.from_list([torch.ones(1, 2)])])) == 1
+def test_after_a_wrong_call_the_right_one_writes(wrong, options, error, sentence, tmp_path):
+    with pytest.raises(error, match=f"(?s)^(write_corpus|compress): .*{sentence}"):
+        write_corpus(tmp_path / "new", wrong, **options)
+    assert len(write_corpus(tmp_path / "new", [numbers(1.0)])) == 1
 
 
-def test_bad_arguments_are_refused_before_anything_is_read(tmp_path):
-    read = write_corpus(tmp_path / "new", grouped(documents(5), 5))
-    with pytest.raises(ValueError, match="dtype must be one of .*, got torch.float64"):
-        write_corpus(tmp_path / "other", grouped(documents(5), 5), torch.float64)
-    with pytest.raises(ValueError, match="tokens_per_batch must be at least 1, got 0"):
-        read.batches(tokens_per_batch=0)
-    for begin, end in ((3, 2), (-1, 2), (0, 6)):
-        with pytest.raises(ValueError, match=f"in order and from 0 to 5, got {begin} and {end}"):
-            read.batches(begin=begin, end=end)
+@pytest.mark.parametrize(
+    ("method", "argument", "error", "sentence"),
+    [
+        ("batches", {"tokens_per_batch": 0}, ValueError, "tokens_per_batch must be at least 1, got 0"),
+        ("batches", {"begin": 3, "end": 2}, ValueError, "in order and from 0 to 5, got 3 and 2"),
+        ("batches", {"begin": -1, "end": 2}, ValueError, "in order and from 0 to 5, got -1 and 2"),
+        ("batches", {"end": 6}, ValueError, "in order and from 0 to 5, got 0 and 6"),
+        ("select", {"positions": [5]}, ValueError, "positions must be from 0 to 4, got"),
+        ("select", {"positions": [-1]}, ValueError, "positions must be from 0 to 4, got"),
+        ("select", {"positions": torch.tensor([0.5])}, TypeError, "positions must be int"),
+        ("select", {"positions": torch.tensor([[1]])}, TypeError, "positions must be int"),
+        ("select", {"positions": torch.ones(5, dtype=torch.bool)}, TypeError, "positions must be int"),
+        ("select", {"positions": "1"}, TypeError, "positions must be int"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(method, argument, error, sentence, tmp_path):
+    read = write_corpus(tmp_path, grouped(documents(5), 5))
+    with pytest.raises(error, match=f"^Corpus.{method}: .*{sentence}"):
+        getattr(read, method)(**argument)
 
 
-def test_no_part_is_loaded_before_its_slot_is_free():
-    started = [threading.Event() for _ in range(8)]
-    calls = []
+def interrupted(folder: Path, at: int = 20, **options) -> None:
+    def batches(held: int):
+        yield from grouped(unit_documents(30)[held:at], 5)
+        raise RuntimeError
 
-    def load(part, marked):
-        calls.append((part, marked))
-        started[part].set()
-        return part
-
-    seen = []
-    for part in reading.read_ahead(8, 3, load, lambda: f"after {seen[-1]}"):
-        assert started[min(part + 2, 7)].wait(10)  # that many are loaded ahead
-        assert not any(event.is_set() for event in started[part + 3 :])
-        seen.append(part)
-    assert seen == list(range(8)) and not readers()
-    assert calls == [(n, None if n < 3 else f"after {n - 3}") for n in range(8)]
+    with pytest.raises(RuntimeError):
+        write_corpus(folder, batches, **options)
 
 
-def test_an_error_while_loading_comes_in_its_turn():
-    def load(part, marked):
-        if part == 4:
-            raise RuntimeError("out of memory")
-        return part
-
-    seen = []
-    with pytest.raises(RuntimeError, match="out of memory"):
-        seen.extend(reading.read_ahead(8, 3, load))
-    assert seen == [0, 1, 2, 3] and not readers()
+def rest(held: int) -> list[TokenBatch]:
+    return grouped(unit_documents(30)[held:], 5)
 
 
-def test_nothing_is_loaded_any_more_once_the_caller_leaves():
-    calls = []
-    parts = reading.read_ahead(100, 3, lambda part, marked: calls.append(part))
-    assert not readers()
-    next(parts)
-    assert readers()
-    del parts
-    assert not readers() and len(calls) <= 3
+def test_what_others_have_written_is_not_overwritten(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "values.bin").write_text("of somebody else")
+    interrupted(tmp_path / "plain")
+    interrupted(tmp_path / "codec", format=codec())
+    write_corpus(tmp_path / "ranks", rest(25), format="int8", rank=(0, 2))
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*.*") if file.is_file()}
+    begun = "holds 20 documents of the format 'bfloat16', which cannot go on with"
+    for folder, batches, options, sentence in (
+        ("notes", rest, {}, "must be empty; choose another folder, or remove what it holds.$"),
+        ("plain", rest(0), {}, "must be empty; .* or go on with its 20 documents, with a function as"),
+        ("plain", [], {}, "must be empty; .* or go on with its 20 documents, with a function as"),
+        ("plain", rest, {"format": "int8"}, f"{begun} int8; choose another"),
+        ("plain", rest, {"dtype": torch.float32}, f"{begun} float32"),
+        ("plain", rest, {"format": codec()}, f"{begun} a codec of 2 bits and d = 16"),
+        ("plain", rest, {"rank": (0, 2)}, r"holds a corpus of one process, to which rank \(0, 2\) cannot add"),
+        ("plain", lambda held: [numbers(1.0, 2)], {}, "must have the same d, .* got 16 and 2"),
+        ("codec", rest, {"format": codec(seed=1)}, r"not the one that they were begun with \(codec.safetensors\)"),
+        ("ranks", rest(25), {"rank": (0, 3)}, r"holds a corpus of 2 ranks, to which rank \(0, 3\) cannot add; choose"),
+    ):
+        with pytest.raises(ValueError, match=f"^write_corpus: .*{sentence}"):
+            write_corpus(tmp_path / folder, batches, **options)
+    with writing("test", tmp_path / "plain"), pytest.raises(ValueError, match="is being written by another process"):
+        write_corpus(tmp_path / "plain", rest)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*.*") if file.is_file()} == before
+    for folder, sentence in (
+        ("plain", "plain holds no complete corpus, .* or go on with what an interrupted call has"),
+        ("absent", "absent holds no complete corpus"),
+        ("ranks", r"ranks lacks the documents of rank 1 of 2: .* rank=\(1, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^Corpus: .*{sentence}"):
+            Corpus(tmp_path / folder)
+    assert len(write_corpus(tmp_path / "plain", rest)) == 30
+    assert len(write_corpus(tmp_path / "codec", rest, format=codec())) == 30
+    write_corpus(tmp_path / "ranks", rest(25), format="fp8", rank=(1, 2))
+    with pytest.raises(
+        ValueError, match="must be of one format and d, but .*rank-00001-of-00002 is fp8 of d = 16, and"
+    ):
+        Corpus(tmp_path / "ranks")
 
 
-def test_nothing_holds_on_to_what_was_loaded():
-    class Loaded:
-        pass
-
-    alive, before = weakref.WeakSet(), []
-
-    def load(part, marked):
-        before.append(len(alive))
-        alive.add(loaded := Loaded())
-        return loaded
-
-    for loaded in reading.read_ahead(20, 2, load):
-        del loaded
-    assert max(before) <= 1  # with two slots
-
-
-def readers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("corpus-reader")]
-
-
-def large(folder, count: int = 3000) -> tuple[Corpus, list[torch.Tensor]]:
-    sequences = [tokens.to(torch.bfloat16) for tokens in documents(count, longest=150, d=128)]
-    return write_corpus(folder / "new", grouped(sequences, 500)), sequences
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("tokens", [1, 1000, 50_000, 1 << 20])
-def test_streamed_equals_resident(tokens, tmp_path):
-    read, sequences = large(tmp_path, 100 if tokens == 1 else 3000)
-    queries = TokenBatch.from_list([each.to("cuda", torch.bfloat16) for each in documents(20, d=128, seed=1)])
-    resident = TokenBatch.from_list([each.cuda() for each in sequences])
-    streamed = search(queries, read.batches("cuda", tokens_per_batch=tokens), 100)
-    assert all(map(torch.equal, streamed, search(queries, [resident], 100))) and not readers()
-
-
-@pytest.mark.cuda
-def test_kept_batches_stay_what_they_were(tmp_path):
-    read, sequences = large(tmp_path)
-    torch.cuda._sleep(10**8)  # everything below is queued while the stream is busy
-    kept = list(read.batches("cuda", tokens_per_batch=10_000))
-    assert len(kept) > 2 * reading.IN_FLIGHT
-    assert torch.equal(torch.cat([batch.values for batch in kept]).cpu(), torch.cat(sequences))
-    assert torch.cat([batch.lengths for batch in kept]).tolist() == [len(each) for each in sequences]
-
-
-@pytest.mark.cuda
-def test_a_slow_consumer_on_another_stream(tmp_path):
-    read, _ = large(tmp_path)
-    sums = []
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for batch in read.batches("cuda", tokens_per_batch=10_000):
-            torch.cuda._sleep(10**7)
-            sums.append(batch.values.double().sum())
-            del batch
-    torch.cuda.synchronize()
-    expected = [batch.values.double().sum() for batch in read.batches("cpu", tokens_per_batch=10_000)]
-    assert [each.item() for each in sums] == [each.item() for each in expected]
-
-
-@pytest.mark.cuda
-def test_memory_is_bounded_where_the_gpu_is_slower_than_the_disk(tmp_path):
-    read, _ = large(tmp_path, 8000)
-    tokens = 50_000
-    most = max(len(batch.values) for batch in read.batches(tokens_per_batch=tokens)) * 128 * 2
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    count = 0
-    for batch in read.batches("cuda", tokens_per_batch=tokens):
-        torch.cuda._sleep(10**7)
-        count += len(batch)
-    assert count == len(read)
-    # Those in flight and the one that the loop still holds, rounded up to 1 MiB, out of 12; 1 MiB for what is small.
-    assert torch.cuda.max_memory_allocated() - before <= (reading.IN_FLIGHT + 2) * (most + 2**20) + 2**20
-
-
-@pytest.mark.cuda
-def test_larger_than_memory_and_offsets_past_two_to_the_31_on_a_gpu(tmp_path):
-    read = sparse(tmp_path)
-    (batch,) = read.batches("cuda", begin=len(read) - 5)
-    scores = maxsim(torch.ones(1, 1, 128, dtype=torch.bfloat16, device="cuda"), batch)
-    assert scores.tolist() == [[0, 0, 0, 0, 128]]
+def test_without_a_document_another_format_may_begin(tmp_path):
+    interrupted(tmp_path, at=0, format="int8")
+    with pytest.raises(ValueError, match="finite"):
+        write_corpus(tmp_path, lambda held: [numbers(torch.nan)], format="fp8")
+    assert write_corpus(tmp_path, rest, format=codec()).format == "residual"

@@ -103,25 +103,6 @@ def test_scores_that_round_to_zero_and_to_infinity_are_returned():
         assert_same(sparse_search(queries, [documents], k), [each[:, :k] for each in expected])
 
 
-def test_what_cannot_be_in_an_index_is_refused():
-    batch = sparse_vectors(20, 30, seed=0)
-    half = sparse_vectors(20, 30, seed=0, dtype=torch.float16)
-    index = SparseIndex.build([half])
-    for wrong, error, sentence in (
-        (batch, TypeError, "SparseIndex.add: batches must be batches of documents, as a list of SparseBatch, got one"),
-        ([torch.ones(2, 2)], TypeError, "SparseIndex.add: each of batches must be a SparseBatch, got Tensor."),
-        ([sparse_vectors(2, 31, 0)], ValueError, "SparseIndex.add: batches must have the vocabulary 30, got 31."),
-        ([batch], ValueError, "SparseIndex.add: float32 weights cannot follow float16 ones"),
-    ):
-        with pytest.raises(error, match=sentence):
-            index.add(wrong)
-    assert len(index) == 20
-    with pytest.raises(ValueError, match="SparseIndex.build: there must be at least one batch"):
-        SparseIndex.build([])
-    with pytest.raises(ValueError, match="SparseIndex.to: the device must be a CPU or a CUDA GPU, got meta."):
-        index.to("meta")
-
-
 @pytest.mark.parametrize("k", [10**7, 2**60])
 def test_more_results_than_documents_take_no_memory(k):
     documents = SparseBatch.from_lists([[(0, 1.0)], [(1, 2.0)], []], vocabulary=2)
@@ -133,39 +114,48 @@ def test_more_results_than_documents_take_no_memory(k):
         assert scores.shape == (100, 3) and positions[0].tolist() == [0, -1, -1]
 
 
-def test_what_cannot_be_asked_is_refused():
-    batch = sparse_vectors(20, 30, seed=0)
-    index = SparseIndex.build([batch])
-    for search, where in (
-        (index.search, "SparseIndex.search"),
-        (lambda q, k: sparse_search(q, [batch], k), "sparse_search"),
-    ):
-        with pytest.raises(TypeError, match=f"^{where}: queries must be a SparseBatch, got Tensor.$"):
-            search(torch.ones(2, 30), 1)
-        with pytest.raises(ValueError, match=f"^{where}: k must be at least 1, got 0.$"):
-            search(batch, 0)
-        with pytest.raises(ValueError, match=f"^{where}: .* must have the vocabulary"):
-            search(sparse_vectors(2, 31, seed=0), 1)
-    with pytest.raises(TypeError, match="sparse_search: documents must be batches .* got one SparseBatch"):
-        sparse_search(batch, batch, 1)
+WHOLE, HALF, OTHER = (sparse_vectors(20, *each) for each in ((30, 0), (30, 0), (31, 0)))
+HALF = SparseBatch(HALF.offsets, HALF.terms, HALF.weights.half(), 30)
+ASKED = [
+    ((torch.ones(2, 30), 1), TypeError, "queries must be a SparseBatch, got Tensor.$"),
+    ((WHOLE, 0), ValueError, "k must be at least 1, got 0.$"),
+    ((OTHER, 1), ValueError, ".* must have the vocabulary"),
+]
 
 
-def test_what_cannot_be_removed_is_refused_and_nothing_is_removed():
-    batch = sparse_vectors(20, 4, seed=0)
-    index = SparseIndex.build([batch])
+@pytest.mark.parametrize(
+    ("method", "arguments", "error", "sentence"),
+    [
+        *(("search", *each) for each in ASKED),
+        ("add", (WHOLE,), TypeError, "batches must be batches of documents, as a list of SparseBatch, got one"),
+        ("add", ([torch.ones(2, 2)],), TypeError, "each of batches must be a SparseBatch, got Tensor."),
+        ("add", ([OTHER],), ValueError, "batches must have the vocabulary 30, got 31."),
+        ("add", ([WHOLE],), ValueError, "float32 weights cannot follow float16 ones"),
+        ("build", ([],), ValueError, "there must be at least one batch"),
+        ("to", ("meta",), ValueError, "the device must be a CPU or a CUDA GPU, got meta."),
+        ("remove", ([2, 20],), ValueError, "positions must be from 0 to 19, got 20"),
+        ("remove", ([-1],), ValueError, "positions must be from 0 to 19, got -1"),
+        ("remove", ([2, 17],), ValueError, "position 17 is removed already"),
+        ("remove", ([2, 2],), ValueError, "position 2 is given twice"),
+        ("remove", (torch.ones(20, dtype=torch.bool),), TypeError, r"positions must be integers \[n\], got torch.bool"),
+        ("remove", ([1.5],), TypeError, r"positions must be integers \[n\], got torch.float32"),
+        ("remove", (3,), TypeError, r"positions must be integers, a list or a tensor \[n\], got 3"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(method, arguments, error, sentence):
+    index = SparseIndex.build([HALF])
     index.remove(torch.tensor([3, 17]))
-    for positions, error, sentence in (
-        ([2, 20], ValueError, "positions must be from 0 to 19, got 20"),
-        ([-1], ValueError, "positions must be from 0 to 19, got -1"),
-        ([2, 17], ValueError, "position 17 is removed already"),
-        ([2, 2], ValueError, "position 2 is given twice"),
-        (torch.ones(20, dtype=torch.bool), TypeError, r"positions must be integers \[n\], got torch.bool"),
-        ([1.5], TypeError, r"positions must be integers \[n\], got torch.float32"),
-        (3, TypeError, r"positions must be integers, a list or a tensor \[n\], got 3"),
-    ):
-        with pytest.raises(error, match=f"^SparseIndex.remove: {sentence}"):
-            index.remove(positions)
-    assert_same(index.search(batch, 20), sorted_scores(batch, batch, 20, {3, 17}))
+    with pytest.raises(error, match=f"^SparseIndex.{method}: {sentence}"):
+        getattr(index, method)(*arguments)
+    assert_same(index.search(WHOLE, 20), sorted_scores(WHOLE, HALF, 20, {3, 17}))
+
+
+def test_what_a_stream_cannot_be_asked_is_refused():
+    for (queries, k), error, sentence in ASKED:
+        with pytest.raises(error, match=f"^sparse_search: {sentence}"):
+            sparse_search(queries, [WHOLE], k)
+    with pytest.raises(TypeError, match="^sparse_search: documents must be batches .* got one SparseBatch"):
+        sparse_search(WHOLE, WHOLE, 1)
 
 
 def test_float16_documents_widen_behind_float32_ones():

@@ -150,7 +150,7 @@ def test_weights_of_both_sides_are_those_of_maxsim_with_scaled_vectors():
     assert same(with_token, without)
 
 
-def test_what_cannot_be_is_refused():
+def test_what_cannot_be_is_refused(tmp_path):
     queries, stored = tables("cpu")
     weights = torch.ones(cases.VOCABULARY)
     for options, error, sentence in (
@@ -178,6 +178,11 @@ def test_what_cannot_be_is_refused():
     index = SparseIndex.build([made.documents(tokens)])
     for call, error, sentence in (
         (lambda: made.documents(["a"]), ValueError, "documents: the model has no tokenizer"),
+        (
+            lambda: made.save(tmp_path),
+            ValueError,
+            "save: the tokenizer must be of the tokenizers library .* got NoneType",
+        ),
         (lambda: made.documents("a"), TypeError, "documents: texts must be a list of strings, or TokenIds, got str"),
         (lambda: made.queries(TokenIds.from_lists([[90]])), ValueError, "queries: token ids must be from 0 to 89"),
         (lambda: made.search(tokens, index, 0), ValueError, "search: k must be at least 1, got 0"),

@@ -11,8 +11,6 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pylate_fastmaxsim import BM25, StaticLateInteraction
-from pylate_fastmaxsim.files.record import write_record
-from pylate_fastmaxsim.retrieval.static import files
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 from tests.support.paths import CRANFIELD
 from tests.support.static_cases import VOCABULARY, tables, texts
@@ -139,14 +137,3 @@ def test_a_saved_model_is_the_same(weights, tmp_path):
         ):
             assert torch.equal(found, again)
         assert ours.documents(sentences).weights.equal(other.documents(sentences).weights)
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=f"holds no static model, since it has no {files.DESCRIPTION_FILE}"):
-        StaticLateInteraction.load(tmp_path)
-    StaticLateInteraction(vectors(), None, word_tokenizer(), threshold=0.5).save(tmp_path)
-    write_record(tmp_path / files.DESCRIPTION_FILE, {"format": "another"})
-    with pytest.raises(ValueError, match="is damaged, or of another release"):
-        StaticLateInteraction.load(tmp_path)
-    with pytest.raises(ValueError, match="the tokenizer must be of the tokenizers library .* got NoneType"):
-        StaticLateInteraction(vectors(), threshold=0.5).save(tmp_path / "b")

@@ -1,7 +1,5 @@
 """A small collection in BEIR's layout."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -33,7 +31,8 @@ def write_folder(folder: Path, file: str = "qrels/test.tsv", **changed: list[dic
     content = tables() | changed
     (folder / file).parent.mkdir(parents=True)
     for name in ("corpus", "queries"):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content[name]))
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in content[name])
+        (folder / f"{name}.jsonl").write_bytes(lines.encode(errors="surrogateescape"))
     lines = [list(content["qrels"][0]), *(row.values() for row in content["qrels"])]
     (folder / file).write_text("".join("\t".join(map(str, line)) + "\n" for line in lines))
     return folder

@@ -6,6 +6,7 @@ import torch
 
 from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim.codec import ResidualCodec
+from tests.support.residual_codecs import random_codec
 
 
 def documents(count: int, longest: int = 6, d: int = 3, seed: int = 0) -> list[torch.Tensor]:
@@ -28,8 +29,9 @@ def grouped(sequences: list[torch.Tensor], size: int) -> list[TokenBatch]:
     return [TokenBatch.from_list(sequences[begin : begin + size]) for begin in range(0, len(sequences), size)]
 
 
-def lists(batches) -> list[list]:
-    """The vectors of each document."""
+def vectors(batches) -> list[list]:
+    """The vectors of each document of batches, compressed ones or not."""
+    batches = [batch if isinstance(batch, TokenBatch) else batch.decompress() for batch in batches]
     return [
         batch.values[start : start + length].float().tolist()
         for batch in batches
@@ -39,7 +41,8 @@ def lists(batches) -> list[list]:
 
 def codec(d: int = 16, bits: int = 2, seed: int = 0) -> ResidualCodec:
     """A codec that nobody has trained."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = torch.linspace(-0.5, 0.5, 2**bits)
-    centroids = torch.nn.functional.normalize(torch.randn(8, d, generator=generator), dim=-1)
-    return ResidualCodec(centroids.half(), weights.half(), (weights[1:] + weights[:-1]) / 2)
+    return random_codec(d, bits, centroids=8, seed=seed)
+
+
+# By name; None: bfloat16, without compression.
+FORMATS = {"bfloat16": None, "int8": "int8", "fp8": "fp8", "residual": codec()}

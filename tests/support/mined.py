@@ -3,8 +3,6 @@
 The second fails at a given file, reads late, or is on a machine that does not share the disk of the first.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A recipe small enough to be mined by a test, and what mining has computed."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 from pylate_fastmaxsim.recipes.mining import resumable
 from tests.support.paths import RECIPES
+from tests.support.recipe_kinds import LATE
 from tests.support.tiny_recipe import few_steps, hub_dataset, text
 
 RECIPE = RECIPES / "colbert_kd_mine.yaml"
@@ -40,6 +39,8 @@ def recipe_for(tmp_path: Path, model: str, teacher: str, *overrides: str) -> Rec
     mining |= {"relative_margin": "null", "batch_size": 4, "documents_per_part": 15, "rows_per_part": 9}
     options = [f"model.name_or_path={model}", f"data.name={tmp_path / 'mined'}", "evaluation.rows=8"]
     options += [f"mining.{key}={value}" for key, value in mining.items()]
+    if LATE == "multi_vector":
+        options += ["model.kind=multi_vector", "loss={name: distillation}", "fast={enabled: true}"]
     return load_recipe(RECIPE, few_steps(tmp_path / "out", *options, *overrides))
 
 

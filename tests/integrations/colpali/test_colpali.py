@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import re
 import subprocess
@@ -21,42 +20,12 @@ from tests.support.edited import edited
 pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
 
 from colpali_engine import loss as colpali_losses
-from colpali_engine.loss import late_interaction_losses
 from colpali_engine.models import ColPali, ColPaliProcessor, ColQwen2Processor
 from colpali_engine.utils import maxsim as stock_scores
-from colpali_engine.utils import processing_utils
-from colpali_engine.utils.processing_utils import BaseVisualRetrieverProcessor
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import doctor
 from pylate_fastmaxsim.integrations.hosts import find_replacements
-
-WHERE = [
-    (stock_scores, "maxsim_inbatch"),
-    (stock_scores, "maxsim_kd"),
-    (late_interaction_losses, "maxsim_inbatch"),
-    (late_interaction_losses, "maxsim_kd"),
-    (processing_utils, "maxsim_inbatch"),
-    (colpali_losses.ColbertNegativeCELoss, "forward"),
-    (colpali_losses.ColbertPairwiseNegativeCELoss, "forward"),
-    (colpali_losses.ColbertModule, "_inbatch_scores"),
-    (BaseVisualRetrieverProcessor, "score_multi_vector"),
-    (ColPali, "forward"),
-]
-
-
-def found() -> list[tuple[object, object]]:
-    """What stands there and, of a function, what it runs."""
-    values = [inspect.getattr_static(owner, name) for owner, name in WHERE]
-    return [(value, getattr(value, "__code__", None)) for value in values]
-
-
-@pytest.fixture(autouse=True)
-def off():
-    before = found()
-    yield
-    pylate_fastmaxsim.disable()
-    assert found() == before
 
 
 def assert_same(batch: Batch, loss: torch.nn.Module, offset: int = 0, compiled: bool = False) -> None:
@@ -258,14 +227,6 @@ def test_processor_scores(processor, form, batch_size):
     if form == "list":
         # Padded with the others of its batch, any page but the longest scores 0.
         assert (stock[0] < 0).tolist() == [False, True, False, batch_size == 3, False]
-
-
-def test_patched_wherever_it_was_imported_and_put_back():
-    before = found()
-    pylate_fastmaxsim.enable()
-    assert all(now != then for now, then in zip(found(), before, strict=True))
-    pylate_fastmaxsim.disable()
-    assert found() == before
 
 
 def test_without_pylate_it_accelerates_colpali_engine_alone(monkeypatch, caplog):

@@ -147,19 +147,12 @@ def test_what_may_change_documents_before_their_call_has_one(encoder, packed, mo
     assert ("in a call of their own: " in caplog.text) == (said is not None) and (said or "") in caplog.text
 
 
-@pytest.mark.parametrize("host, mode", each_host(OF_SENTENCE_TRANSFORMERS, "grouped"), indirect=["mode"])
-def test_groups_are_apart(encoder, caplog, host, mode):
-    model = host.model(encoder)
-    step = host.losses["contrastive"](model)
-    stock = step.run()
-    host.enable()
-    step.assert_equal(step.run(), stock)
-    assert host.modes(model) == {"grouped"} and "of their own" not in caplog.text
+# Of two and of four columns, and of documents in chunks that are cut to their longest each.
+OTHERS = [*each_host(["SparseEncoder"], "pairs"), *each_host(["SparseEncoder"], "margins of several")]
+OTHERS += each_host(MULTI_VECTOR, "contrastive mini_batch_size=5 score_mini_batch_size=3 scale=2.0")
 
 
-@pytest.mark.parametrize(
-    "host, loss", each_host(["SparseEncoder"], "pairs") + each_host(["SparseEncoder"], "margins of several")
-)
-def test_any_number_of_columns(encoder, packed, host, loss):
+@pytest.mark.parametrize("host, loss", OTHERS)
+def test_one_call_encodes_all_columns_and_chunks(encoder, packed, host, loss):
     model = host.model(encoder)
     assert_calls(host, model, host.losses[loss](model), 1)

@@ -35,19 +35,6 @@ def test_query_expansion(encoder, mode, monkeypatch, caplog, strategy, attend):
     assert "with padding" not in caplog.text
 
 
-def test_one_call_encodes_all_with_gradients_in_chunks_of_documents(model, packed):
-    """Chunks are cut to their longest document each."""
-    for size in (1, 7, 2 * COUNT):
-        step = step_of(model, mini_batch_size=size)
-        made, stock = encoder_calls(model), step.run()
-        pylate_fastmaxsim.enable()
-        step.run()
-        made.clear()
-        step.assert_equal(step.run(), stock)
-        assert len(made) == 1
-        pylate_fastmaxsim.disable()
-
-
 def test_columns_that_are_not_merged(model, packed, monkeypatch):
     """Column after column, in whatever calls they are asked for."""
     step = step_of(model)

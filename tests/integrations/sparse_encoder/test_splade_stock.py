@@ -178,38 +178,28 @@ def test_what_is_left_to_stock(model, caplog, change, line):
     assert len(lines) == 1 and line in lines[0]
 
 
-def routed(transformer, *poolings) -> SparseEncoder:
-    """The same encoder for queries and documents, each with a pooling of its own, or one behind both."""
-    routes = (
-        [[transformer, *poolings[place : place + 1]] for place in range(2)]
-        if len(poolings) > 1
-        else [[transformer]] * 2
-    )
-    behind = poolings if len(poolings) == 1 else ()
-    modules = [Router.for_query_document(*routes, default_route="document"), *behind]
-    return SparseEncoder(modules=modules, device="cpu").double().train()
+def assert_left_to_stock(step: Step, caplog, line: str) -> None:
+    stock = step.run()
+    pylate_fastmaxsim.enable()
+    step.assert_equal(step.run(), stock)
+    assert STOCK + line in caplog.text
 
 
 def test_a_hook_on_routes_sees_logits(model, caplog):
-    other = routed(model[0], model[1])
+    routes = Router.for_query_document([model[0]], [model[0]], default_route="document")
+    routed = SparseEncoder(modules=[routes, model[1]], device="cpu").train()
     batch = [{**column, "task": task} for column, task in zip(batch_of(model, 2), ("query", "document"), strict=True)]
-    step = Step(splade_loss(other), batch)
-    other[0].register_forward_hook(
+    routes.register_forward_hook(
         lambda _module, _args, output: {**output, "token_embeddings": 2 * output["token_embeddings"]}
     )
-    stock = step.run()
-    pylate_fastmaxsim.enable()
-    step.assert_equal(step.run(), stock)
-    assert f"{STOCK}a hook or another forward is on Router" in caplog.text
+    assert_left_to_stock(Step(splade_loss(routed), batch), caplog, "a hook or another forward is on Router")
 
 
 def test_two_poolings_of_one_encoder(encoder, caplog):
-    model = routed(masked_lm(encoder("bert", masked_lm=True)), SpladePooling("max"), SpladePooling("sum"))
-    step = step_of(model, columns=2)
-    stock = step.run()
-    pylate_fastmaxsim.enable()
-    step.assert_equal(step.run(), stock)
-    assert STOCK + "no one module follows the encoder, not SpladePooling" in caplog.text
+    transformer = masked_lm(encoder("bert", masked_lm=True))
+    routes = [[transformer, SpladePooling(strategy)] for strategy in ("max", "sum")]
+    model = SparseEncoder(modules=[Router.for_query_document(*routes)], device="cpu").double().train()
+    assert_left_to_stock(step_of(model, columns=2), caplog, "no one module follows the encoder, not SpladePooling")
 
 
 def change_class(monkeypatch, model) -> None:

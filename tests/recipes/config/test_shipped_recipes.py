@@ -55,7 +55,7 @@ STAND_INS = {
         "evaluation.rows=2 model.document_length=2048 training.per_device_train_batch_size=2",
     ),
     "colbert_kd": (kd_subsets(), "xlm-roberta", {}, "data.n_ways=4"),
-    "splade": ({"triplet": TRIPLETS}, "distilbert", {"masked_lm": True}, ""),
+    "splade": ({"triplet": TRIPLETS}, "bert", {"masked_lm": True, "max_position_embeddings": 512}, ""),
 }
 
 

@@ -1,7 +1,5 @@
 """Training on real abstracts: the fast run follows the stock run as closely as rounding lets stock follow itself."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from statistics import mean
@@ -9,12 +7,16 @@ from statistics import mean
 import pytest
 import torch
 from pylate.losses import Contrastive
+from safetensors.torch import load_file
 
 import pylate_fastmaxsim
+from benchmarks.harness.records import load
+from benchmarks.harness.suite import run_suite
 from tests.support import models
 from tests.support.paths import CRANFIELD, ROOT
 
 CORPUS = CRANFIELD / "corpus.jsonl"
+FILES, STAGES = ("corpus.jsonl", "queries.jsonl", "qrels.tsv"), ("contrastive", "distilled")
 STEPS, BATCH = 40, 16
 
 needs_collection = pytest.mark.skipif(not CORPUS.exists(), reason=f"the Cranfield collection is not at {CORPUS}")
@@ -70,22 +72,17 @@ def benchmark():
 @pytest.fixture
 def small_collection(tmp_path: Path) -> Path:
     """The first documents of the collection, with the queries that they answer."""
-    folder = tmp_path / "collection"
-    folder.mkdir()
-    documents = CORPUS.read_text(encoding="utf-8").splitlines()[:40]
+    lines = {name: (CRANFIELD / name).read_text(encoding="utf-8").splitlines() for name in FILES}
+    documents = lines["corpus.jsonl"] = lines["corpus.jsonl"][:40]
     known = {json.loads(line)["_id"] for line in documents}
-    header, *judgements = (CRANFIELD / "qrels.tsv").read_text(encoding="utf-8").splitlines()
+    header, *judgements = lines["qrels.tsv"]
     judgements = [line for line in judgements if line.split("\t")[1] in known]
     asked = {line.split("\t")[0] for line in judgements}
-    queries = (CRANFIELD / "queries.jsonl").read_text(encoding="utf-8").splitlines()
-    queries = [line for line in queries if json.loads(line)["_id"] in asked]
-    for name, lines in {
-        "corpus.jsonl": documents,
-        "queries.jsonl": queries,
-        "qrels.tsv": [header, *judgements],
-    }.items():
-        (folder / name).write_text("\n".join([*lines, ""]), encoding="utf-8")
-    return folder
+    lines["qrels.tsv"] = [header, *judgements]
+    lines["queries.jsonl"] = [line for line in lines["queries.jsonl"] if json.loads(line)["_id"] in asked]
+    for name, some in lines.items():
+        (tmp_path / name).write_text("\n".join([*some, ""]), encoding="utf-8")
+    return tmp_path
 
 
 @pytest.mark.bench
@@ -101,47 +98,39 @@ def test_the_benchmark_trains_mines_distils_and_goes_on(benchmark, small_collect
 
     monkeypatch.setattr(benchmark, "run_apart", run_here)
     results, output = tmp_path / "results.json", tmp_path / "runs"
-    command = ["--data", str(small_collection), "--work", str(output), "--results", str(results)]
-    command += ["--seeds", "0", "--set", "training.max_steps=2", "--set", "training.warmup_steps=0"]
-    command += ["--set", "training.per_device_train_batch_size=4", "--set", "model.document_length=16"]
-    from benchmarks.harness.suite import run_suite
-
+    few = {"max_steps": 2, "warmup_steps": 0, "per_device_train_batch_size": 4}
+    command = ["--data", str(small_collection), "--work", str(output), "--results", str(results), "--seeds", "0"]
+    for override in (*(f"training.{key}={value}" for key, value in few.items()), "model.document_length=16"):
+        command += ["--set", override]
     run_suite("cranfield", command)
-    cells = json.loads(results.read_text())["cells"]
-    paths = [f"{stage}/seed=0/{path}" for stage in ("contrastive", "distilled") for path in ("stock", "fast")]
+    written = json.loads(results.read_text())
+    cells = dict(written["cells"])
+    paths = [f"{stage}/seed=0/{path}" for stage in STAGES for path in ("stock", "fast")]
     assert sorted(ran) == sorted([*paths, "teacher/seed=100/fast", "untrained/seed=0"]) == sorted(cells)
-    for stage in ("contrastive", "distilled"):
+    for stage in STAGES:
         stock, fast = (torch.tensor(cells[f"{stage}/seed=0/{path}"]["losses"]) for path in ("stock", "fast"))
         assert stock.shape == (2, 2) and stock.isfinite().all()
         torch.testing.assert_close(fast, stock, rtol=1e-3, atol=1e-4)
     assert cells["distilled/seed=0/fast"]["mining"]["rows"] > 8
-    assert not torch.equal(*(_projection(output / f"{stage}-0-fast") for stage in ("contrastive", "distilled")))
+    weights = [load_file(output / f"{stage}-0-fast/model/1_Dense/model.safetensors") for stage in STAGES]
+    assert not torch.equal(*(each["linear.weight"] for each in weights))
 
     asked = {json.loads(line)["text"] for line in (small_collection / "queries.jsonl").read_text().splitlines()}
     trained = {text for line in (output / "pairs.jsonl").read_text().splitlines() for text in json.loads(line).values()}
     assert len(trained) > 70 and not asked & trained
 
     ran.clear()
-    written = json.loads(results.read_text())
     del written["cells"]["distilled/seed=0/fast"]
     results.write_text(json.dumps(written))
     run_suite("cranfield", command)
     assert ran == ["distilled/seed=0/fast"]
     assert "after mining and KD" in capsys.readouterr().out
-    del written["cells"]["distilled/seed=0/fast"]
     results.write_text(json.dumps(written))
     with pytest.raises(SystemExit, match="different settings"):
         run_suite("cranfield", [*command, "--set", "training.max_steps=3"])
 
 
-def _projection(folder: Path) -> torch.Tensor:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model" / "1_Dense" / "model.safetensors")["linear.weight"]
-
-
 def test_the_committed_results_hold_what_the_readme_says_of_them(benchmark):
-    from benchmarks.harness.records import load
     from benchmarks.quality.cranfield import METRICS, STAGE_TITLES, largest_difference, spread, values
 
     cells = load(ROOT / "benchmarks" / "results" / "cranfield.json")["cells"]
@@ -151,6 +140,6 @@ def test_the_committed_results_hold_what_the_readme_says_of_them(benchmark):
         for seed, untrained in scores["untrained"].items():
             assert untrained < scores["contrastive"][seed] < scores["distilled"][seed] + 1e-3
         assert mean(scores["contrastive"].values()) < mean(scores["distilled"].values())
-    for stage in ("contrastive", "distilled"):
+    for stage in STAGES:
         for metric in METRICS:
             assert largest_difference(cells, stage, metric) <= spread(values(cells, stage, "stock", metric))

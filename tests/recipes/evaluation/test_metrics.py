@@ -1,7 +1,5 @@
 """Metrics of rankings against their definitions in NumPy, whatever the order in which queries and judgements come."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

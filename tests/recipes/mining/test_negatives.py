@@ -1,22 +1,16 @@
 """Hard negatives, as sentence_transformers.util.mine_hard_negatives chooses them from the same vectors."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from sentence_transformers.util import mine_hard_negatives
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
-from pylate_fastmaxsim.recipes.mining import negatives, resumable
+from pylate_fastmaxsim.recipes.mining.negatives import hard_negatives
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
-from pylate_fastmaxsim.recipes.models.retriever import Retriever
-
-QUERIES, DOCUMENTS = 6, 40
 
 
 class Vectors:
@@ -42,13 +36,13 @@ class Vectors:
 
 @pytest.mark.parametrize("several", [False, True])
 def test_negatives_are_those_of_mine_hard_negatives(several):
-    short, skipping = 0, 0
+    queries, documents, short, skipping = 6, 40, 0, 0
     for seed in range(40):
         rng = np.random.default_rng([seed, several])
-        names = [f"q{i}" for i in range(QUERIES)] + [f"d{i}" for i in range(DOCUMENTS)]
+        names = [f"q{i}" for i in range(queries)] + [f"d{i}" for i in range(documents)]
         vectors = rng.normal(size=(len(names), 8)).astype(np.float32)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        of_query = [query for query in range(QUERIES) for _ in range(rng.integers(1, 4) if several else 1)]
+        of_query = [query for query in range(queries) for _ in range(rng.integers(1, 4) if several else 1)]
         rows = list(zip(of_query, range(len(of_query)), strict=True))
         rules = {
             "range_min": int(rng.integers(0, 3)),
@@ -61,7 +55,7 @@ def test_negatives_are_those_of_mine_hard_negatives(several):
         }
         data = Dataset.from_dict({"query": [f"q{q}" for q, _ in rows], "answer": [f"d{d}" for _, d in rows]})
         model = Vectors(dict(zip(names, vectors, strict=True)))
-        options = {"corpus": names[QUERIES:], "output_format": "n-tuple", "verbose": False}
+        options = {"corpus": names[queries:], "output_format": "n-tuple", "verbose": False}
         expected = {}
         try:
             for row in mine_hard_negatives(data, model, **options, **rules):
@@ -69,35 +63,11 @@ def test_negatives_are_those_of_mine_hard_negatives(several):
         except ZeroDivisionError:
             pass  # its shares of what is left, where the margins leave nothing
         section = MiningSection(pairs=DataSection(source="hub", name="a"), teacher="b", **rules)
-        pairs = Pairs(Dataset.from_dict({"text": names[:QUERIES]}), None, rows, "")
-        similarities = torch.from_numpy(vectors[:QUERIES] @ vectors[QUERIES:].T)
+        pairs = Pairs(Dataset.from_dict({"text": names[:queries]}), None, rows, "")
+        similarities = torch.from_numpy(vectors[:queries] @ vectors[queries:].T)
         k = section.range_max + max(map(len, pairs.positives()))
-        lowest = [min(similarities[q, d].item() for q, d in rows if q == query) for query in range(QUERIES)]
-        assert negatives.hard_negatives(pairs, section, *similarities.topk(k), lowest) == expected, (seed, rules)
-        short += len(expected) < QUERIES
+        lowest = [min(similarities[q, d].item() for q, d in rows if q == query) for query in range(queries)]
+        assert hard_negatives(pairs, section, *similarities.topk(k), lowest) == expected, (seed, rules)
+        short += len(expected) < queries
         skipping += bool(expected) and rules["range_min"] > 0
     assert short > 10 and skipping > 10
-
-
-def test_a_query_with_several_positives_has_as_many_negatives_left_as_others(tmp_path, monkeypatch):
-    # The three best documents of the first query are its positives, and range_max leaves none to spare.
-    similarities = torch.stack([-torch.arange(10.0), torch.arange(10.0)])
-    documents = Dataset.from_dict({"text": list(map(str, range(10)))})
-    pairs = Pairs(Dataset.from_dict({"text": ["a", "b"]}), documents, [(0, 0), (0, 1), (0, 2), (1, 9)], "")
-
-    def search(_, part, k):
-        part = list(part)
-        best = similarities[:, part].topk(min(k, len(part)))
-        return best.values, best.indices
-
-    monkeypatch.setattr(Retriever, "encode", lambda *args, **kwargs: None)
-    monkeypatch.setattr(
-        negatives.DocumentSearch, "_encoded", lambda self, documents, bar: list(map(int, documents["text"][:]))
-    )
-    monkeypatch.setattr(negatives, "search", search)
-    rules = {"range_min": 1, "num_negatives": 2, "range_max": 3, "documents_per_part": 4}
-    section = MiningSection(pairs=DataSection(source="hub", name="a"), teacher="b", **rules)
-    common = {"model": {"name_or_path": "c"}}
-    work = resumable.Work(tmp_path, PartialState())
-    found = negatives.DocumentSearch(None, pairs, section, work, common).best_documents()
-    assert negatives.hard_negatives(pairs, section, *found, [0.0, 0.0]) == {0: [4, 5], 1: [7, 6]}

@@ -1,6 +1,4 @@
-"""Parts of mining: damage is computed again, and kills, power cuts and full disks lose no part and mix none."""
-
-from __future__ import annotations
+"""Parts of mining: damage is computed again, and kills and power cuts lose no part and mix none."""
 
 import random
 
@@ -8,10 +6,8 @@ import numpy as np
 import pytest
 from accelerate import PartialState
 
-from pylate_fastmaxsim.files import replace
 from pylate_fastmaxsim.recipes.mining.mine import CARD, OWN_FILES, SUMMARY_FILE, put_into_place
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_part
-from tests.support.full_disk import no_file_above
 from tests.support.power_cut import states, written
 
 
@@ -69,14 +65,3 @@ def test_kills_and_power_cuts_never_show_new_data_that_are_not_whole(first, tmp_
             assert tables in (
                 [{name: each.get(name) for name in tables} for each in (old, {**new, SUMMARY_FILE: None})]
             )
-
-
-@pytest.mark.parametrize("size", [0, 1, 100, 250])
-def test_a_full_disk_keeps_the_parts_that_are_done(size, tmp_path):
-    parts(tmp_path)
-    (tmp_path / "search-0000000005.npz").unlink()
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with no_file_above(size), pytest.raises(OSError, match="File too large"):
-        parts(tmp_path)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert parts(tmp_path)[1] == [5] and not list(tmp_path.glob(f"{replace.SCRATCH}*"))

@@ -1,81 +1,86 @@
 """Teachers that cannot teach are found before the search, and scores that are not finite before they are used."""
 
-from __future__ import annotations
-
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from pylate.models import ColBERT
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertForSequenceClassification
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 from pylate_fastmaxsim.recipes.mining import negatives
-from tests.support.mining_recipe import recipe_for
-from tests.support.models import load_model as load_colbert
+from tests.support.case_tables import cases
+from tests.support.saved_models import LATE
 
-NO_HEAD = "must have a scoring head, as a cross-encoder has, but its checkpoint holds no classifier.bias, .*"
-NO_PROJECTION = "must have a projection, as a ColBERT has, but its checkpoint holds none, .*"
+REFUSED = """
+no tokenizer | cross_encoder | has no tokenizer that can be loaded; it must be saved beside the model.
+cut weights | cross_encoder | cannot be loaded: .*model.safetensors is not whole, as after a download .*
+three scores | cross_encoder | must give one score a pair, but it gives 3.
+ColBERT | cross_encoder
+    | must have a scoring head, .* its checkpoint holds no classifier.bias, .*; set mining.teacher_type to colbert.
+encoder | colbert | must have a projection, .* its checkpoint holds none, .*; name a trained ColBERT.
+cross-encoder | colbert | must have a projection, .* its checkpoint holds none, .*; set mining.teacher_type to cross_encoder.
+"""
 
 
-@pytest.mark.parametrize(
-    ("kind", "teacher_type", "sentence"),
-    [
-        ("no tokenizer", "cross_encoder", "has no tokenizer that can be loaded; it must be saved beside the model."),
-        ("three scores", "cross_encoder", "must give one score a pair, but it gives 3."),
-        ("ColBERT", "cross_encoder", f"{NO_HEAD}set mining.teacher_type to colbert."),
-        ("encoder", "colbert", f"{NO_PROJECTION}name a trained ColBERT."),
-        ("cross-encoder", "colbert", f"{NO_PROJECTION}set mining.teacher_type to cross_encoder."),
-    ],
-)
+@pytest.mark.parametrize(("made", "teacher_type", "sentence"), cases(REFUSED))
 def test_a_teacher_that_cannot_teach_is_found_before_the_search(
-    kind, teacher_type, sentence, encoder, teacher, tmp_path, monkeypatch
+    made, teacher_type, sentence, recipe, encoder, teacher, saved, tmp_path, monkeypatch
 ):
-    folder = tmp_path / "wrong"
-    if kind == "ColBERT":
-        load_colbert(encoder("bert")).save_pretrained(str(folder))
-    else:
-        ignored = shutil.ignore_patterns(*(("tokenizer*", "vocab*") if kind == "no tokenizer" else ()))
-        shutil.copytree(encoder("bert") if kind == "encoder" else teacher, folder, ignore=ignored)
-    if kind == "three scores":
+    source = {"ColBERT": saved(LATE), "encoder": encoder("bert")}.get(made, teacher)
+    ignored = shutil.ignore_patterns(*(("tokenizer*", "vocab*") if made == "no tokenizer" else ()))
+    folder = Path(shutil.copytree(source, tmp_path / "wrong", ignore=ignored))
+    if made == "three scores":
         BertForSequenceClassification(AutoConfig.from_pretrained(teacher, num_labels=3)).save_pretrained(folder)
-    overrides = [f"mining.teacher={folder}", f"mining.teacher_type={teacher_type}"]
+    if made == "cut weights":
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
     monkeypatch.setattr(mining_mine, "DocumentSearch", None)
     with pytest.raises(RecipeError, match=f"^mining.teacher {folder} {sentence}$"):
-        mining_mine.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, *overrides))
+        mining_mine.mine(recipe(f"mining.teacher={folder}", f"mining.teacher_type={teacher_type}"))
 
 
-def test_a_teacher_with_the_projection_of_stanfords_checkpoints_is_taken(encoder, tmp_path):
+def test_a_teacher_with_the_projection_of_stanfords_checkpoints_is_taken(recipe, encoder, tmp_path):
     folder = shutil.copytree(encoder("bert"), tmp_path / "stanford")
     weights, config = folder / "model.safetensors", folder / "config.json"
     linear = torch.randn(8, json.loads(config.read_text())["hidden_size"])
     save_file(load_file(weights) | {"linear.weight": linear}, weights, {"format": "pt"})
     config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["HF_ColBERT"]}))
-    recipe = recipe_for(tmp_path, encoder("bert"), str(folder), "mining.teacher_type=colbert")
-    assert callable(mining_mine.load_teacher(recipe.mining, torch.device("cpu")))
+    section = recipe(f"mining.teacher={folder}", "mining.teacher_type=colbert").mining
+    assert callable(mining_mine.load_teacher(section, torch.device("cpu")))
 
 
-@pytest.mark.parametrize("kind", ["model", "positives", "cross_encoder", "colbert"])
-def test_scores_that_are_not_finite_are_refused_before_they_are_used(kind, encoder, teacher, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "key", "overrides"),
+    [
+        ("model", "model.name_or_path", []),
+        ("compressed", "model.name_or_path", ["mining.corpus_format=int8"]),
+        ("positives", "model.name_or_path", []),
+        ("cross_encoder", "mining.teacher", []),
+        ("colbert", "mining.teacher", ["mining.teacher_type=colbert"]),
+    ],
+)
+def test_scores_that_are_not_finite_are_refused_before_they_are_used(
+    kind, key, overrides, recipe, encoder, teacher, tmp_path, monkeypatch
+):
     folder = tmp_path / "lost"
     if kind == "cross_encoder":
-        shutil.copytree(teacher, folder)
-        name, file, overrides = "mining.teacher", folder / "model.safetensors", [f"mining.teacher={folder}"]
+        file = shutil.copytree(teacher, folder) / "model.safetensors"
     else:
-        load_colbert(encoder("bert")).save_pretrained(str(folder))
-        name, file, overrides = "model.name_or_path", folder / "1_Dense" / "model.safetensors", []
-        if kind == "colbert":
-            name, overrides = "mining.teacher", [f"mining.teacher={folder}", "mining.teacher_type=colbert"]
-    save_file({key: value * torch.nan for key, value in load_file(file).items()}, file, {"format": "pt"})
-    model = str(folder) if name == "model.name_or_path" else encoder("modernbert")
-    recipe = recipe_for(tmp_path, model, teacher, "model.embedding_size=null", *overrides)
+        ColBERT(encoder("bert"), embedding_size=8, device="cpu").save_pretrained(str(folder))
+        file = folder / "1_Dense" / "model.safetensors"
+    save_file({name: value * torch.nan for name, value in load_file(file).items()}, file, {"format": "pt"})
     if kind == "positives":  # as on a GPU, where another batch may overflow
         monkeypatch.setattr(
             negatives, "search", lambda *args: (torch.ones(len(args[0]), 9), torch.arange(9).repeat(len(args[0]), 1))
         )
-    with pytest.raises(RecipeError, match=f"^{name} {folder} must give scores that are finite numbers, but some"):
-        mining_mine.mine(recipe)
-    stage = {"model": "search", "positives": "positives"}.get(kind, "teacher")
+    said = f"{key} {folder} must give scores that are finite numbers, but some"
+    if kind == "compressed":
+        said = "mining.corpus_format int8: compress: token vectors must be finite"
+    with pytest.raises(RecipeError, match=f"^{said}"):
+        mining_mine.mine(recipe(f"{key}={folder}", *overrides))
+    stage = {"model": "search", "compressed": "search", "positives": "positives"}.get(kind, "teacher")
     assert not list((tmp_path / "mined.unfinished").glob(f"{stage}-*")) and not (tmp_path / "mined").exists()

@@ -1,45 +1,131 @@
-"""Models that cannot be loaded or trained are one sentence that names the key."""
+"""Models of a section and of a folder: what is loaded, and one sentence that names the key for what is not."""
 
-from __future__ import annotations
-
+import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from pylate.models import ColBERT, Dense
+import yaml
+from sentence_transformers import SentenceTransformer, SparseEncoder
 
-from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection, MultiVectorSection
-from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
+from pylate_fastmaxsim import StaticLateInteraction
+from pylate_fastmaxsim.recipes.config.kinds import MODELS
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.mining.teacher import load_teacher
-from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.models.load import CONFIG_FILE, load_model, load_retriever, load_trained
+from tests.support.case_tables import cases
+from tests.support.recipe_kinds import LATE as LATE_KIND
+from tests.support.recipe_kinds import tiny_of
 from tests.support.recipe_runs import command
-from tests.support.tiny_recipe import tiny, write
+from tests.support.saved_models import LATE, SPARSE, STATIC, embeddings
+from tests.support.tiny_recipe import write
+
+TEXTS = ["late interaction scores every query token", "and writes no similarity tensor", "late"]
+HOST = {"colbert": "ColBERT", "multi_vector": "MultiVectorEncoder"}[LATE_KIND]
 
 
-def recipe_with(model: dict, folder):
-    values = tiny(folder, training={"max_steps": 1, "save_steps": None}, evaluation={"rows": 0})
-    return write(folder, values | {"model": model})
+def load(kind: str, name: str | Path, **keys):
+    """A model as ``fastmaxsim search`` loads it, or as a recipe does that trains a kind."""
+    if kind == "any":
+        return load_retriever(str(name), "cpu")
+    return load_model(MODELS[kind](name_or_path=str(name), **keys), "cpu", seed=0)
 
 
-def test_a_model_without_a_tokenizer(encoder, tmp_path):
-    model = shutil.copytree(encoder("bert"), tmp_path / "model")
-    for file in model.glob("tokenizer*"):
-        file.unlink()
-    done = command("train", recipe_with({"name_or_path": str(model)}, tmp_path))
-    assert done.exit_code == 2 and f"model.name_or_path {model} has no tokenizer that can be loaded" in done.stderr
-    assert not (tmp_path / "out").exists()
+# The folder, the kind of a recipe or any, and keys of the section. Tables of 64 positions, of which XLM-R has two before
+# the first token; ModernBERT's rotary ones limit queries only.
+REFUSED = r"""
+no tokenizer | LATE | | model.name_or_path FOLDER has no tokenizer that can be loaded
+cut | LATE | | model.name_or_path FOLDER cannot be loaded: FOLDER/model.safetensors is not whole
+pointer | LATE | | model.name_or_path FOLDER cannot be loaded: FOLDER/model.safetensors is not whole
+bert | LATE | query_length: 65 | model.query_length must be at most 64, as many positions as BertModel
+bert | LATE | document_length: 65 | model.document_length must be at most 64, as many positions as BertModel
+xlm-roberta | LATE | query_length: 63 | model.query_length must be at most 62, as many positions as XLMRobertaModel
+xlm-roberta | LATE | document_length: 63 | model.document_length must be at most 62, as many positions as XLMRoberta
+modernbert | LATE | query_length: 129 | model.query_length must be at most 128, as many positions as ModernBertModel
+sparse | splade | max_seq_length: 513 | model.max_seq_length must be at most 512, as many positions as BertForMasked
+late | LATE | embedding_size: 8 | model.embedding_size must be 16 or null, because model.name_or_path FOLDER
+sparse | LATE | | FOLDER does not fit model.kind LATE: it is a SparseEncoder, which model.kind splade trains.
+dense | splade | | must be a masked language model, or a SparseEncoder with SpladePooling, but has the modules Transf
+cosine | splade | | must score by the inner product \(dot\), but its similarity is cosine.
+cosine | any | | MODEL FOLDER must score by the inner product \(dot\), but its similarity is cosine.
+bert | any | | MODEL FOLDER must be .* or a StaticLateInteraction, but it has no config_sentence_transformers.json
+dense | any | | MODEL FOLDER must be .*, but config_sentence_transformers.json says SentenceTransformer
+dense of old | any | | MODEL FOLDER must be .*, but config_sentence_transformers.json says SentenceTransformer
+not json | any | | MODEL FOLDER cannot be loaded
+nothing | any | | MODEL: there is no folder FOLDER
+static | any | | MODEL FOLDER cannot be loaded: .*tables-.*safetensors is missing or damaged
+"""
+BESIDE_PYLATE = r"""
+multi vector | multi_vector | | model.kind multi_vector needs Sentence Transformers 6.*multi-vector,recipes
+late | splade | | FOLDER does not fit model.kind splade: it is a ColBERT, which model.kind colbert trains.
+multi vector | colbert | | it is a MultiVectorEncoder, which model.kind multi_vector trains
+multi vector | any | | FOLDER is a MultiVectorEncoder, which needs Sentence Transformers 6, but Sentence Transformers 5.* is
+"""
 
 
-def test_weights_that_were_cut_short(encoder, tmp_path):
-    model = shutil.copytree(encoder("modernbert"), tmp_path / "model")
-    file = model / "model.safetensors"
-    for content in (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", file.read_bytes()[:5000]):
-        file.write_bytes(content)
-        with pytest.raises(RecipeError, match=f"^model.name_or_path {model} cannot be loaded: {file} is not whole"):
-            load_model(ColBERTSection(name_or_path=str(model)), "cpu", seed=0)
-    with pytest.raises(RecipeError, match=f"^mining.teacher {model} cannot be loaded: {file} is not whole"):
-        load_teacher(MiningSection(pairs=DataSection("hub"), teacher=str(model)), torch.device("cpu"))
+@pytest.fixture
+def folder(encoder, saved, tmp_path):
+    """``folder(name)``: a model that is damaged, or of a kind that nobody expects."""
+
+    def made(name: str) -> str:
+        target = tmp_path / "model"
+        if name == "nothing":
+            return str(target)
+        if name in ("multi vector", "not json"):
+            target.mkdir()
+            (target / CONFIG_FILE).write_text('{"model_type": "MultiVectorEncoder"}' if name == "multi vector" else "{")
+            return str(target)
+        if name.startswith("dense"):
+            SentenceTransformer(encoder("bert"), device="cpu").save_pretrained(str(target))
+            config = json.loads((target / CONFIG_FILE).read_text())
+            if name == "dense of old":
+                config.pop("model_type", None)
+            (target / CONFIG_FILE).write_text(json.dumps(config))
+            return str(target)
+        sources = {"late": saved(LATE), "sparse": saved(SPARSE), "cosine": saved(SPARSE), "static": saved(STATIC)}
+        shutil.copytree(sources.get(name) or encoder(name if name in ENCODERS else "bert"), target)
+        weights = target / "model.safetensors"
+        if name == "cosine":
+            config = json.loads((target / CONFIG_FILE).read_text()) | {"similarity_fn_name": "cosine"}
+            (target / CONFIG_FILE).write_text(json.dumps(config))
+        if name == "static":
+            next(target.glob("tables-*")).write_bytes(b"{")
+        if name == "no tokenizer":
+            for file in target.glob("tokenizer*"):
+                file.unlink()
+        if name == "cut":
+            weights.write_bytes(weights.read_bytes()[:5000])
+        if name == "pointer":
+            weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+        return str(target)
+
+    return made
+
+
+ENCODERS = ("bert", "xlm-roberta", "modernbert")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "keys", "sentence"),
+    cases(REFUSED) + (cases(BESIDE_PYLATE) if LATE_KIND == "colbert" else []),
+)
+def test_what_cannot_be_loaded_is_one_sentence(name, kind, keys, sentence, folder):
+    made = folder(name)
+    for each, value in {"FOLDER": made, "LATE": LATE_KIND}.items():
+        kind, sentence = kind.replace(each, value), sentence.replace(each, value)
+    with pytest.raises(RecipeError, match=sentence) as error:
+        load(kind, made, **(yaml.safe_load(f"{{{keys}}}")))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "query_length", "document_length"), [("bert", 64, 64), ("xlm-roberta", 62, 62), ("modernbert", 128, 200)]
+)
+def test_texts_of_as_many_tokens_as_there_are_positions(family, query_length, document_length, encoder):
+    model = load(LATE_KIND, encoder(family), query_length=query_length, document_length=document_length)
+    for is_query, length in ((True, query_length), (False, document_length)):
+        (embedding,) = embeddings(model, ["word " * 300], is_query)
+        assert len(embedding) == length
 
 
 @pytest.mark.parametrize(
@@ -51,46 +137,48 @@ def test_weights_that_were_cut_short(encoder, tmp_path):
     ],
 )
 def test_a_model_that_cannot_be_built(override, sentence, tmp_path):
-    done = command("train", write(tmp_path, tiny(tmp_path)), override)
+    done = command("train", write(tmp_path, tiny_of(LATE_KIND, tmp_path)), override)
     assert done.exit_code == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"fastmaxsim: {sentence}")
     assert not (tmp_path / "out").exists()
 
 
-# Tables of 64 positions, of which XLM-R has two before the first token; ModernBERT's rotary ones limit queries only.
-@pytest.mark.parametrize(
-    ("family", "query_length", "document_length"),
-    [("bert", 64, 64), ("xlm-roberta", 62, 62), ("modernbert", 128, None)],
-)
-def test_lengths_beyond_the_positions_of_the_encoder(family, query_length, document_length, encoder, tmp_path):
-    file = recipe_with({"name_or_path": encoder(family), "document_length": 32}, tmp_path)
-    limits = {"query_length": query_length, "document_length": document_length}
-    for key, limit in limits.items():
-        if limit is not None:
-            done = command("train", file, f"model.{key}={limit + 1}")
-            assert done.exit_code == 2 and done.stderr.count("\n") == 1
-            assert done.stderr.startswith(f"fastmaxsim: model.{key} must be at most {limit}")
-    assert not (tmp_path / "out").exists()
-    largest = [f"model.{key}={limit or 200}" for key, limit in limits.items()]
-    assert command("train", file, *largest).exit_code == 0
+def test_a_model_of_a_release_that_wrote_no_kind_is_told_by_its_lengths(saved, tmp_path):
+    folder = Path(shutil.copytree(saved(LATE), tmp_path / "model"))
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    del config["model_type"]
+    (folder / CONFIG_FILE).write_text(json.dumps({"document_length": 32, **config}))
+    assert type(load("any", folder)).__name__ == HOST
+    static = load("any", saved(STATIC))
+    assert isinstance(static, StaticLateInteraction) and static.query_vectors.shape[1] == 16
 
 
-def test_another_embedding_size_than_that_of_a_trained_projection(encoder, tmp_path):
-    trained = ColBERT(encoder("modernbert"), embedding_size=8, device="cpu")
-    trained.save(str(tmp_path / "trained"))
-    file = recipe_with({"name_or_path": str(tmp_path / "trained")}, tmp_path)
-    done = command("train", file, "model.embedding_size=4")
-    assert done.exit_code == 2 and "model.embedding_size must be 8 or null, because model.name_or_path" in done.stderr
-    trained.append(Dense(8, 4))  # a model with two projections of its own
-    trained.save(str(tmp_path / "trained"))
-    assert command("train", file, "model.embedding_size=4").exit_code == 0
+def test_a_masked_language_model_and_a_saved_model_are_those_of_sentence_transformers(saved):
+    mlm = saved(SPARSE).removesuffix("model") + "mlm"
+    expected = SparseEncoder(saved(SPARSE), device="cpu").encode(TEXTS).to_dense()
+    for name in (saved(SPARSE), mlm):
+        assert torch.equal(load("splade", name).encode(TEXTS).to_dense(), expected)
+    short = load("splade", mlm, max_seq_length=4, config_kwargs={"hidden_dropout_prob": 0.0})
+    assert short.tokenize(TEXTS)["input_ids"].shape == (3, 4)
+    assert short[0].auto_model.config.hidden_dropout_prob == 0.0
 
 
-def test_a_multi_vector_encoder_needs_a_later_release_and_is_not_one_of_pylate(tmp_path):
-    (tmp_path / "config_sentence_transformers.json").write_text('{"model_type": "MultiVectorEncoder"}')
+def test_an_inference_free_model_weighs_the_tokens_of_a_query_and_survives_a_checkpoint(saved, tmp_path):
+    keys = {"inference_free": True, "max_seq_length": 6}
+    model = load("splade", saved(SPARSE), **keys)
+    with torch.no_grad():
+        model[0].sub_modules["query"][0].weight.copy_(torch.arange(len(model.tokenizer)))
+    model.save_pretrained(str(tmp_path / "checkpoint"))
+    again = load_trained(MODELS["splade"](name_or_path=saved(SPARSE), **keys), tmp_path / "checkpoint", "cpu")
+    texts = ["late", "sum"]  # of no more tokens than max_seq_length
+    queries = again.encode_query(texts).to_dense()
+    for query, ids in zip(queries, model.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
+        assert query.nonzero().flatten().tolist() == sorted(set(ids))
+        assert torch.equal(query[ids], torch.tensor(ids).float())
+    expected = SparseEncoder(saved(SPARSE), device="cpu")
+    expected.max_seq_length = 6
+    assert torch.equal(again.encode_document(TEXTS).to_dense(), expected.encode(TEXTS).to_dense())
     with pytest.raises(
-        RecipeError, match="^model.kind multi_vector needs Sentence Transformers 6.*multi-vector,recipes"
+        RecipeError, match="model.inference_free must be true for output_dir .*, which has a route for q"
     ):
-        load_model(MultiVectorSection(name_or_path=str(tmp_path)), "cpu", seed=0)
-    with pytest.raises(RecipeError, match="it is a MultiVectorEncoder, which model.kind multi_vector trains"):
-        load_model(ColBERTSection(name_or_path=str(tmp_path)), "cpu", seed=0)
+        load_trained(MODELS["splade"](name_or_path=saved(SPARSE)), tmp_path / "checkpoint", "cpu")

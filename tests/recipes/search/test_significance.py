@@ -1,7 +1,5 @@
 """Paired tests are those of SciPy, of all signs, and of Holm's method worked out by hand."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,0 +1,178 @@
+"""Folders of every kind that the package writes, all written, gone on with and checked in one way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from pylate_fastmaxsim import SparseBatch, SparseIndex, StaticLateInteraction, TokenBatch
+from pylate_fastmaxsim.compressed import compress
+from pylate_fastmaxsim.kernels.sparse import postings
+from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
+from pylate_fastmaxsim.retrieval.formats import checksums, writer
+from tests.support.corpora import FORMATS, unit_documents, vectors
+from tests.support.sparse_vectors import sorted_scores, sparse_vectors
+
+COUNT, BEFORE, SIZE = 29, 13, 4  # documents in all, of a folder that is added to, and of a batch
+
+
+def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have small folders consist of many blocks and chunks, and nothing wait for the disk."""
+    monkeypatch.setattr(postings, "DOCUMENTS_PER_BLOCK", 8)
+    monkeypatch.setattr(checksums, "CHUNK", 64)
+    monkeypatch.setattr(writer, "SECONDS_BETWEEN_NOTES", 0.0)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # power cuts are only thought of
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+class Kind:
+    """Documents of which batches are written behind those that a folder holds."""
+
+    goes_on = True  # after an interruption, from what had been written
+    adds = True  # to what a folder holds, in place of replacing it
+    # Numbers of documents that an interrupted call has written and the next does not write again are multiples of it.
+    kept_in = 1
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []  # how many documents folders held when they were written
+
+    def write(self, folder: Path, end: int = COUNT, fail_at: int = COUNT, fail: Callable[[], None] = interrupt) -> None:
+        """Go on to ``end`` documents; ``fail`` is called in place of the first batch from ``fail_at`` on."""
+
+        def batches(held: int) -> Iterator:
+            self.asked.append(held)
+            for begin in range(held, end, SIZE):
+                if begin >= fail_at:
+                    fail()
+                yield self.batch(begin, min(begin + SIZE, end))
+
+        self.write_batches(folder, batches)
+
+    def held(self, folder: Path) -> int | None:
+        """Number of documents, all of which are as they were written; None if it holds none. ValueError if damaged."""
+        try:
+            opened = self.open(folder)
+        except ValueError as error:
+            if "holds no" not in str(error):
+                raise
+            return None
+        return self.checked(opened)
+
+
+class Corpora(Kind):
+    open = Corpus
+
+    def __init__(self, format: object = None, backwards: bool = False) -> None:
+        super().__init__()
+        self.format, self.sequences = format, unit_documents(COUNT, seed=3)[:: -1 if backwards else 1]
+        whole = TokenBatch.from_list(self.sequences)
+        whole = compress(whole, format) if format else whole.with_values(whole.values.bfloat16())
+        self.expected = vectors([whole])
+
+    def batch(self, begin: int, end: int) -> TokenBatch:
+        return TokenBatch.from_list(self.sequences[begin:end])
+
+    def write_batches(self, folder: Path, batches: Callable) -> None:
+        write_corpus(folder, batches, format=self.format)
+
+    def checked(self, corpus: Corpus) -> int:
+        count, middle = len(corpus), len(corpus) // 2
+        halves = [corpus.select([*range(middle)]), corpus.select([*range(middle, count)])]
+        assert vectors(corpus.batches(tokens_per_batch=9)) == vectors(halves) == self.expected[:count]
+        return count
+
+
+class Built(Kind):
+    """A sparse index that is built in its folder."""
+
+    open, kept_in, removed = SparseIndex.load, 8, frozenset()
+
+    def __init__(self, backwards: bool = False) -> None:
+        super().__init__()
+        documents = sparse_vectors(COUNT, 30, seed=0)
+        self.documents = documents.select(torch.arange(COUNT).flip(0)) if backwards else documents
+
+    def batch(self, begin: int, end: int) -> SparseBatch:
+        return self.documents.select(torch.arange(begin, end))
+
+    def write_batches(self, folder: Path, batches: Callable) -> None:
+        SparseIndex.build(batches, folder=folder)
+
+    def checked(self, index: SparseIndex) -> int:
+        documents = self.batch(0, len(index))
+        removed = {each for each in self.removed if each < len(index)}
+        expected = sorted_scores(self.documents, documents, min(9, len(index)), removed)
+        assert all(map(torch.equal, index.search(self.documents, 9), expected))
+        return len(index)
+
+
+class Saved(Built):
+    """A sparse index that is loaded, added to and saved, without one document."""
+
+    goes_on, removed = False, frozenset({3})
+
+    def write_batches(self, folder: Path, batches: Callable) -> None:
+        held = 0
+        if (folder / "index.json").exists():
+            index = SparseIndex.load(folder)
+            held = len(index)
+            index.add(batches(held))
+        else:
+            index = SparseIndex.build(batches(held))
+        index.remove([position for position in self.removed if position >= held])
+        index.save(folder)
+
+
+class Model(Kind):
+    """A static model, whose vectors, words and threshold are all of a number."""
+
+    goes_on, adds, open = False, False, StaticLateInteraction.load
+
+    def __init__(self, backwards: bool = False) -> None:
+        super().__init__()
+        self.first = 100 if backwards else 0
+
+    def _vectors(self, number: int) -> torch.Tensor:
+        return torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+
+    def write(self, folder: Path, end: int = COUNT, **_: object) -> None:
+        number = self.first + end
+        words = {f"{word}{number}": place for place, word in enumerate("abcd")}
+        tokenizer = Tokenizer(WordLevel(words, unk_token=f"a{number}"))
+        options = {"threshold": float(number), "normalize": False}
+        StaticLateInteraction(self._vectors(number), None, tokenizer, **options).save(folder)
+
+    def checked(self, model: StaticLateInteraction) -> int:
+        number = int(model.threshold)
+        assert torch.equal(model.query_vectors, self._vectors(number))
+        assert model.tokenizer.token_to_id(f"d{number}") == 3
+        return number
+
+
+# By name, how to make one. ``backwards``: another one, of files that are as large.
+MAKERS: dict[str, Callable[..., Kind]] = {
+    **{name: partial(Corpora, format) for name, format in FORMATS.items()},
+    "sparse": Built,
+    "saved": Saved,
+    "static": Model,
+}
+KINDS = {name: make() for name, make in MAKERS.items()}
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.name != "lock")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All but descriptions, which hold numbers drawn at random."""
+    return {file.name: file.read_bytes() for file in files(folder) if file.suffix in (".bin", ".safetensors")}
