@@ -155,7 +155,6 @@ def cells_of(name: str, *patterns: str) -> dict:
 # Tables that suites print, by document and mark: the suite, and patterns of the cells that are shown.
 SUITE_TABLES = {
     "docs/benchmarks.md": {
-        "lengths-table": ("lengths", "*"),
         "splade-step-table": ("splade_step", "*"),
         "page-step-table": ("page_step", "*"),
         "operators-table": (
@@ -166,10 +165,9 @@ SUITE_TABLES = {
         "corpus-search-table": ("corpus_search", "*/write", "*/read", "*/streamed", "stock*"),
     },
     "docs/corpora.md": {
-        "compressed-operators-table": ("compressed_operators", "256x32.512x300/*", "1x32.10000x300/*"),
+        "compressed-operators-table": ("compressed_operators", "256x32.512x300/*"),
         "compressed-fidelity-table": ("compressed_fidelity", "cranfield/*"),
     },
-    "docs/losses.md": {"pooling-operators-table": ("pooling_operators", "256x32.512x300/*")},
     "docs/sparse.md": {"sparse-search-table": ("sparse_search", "*")},
     "docs/recipes.md": {
         "first-stage-table": (

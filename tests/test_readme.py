@@ -26,6 +26,11 @@ def test_the_readme_is_read_to_its_end():
     assert len(README.encode()) <= 13_500
 
 
+def test_docs_are_at_most_sixteen_pages_and_200_kb():
+    pages = [text for name, text in PAGES.items() if name.startswith("docs/")]
+    assert len(pages) <= 16 and sum(len(text.encode()) for text in pages) <= 200_000
+
+
 def test_tables_are_made_from_the_committed_results():
     from benchmarks.documents import tables, updated
 

@@ -42,6 +42,8 @@ def test_each_key_has_a_row_with_its_meaning(kind):
         table = re.search(
             rf"^### {section or 'The recipe itself'}( \([\w, ]+\))?\n\n(.+?)\n\n", page + "\n", re.M | re.S
         )
+        if of_other := re.match(r"Keys of `([\w.]+)` but", table[2]):
+            table = re.search(rf"^### {of_other[1]}( \([\w, ]+\))?\n\n(.+?)\n\n", page + "\n", re.M | re.S)
         found = re.findall(rf"^\| `{each.name}` \|.*\| (\S.*) \|$", table[2], flags=re.MULTILINE)
         assert found, f"{section}.{each.name}"
         assert (section, each.name) == ("model", "kind") or any(

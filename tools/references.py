@@ -60,7 +60,11 @@ def recipe_keys() -> str:
         else:
             header.insert(3, "kinds")
             lines = [[*row[:3], _group(tuple(kinds)), row[3]] for row, kinds in rows.items()]
-        parts.append(f"{title}\n\n{table(header, lines)}")
+        made = table(header, lines)
+        for other, more in sections.items():
+            if rows.keys() < more.keys():
+                made = f"Keys of `{other}` but {', '.join(row[0] for row in more if row not in rows)}."
+        parts.append(f"{title}\n\n{made}")
     return "\n\n".join(parts)
 
 

@@ -65,8 +65,6 @@ def fits(directory, kernel, arch, operand, options, absent=(), unit=False, **con
     return ptx
 
 
-# ---- MaxSim
-
 EVERYWHERE = (("bf16", 128), ("bf16x6", 128))
 CASES = [*EVERYWHERE, ("bf16", 96), ("bf16", 256), ("bf16", 768), ("fp16", 128)]
 CASES += [("bf16x6", 100), ("bf16x6", 768), ("bf16x3", 128), ("tf32", 128)]
@@ -177,8 +175,6 @@ def test_buckets_and_sets(arch, winners, ranks, tmp_path):
     for kernel in (sorting.count_kernel, sorting.place_kernel):
         fits(tmp_path, kernel, arch, "bf16", {"num_warps": tile.scan_warps}, winners=winners, types=types, **sizes)
 
-
-# ---- poolings
 
 POOLED_EVERYWHERE = (("bf16", 128),)
 POOLED = [*POOLED_EVERYWHERE, ("bf16", 768), ("fp16", 128), ("bf16x6", 128), ("bf16x3", 128), ("tf32", 128)]
@@ -341,8 +337,6 @@ def test_rounding(arch, rounded, tmp_path):
     fits(tmp_path, round_rows_kernel, arch, "bf16", {"num_warps": 4}, types=types, **sizes)
 
 
-# ---- projection
-
 PROJECTED_EVERYWHERE = (("bf16", 768, 128), ("bf16x6", 768, 128))
 PROJECTED = [*PROJECTED_EVERYWHERE, ("bf16", 1024, 96), ("bf16", 4096, 1024), ("bf16", 100, 48), ("fp16", 768, 128)]
 PROJECTED += [("bf16x6", 1024, 512), ("bf16x3", 768, 128), ("tf32", 768, 128)]
@@ -370,8 +364,6 @@ def test_projection(name, arch, operand, dim_in, dim_out, tmp_path):
 def test_projection_without_a_bias(name, tmp_path):
     compile_projection(name, 90, "bf16", 768, 128, tmp_path, absent=("bias", "grad_biases"))
 
-
-# ---- SPLADE
 
 SPLADE_EVERYWHERE = (("bf16", 768), ("bf16x6", 768))
 SPLADE = [*SPLADE_EVERYWHERE, ("bf16", 384), ("fp16", 100), ("bf16", 32), ("bf16x3", 768), ("tf32", 768)]

@@ -43,8 +43,7 @@ from pylate_fastmaxsim.kernels.xtr import launch as xtr  # noqa: E402
 from tests.support.interpreter import interpreted  # noqa: E402, F401
 
 CUDA = "cuda"
-HALF = torch.bfloat16, torch.float16
-DTYPES = (*HALF, torch.float32)
+DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 # Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
 FORWARD = ForwardTiles(16, 32, 64, 3, 4, 1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pylate_fastmaxsim import LogSumExp, TokenBatch, maxsim, pooled_scores
+from pylate_fastmaxsim import LogSumExp, TokenBatch, TopK, maxsim, pooled_scores, reference
 from tests.support.on_gpu import captured, no_waiting
 from tests.support.operators import FORMATS, OPERATORS, Problem, compressed_as, lengths, outcome, problem
 
@@ -93,8 +93,6 @@ def test_documents_saved_in_int8_change_the_gradient_of_queries_alone():
 
 def test_what_the_kernels_do_not_keep_runs_in_blocks(caplog):
     case = problem("maxsim", queries=(8,) * 3, documents=(200,) * 5, dim=32, masked=False, device=CUDA)
-    from pylate_fastmaxsim import TopK, reference
-
     scores = pooled_scores(case.queries, case.documents, pooling=TopK(100))
     exact = case.exact()
     wanted = reference.pooled_scores(exact.queries, exact.documents, pooling=TopK(100))

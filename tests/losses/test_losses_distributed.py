@@ -1,14 +1,14 @@
-"""Losses of this package in two real processes, under DistributedDataParallel."""
+"""Losses in two real processes, under DistributedDataParallel: those of the host for the default run, and ours."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from pylate import losses
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,58 +16,56 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
 from tests.support.compared import assert_equal
-from tests.support.models import attend_to_own_document, load_model, sentences
-from tests.support.rank_steps import batch_of
+from tests.support.loss_hosts import HOST
+from tests.support.models import attend_to_own_document, sentences
 from tests.support.ranks import loss_and_gradients
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.smoke]
 
 RANKS = 2
 VIEWS = {"dims": (16, 8), "document_tokens": (None, 4), "pooled": True}
 
 
-def _same(make: Callable[[nn.Module], nn.Module], reference: Callable[[nn.Module], nn.Module], **options) -> Callable:
-    """A loss without the flag and with it, grouped and packed, gives what the reference does without."""
+def _started(folder: str) -> tuple[nn.Module, Callable[[Callable], tuple]]:
+    """A model in DistributedDataParallel, and its step with a loss: rank 0 has short documents, and rank 1 long ones."""
+    rank = dist.get_rank()
+    core = HOST.load(f"{folder}/modernbert")
+    texts = (sentences(6, longest=(6, 40)[rank], seed=10 * column + rank) for column in (1, 2))
+    batch = HOST.columns(core, sentences(6, longest=8, seed=rank), *texts)
+    labels = torch.rand(6, 2, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    model = DistributedDataParallel(core)
+    return model, lambda loss: loss_and_gradients(core, lambda columns: loss(columns, labels), batch)
+
+
+def _same(*makes: Callable[[nn.Module], nn.Module], **options) -> Callable[[str], None]:
+    """Losses without the flag and with it, grouped and packed, give what the first of them does without."""
 
     def run(folder: str) -> None:
-        rank = dist.get_rank()
-        core = load_model(f"{folder}/modernbert").double()
-        batch = batch_of(core, rank)
-        labels = torch.rand(6, 2, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-        model = DistributedDataParallel(core)
-
-        def step(make: Callable) -> tuple:
-            loss = make(model)
-            return loss_and_gradients(core, lambda columns: loss(columns, labels), batch)
-
-        stock = step(reference)
-        if make is not reference:
-            assert_equal(step(make), stock)
+        model, step = _started(folder)
+        stock = step(makes[0](model))
+        for make in makes[1:]:
+            assert_equal(step(make(model)), stock, 1e-7)
         for packed in (False, True):
             if packed:
                 encoding_attention.variable_length_attention = attend_to_own_document
             with pylate_fastmaxsim.enabled(**options):
-                assert_equal(step(make), stock)
+                for make in makes:
+                    assert_equal(step(make(model)), stock, HOST.tolerance)
 
     return run
 
 
-def _as_pylate(folder: str) -> None:
-    """The contrastive term alone is PyLate's, gathered, which multiplies by the number of ranks."""
-    core = load_model(f"{folder}/modernbert").double()
-    batch, model = batch_of(core, dist.get_rank()), DistributedDataParallel(core)
-    labels = torch.zeros(6, 2, dtype=torch.float64)
-    stock = loss_and_gradients(core, losses.Contrastive(model, gather_across_devices=True, temperature=0.5), batch)
-    options = {
-        "contrastive_weight": float(RANKS),
-        "distillation_weight": 0.0,
-        "temperature": 0.5,
-        "gather_across_devices": True,
-    }
-    with pylate_fastmaxsim.enabled(stock_masking=True):
+def _as_host(folder: str) -> None:
+    """The contrastive term alone is the host's, gathered."""
+    model, step = _started(folder)
+    of_host, times = HOST.gathered(model, RANKS)
+    stock = step(of_host)
+    options = {"contrastive_weight": times, "distillation_weight": 0.0, "temperature": 0.5}
+    with pylate_fastmaxsim.enabled(**HOST.exactly):
+        assert_equal(step(HOST.gathered(model, RANKS)[0]), stock, HOST.tolerance)
         for size in ({}, {"mini_batch_tokens": 90}):
-            loss = ContrastiveDistillation(model, **options, **size)
-            assert_equal(loss_and_gradients(core, partial(loss, labels=labels), batch), stock)
+            loss = ContrastiveDistillation(model, **options, gather_across_devices=True, **size)
+            assert_equal(step(loss), stock, HOST.tolerance)
 
 
 def _pages(folder: str) -> None:
@@ -87,14 +85,11 @@ def _pages(folder: str) -> None:
     queries = processor.process_texts(sentences(4, longest=6, seed=rank))
     pages = processor.process_images([page(4 * rank + number) for number in range(4)])
 
-    def step(model: nn.Module, finish: Callable) -> tuple:
-        core.zero_grad()
-        loss = finish(ColbertLoss(temperature=0.2)(model(**queries), model(**pages)))
-        loss.backward()
-        weights = core.named_parameters()
-        return loss.detach(), {name: weight.grad.clone() for name, weight in weights if weight.grad is not None}
+    def step(model: nn.Module, finish: Callable = lambda loss: loss) -> tuple:
+        loss = ColbertLoss(temperature=0.2)
+        return loss_and_gradients(core, lambda _: finish(loss(model(**queries), model(**pages))), [])
 
-    stock = step(model, lambda loss: loss)
+    stock = step(model)
     with pylate_fastmaxsim.enabled():
         cached = GradCache(model, 3)
         # Norms of the model are computed in float32.
@@ -104,17 +99,18 @@ def _pages(folder: str) -> None:
 _both = partial(ContrastiveDistillation, temperature=0.5, distillation_weight=2.0, gather_across_devices=True)
 
 
-def _matryoshka(model: nn.Module) -> nn.Module:
-    loss = losses.CachedContrastive(model, mini_batch_size=2, gather_across_devices=True)
-    return Matryoshka(model, loss, **VIEWS)
+def _cut(model: nn.Module) -> nn.Module:
+    return Matryoshka(model, HOST.with_gradcache(model, gather_across_devices=True)[0], **VIEWS)
 
 
 CASES = {
-    "by tokens": _same(partial(_both, mini_batch_tokens=90), _both),
-    "matryoshka": _same(_matryoshka, _matryoshka, stock_masking=True),
-    "as pylate": _as_pylate,
-    "pages": _pages,
+    "as host": _as_host,
+    "cached": _same(lambda model: HOST.with_gradcache(model)[0], **HOST.exactly),
+    "by tokens": _same(_both, partial(_both, mini_batch_tokens=90)),
+    "matryoshka": _same(_cut, **HOST.exactly),
 }
+if importlib.util.find_spec("colpali_engine") and HOST.exactly:
+    CASES["pages"] = _pages
 
 
 @pytest.mark.parametrize("case", CASES)

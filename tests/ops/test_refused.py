@@ -192,8 +192,9 @@ def test_candidates_out_of_range_are_refused_wherever_they_are_used(name, out_of
             call(*inputs)
 
 
-def test_numbers_of_numpy_are_taken():
+def test_numbers_of_numpy_and_those_that_a_kernel_cannot_count_are_taken():
     assert TopK(np.int64(3)) == TopK(3) and Softmax(np.float32(0.5)) == Softmax(0.5)
+    assert torch.equal(xtr_scores(D[:2], D, 2**63), xtr_scores(D[:2], D, 100))
 
 
 @pytest.mark.parametrize("capability, suffices", [((7, 5), False), ((8, 0), True), ((12, 1), True)])

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from pylate.losses import contrastive
+from torch import nn
 
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.encoding.plans import token_embeddings
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
-from tests.support.models import collated, looking, sentences
+from tests.support import compared
+from tests.support.models import Behind, collated, looking
+
+batch_of = partial(compared.batch_of, collate=collated)
 
 
-def batch_of(model, seed: int = 0, documents: int = 6, collate=collated):
-    texts = [sentences(documents, longest=longest, seed=seed + index) for index, longest in enumerate((8, 40, 40))]
-    return collate(model, *texts)
+class Normalised(Behind):
+    """Behind the Dense of a model in float64."""
+
+    def __init__(self, dense):
+        super().__init__(dense)
+        self.norm = nn.BatchNorm1d(16).double()
+
+    def change(self, features):
+        embeddings = features["token_embeddings"]
+        return {**features, "token_embeddings": self.norm(embeddings.flatten(0, 1)).view_as(embeddings)}
 
 
 def encode(model, batch):

@@ -20,7 +20,13 @@ from pylate_fastmaxsim.recipes.errors import as_recipe_error
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.load import load_model
 
-SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+SPECIAL_TOKENS = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
 # What libraries raise for a size or an option that a model cannot have, or an attention that is not installed.
 BAD_VALUE = (ValueError, TypeError, RuntimeError, LookupError, AssertionError, ImportError, StrictDataclassError)
 PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them

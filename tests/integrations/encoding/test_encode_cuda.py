@@ -1,34 +1,54 @@
-"""Packed encoding on a GPU, with the attention that PyTorch ships."""
+"""Losses on a GPU in 16 bits, as exact as stock: packed, with the attention that PyTorch ships, and in CUDA graphs."""
 
 from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
 from pylate import losses
+from torch import nn
 from torch.nn import functional as F
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim import encode, maxsim
 from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.encoding.attention import variable_length_attention
 from pylate_fastmaxsim.integrations.encoding.token_counts import known_total
-from tests.support.losses_cuda import assert_as_exact, batch_of, losses_of, stock_losses
-from tests.support.models import load_model
+from pylate_fastmaxsim.integrations.models.encoders import encoder_of
+from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
+from tests.support.loss_hosts import VIEWS
+from tests.support.losses_cuda import LOSS_SCALE, assert_as_exact, batch_of, losses_of, stock_losses
+from tests.support.models import features, load_model, sentences
 from tests.support.on_gpu import no_waiting
 
 pytestmark = pytest.mark.cuda
 
-LARGER = {"hidden_size": 64, "intermediate_size": 96}
-
 
 @pytest.fixture
 def small(encoder):
-    def load(family: str = "modernbert", **changes: object):
+    def load(family: str = "modernbert", checkpointing: bool | None = None, **changes: object):
+        """With ``checkpointing``: whether it is reentrant."""
         if family == "wide modernbert":
             # Its local layers see all of a query, so that queries are encoded with the documents; so are those of BERT.
             family, changes = "modernbert", {"local_attention": 24, **changes}
-        return load_model(encoder(family, **LARGER, **changes), document_length=48, device="cuda")
+        path = encoder(family, hidden_size=64, intermediate_size=96, **changes)
+        model = load_model(path, document_length=48, device="cuda")
+        if checkpointing is not None:
+            model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        if checkpointing:
+            model[0].auto_model.enable_input_require_grads()
+        return model
 
     return load
+
+
+def graphs_of(model) -> dict:
+    # Of each size its graphs: whether steps were recorded shows nowhere else.
+    return encoder_of(model)._compiled_call_impl._recorded
 
 
 LENGTHS = torch.tensor([5, 1, 0, 300, 17, 9])
@@ -80,70 +100,157 @@ def test_attention(heads, dtype, attended, window):
             assert not states.grad[place >= attended.cuda()[text]].any()
 
 
-@pytest.mark.parametrize(
-    "loss_class, options", [(losses.Contrastive, {}), (losses.CachedContrastive, {"mini_batch_size": 5})]
-)
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [(each, torch.bfloat16) for each in ("modernbert", "wide modernbert", "bert", "qwen3")]
-    + [("modernbert", torch.float16)],
-)
-def test_loss_and_gradients_are_as_exact_as_stock(small, dtype, family, loss_class, options):
-    model = small(family)
-    batch = batch_of(model)
-    expected = stock_losses(model, [batch], loss_class, autocast=dtype, **options)
-    with pylate_fastmaxsim.enabled(stock_masking=True):
-        ours = losses_of(model, [batch], loss_class, autocast=dtype, **options)
-        joint = loss_class is losses.Contrastive and family in ("wide modernbert", "bert")
-        assert (set(modes.joined.get(model, {}).values()) == {True}) == joint
-    assert_as_exact(ours, expected)
+class ByHand(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, columns, labels):
+        queries, documents = encode(self.model, columns)
+        scores, own = maxsim(queries, documents), torch.arange(len(documents), device="cuda").view(len(queries), -1)
+        distillation = F.kl_div(scores.gather(1, own).log_softmax(1), labels.softmax(1), reduction="batchmean")
+        return F.cross_entropy(scores, own[:, 0]) + 3 * distillation
 
 
-@pytest.mark.parametrize("family", ["modernbert", "wide modernbert", "bert", "qwen3"])
-def test_a_step_waits_for_nothing(small, family):
+def one_column(model, **_) -> list[dict]:
+    return features(model, sentences(16, longest=8), sentences(32, seed=1))
+
+
+cached = partial(losses.CachedContrastive, mini_batch_size=5)
+distillation = partial(losses.Distillation, normalize_scores=False)
+by_tokens = partial(ContrastiveDistillation, mini_batch_tokens=300)
+
+
+def cut(make: Callable, pooled: bool = False) -> Callable:
+    return lambda model: Matryoshka(model, make(model), **VIEWS, pooled=pooled)
+
+
+def with_labels(make: Callable) -> Callable:
+    """A loss that is given scores of a teacher for two documents of each query."""
+
+    def scored(model):
+        loss = make(model)
+        labels = torch.rand(16, 2, generator=torch.Generator().manual_seed(0)).cuda()
+        return lambda columns, _: loss(columns, labels[: len(columns[0]["input_ids"])])
+
+    return scored
+
+
+class Case(NamedTuple):
+    family: str
+    make: Callable = losses.Contrastive
+    dtype: torch.dtype = torch.bfloat16
+    compiled: bool = False
+    # Whether gradient checkpointing is reentrant.
+    checkpointing: bool | None = None
+    batch: Callable = batch_of
+    # Of PyLate's losses. Ours follow its rule of masks only if asked for.
+    stock_masking: bool = True
+
+
+FAMILIES = "modernbert", "wide modernbert", "bert", "qwen3"
+CASES = [Case(family, make) for family in FAMILIES for make in (losses.Contrastive, cached)]
+CASES += [Case("modernbert", make, torch.float16) for make in (losses.Contrastive, cached)]
+CASES += [
+    Case("wide modernbert", checkpointing=True),
+    Case("wide modernbert", compiled=True),
+    Case("wide modernbert", compiled=True, checkpointing=False),
+    Case("bert", compiled=True, dtype=torch.float16),
+    Case("qwen3", compiled=True),
+]
+for _compiled in (False, True):
+    CASES += [
+        Case("wide modernbert", make, compiled=_compiled, stock_masking=False)
+        for make in (ByHand, ContrastiveDistillation, by_tokens)
+    ]
+    CASES += [
+        Case("wide modernbert", cut(make, pooled), compiled=_compiled)
+        for make in (losses.Contrastive, cached)
+        for pooled in (False, True)
+    ]
+    CASES.append(Case("wide modernbert", cut(distillation), compiled=_compiled, batch=one_column))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_are_as_exact_as_stock(small, case):
+    model, make = small(case.family), with_labels(case.make)
+    sizes = enumerate((15, 11, 15, 15, 11, 11) if case.compiled and case.make is losses.Contrastive else (16,))
+    batches = [case.batch(model, seed=seed, count=count) for seed, count in sizes]
+    expected = stock_losses(model, batches, make, autocast=case.dtype)
+    if case.checkpointing is not None:
+        model = small(case.family, case.checkpointing)
+    with pylate_fastmaxsim.enabled(compile=case.compiled, stock_masking=case.stock_masking):
+        for _ in range(4 if case.compiled else 1):
+            ours = losses_of(model, batches, make, autocast=case.dtype)
+            assert_as_exact(ours, expected)
+        assert set(modes.chosen[model].values()) == {"packed"}
+        if case.make is losses.Contrastive:
+            joint = case.family in ("wide modernbert", "bert")
+            assert (set(modes.joined.get(model, {}).values()) == {True}) == joint
+        if case.compiled and case.make is losses.Contrastive:
+            assert graphs_of(model)
+            # The same batches again: what was kept of the last ones changes nothing.
+            assert losses_of(model, batches, make, autocast=case.dtype)[0].equal(ours[0])
+
+
+# Losses of a family, and whether they are compiled.
+WAITING = [(family, losses.Contrastive, False) for family in FAMILIES]
+WAITING += [("wide modernbert", losses.Contrastive, True)]
+for _make in (ByHand, ContrastiveDistillation, cut(ContrastiveDistillation), cut(ContrastiveDistillation, True)):
+    WAITING.append(("wide modernbert", _make, False))
+
+
+@pytest.mark.parametrize("family, make, compiled", WAITING)
+def test_a_step_waits_for_nothing(small, family, make, compiled):
     model = small(family)
-    pylate_fastmaxsim.enable()
-    batch = batch_of(model)
-    loss_function = losses.Contrastive(model)
+    pylate_fastmaxsim.enable(compile=compiled)
+    batch, loss = batch_of(model), with_labels(make)(model)
 
     def step():
         with torch.autocast("cuda", torch.bfloat16):
-            loss = loss_function([dict(column) for column in batch], None)
-        loss.backward()
+            value = loss([dict(column) for column in batch], None)
+        value.backward()
 
-    step()
+    for _ in range(3 if compiled else 1):
+        step()
     assert set(modes.chosen[model].values()) == {"packed"}
+    assert not compiled or graphs_of(model)
     torch.cuda.synchronize()
     with no_waiting():
         step()
 
 
-def test_attention_dropout_is_packed_too(small):
-    model = small("bert", attention_probs_dropout_prob=0.1)
-    pylate_fastmaxsim.enable()
-    _, gradients = losses_of(model, [batch_of(model)])
-    assert set(modes.chosen[model].values()) == {"packed"}
-    assert all(gradient.isfinite().all() for gradient in gradients.values())
-
-
-def test_reentrant_gradient_checkpointing(small):
-    model = small("wide modernbert")
+def test_dropout_is_drawn_anew_and_repeats_with_its_seed(small):
+    model = small("bert", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2).train()
     batch = batch_of(model)
-    expected = stock_losses(model, [batch])
-    model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": True})
-    model[0].auto_model.enable_input_require_grads()
-    pylate_fastmaxsim.enable(stock_masking=True)
-    assert_as_exact(losses_of(model, [batch]), expected)
+    with pylate_fastmaxsim.enabled(compile=True):
+        for _ in range(3):
+            losses_of(model, [batch])
+        assert graphs_of(model) and set(modes.chosen[model].values()) == {"packed"}
+        torch.manual_seed(3)
+        first, second = losses_of(model, [batch]), losses_of(model, [batch])
+        torch.manual_seed(3)
+        again = losses_of(model, [batch])
+    assert first[0] != second[0] and first[0] == again[0]
+    for name in first[1]:  # FlashAttention adds gradients in an order that varies
+        torch.testing.assert_close(first[1][name], again[1][name], rtol=0.02, atol=1e-3)
+
+
+def test_dropout_below_checkpoints_says_why_it_runs_without_graphs(small, caplog):
+    model = small("bert", False, hidden_dropout_prob=0.1).train()
+    with pylate_fastmaxsim.enabled(compile=True):
+        for _ in range(4):
+            _, gradients = losses_of(model, [batch_of(model)])
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+    assert "gradient checkpointing repeats the random numbers of dropout" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("family", "checkpointing"),
-    [("modernbert", False), ("wide modernbert", True), ("bert", False), ("qwen3", False)],
+    [("modernbert", None), ("wide modernbert", False), ("bert", None), ("qwen3", None)],
 )
 def test_compiled_layers_do_not_recompile_as_batches_vary(small, family, checkpointing):
-    model = small(family)
-    if checkpointing:
-        model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = small(family, checkpointing)
     # Not 16 queries, which is also the size of a head of Qwen 3: sizes that are equal in the first call count as one,
     # and a layer is compiled once more when they no longer are.
     sizes = list(enumerate((15, 15, 15, 11, 24)))
@@ -156,6 +263,47 @@ def test_compiled_layers_do_not_recompile_as_batches_vary(small, family, checkpo
         ours = losses_of(model, collated_batches[2:])
         assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) == 0
     assert_as_exact(ours, expected)
+
+
+def test_weights_are_read_when_graphs_run(small):
+    """An optimizer changes them in place; what autocast keeps of them must not be recorded."""
+    model = small("wide modernbert")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    batches = [batch_of(model, seed=seed) for seed in range(2)]
+    # Each step has a reference with its own weights: after eight steps apart, rounding alone is 5% of a loss.
+    weights, ours, expected = [], [], []
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        for step in range(8):
+            weights.append(copy.deepcopy(model.state_dict()))
+            value, _ = losses_of(model, batches[step % 2 :][:1])
+            for weight in model.parameters():
+                weight.grad /= LOSS_SCALE
+            optimizer.step()
+            ours.append(value)
+        assert graphs_of(model)
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        for step, state in enumerate(weights):
+            model.load_state_dict(state)
+            expected.append(losses_of(model, batches[step % 2 :][:1])[0])
+    assert abs(expected[0] - expected[6]) > 0.1 * expected[0]
+    torch.testing.assert_close(ours, expected, rtol=0.02, atol=0)
+
+
+def test_memory_of_graphs_is_shared_and_freed(small):
+    model = small("wide modernbert", num_hidden_layers=6)
+    few, many = (batch_of(model, count=count) for count in (60, 90))
+    with pylate_fastmaxsim.enabled(compile=True):
+        for batch in (many, many, many, few):
+            losses_of(model, [batch])
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        for _ in range(3):
+            losses_of(model, [few])
+        assert len(graphs_of(model)) == 2
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() - before < 2**24
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < before
 
 
 def test_a_mask_changed_behind_its_collator_is_noticed(small):

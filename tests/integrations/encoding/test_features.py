@@ -7,21 +7,16 @@ from functools import partial
 import pytest
 import torch
 from pylate import losses
-from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.models import wrappers
 from tests.support.encoded import batch_of, mode_of
-from tests.support.models import collated, features, load_model, sentences
+from tests.support.models import Behind, collated, features, load_model, sentences
 
 
-class _PromptLeftOut(nn.Module):
+class _PromptLeftOut(Behind):
     """The tokens of a prompt get the vector of the first token."""
-
-    def __init__(self, dense):
-        super().__init__()
-        self.dense = dense
 
     def forward(self, features):
         if "prompt_length" in features:
@@ -42,6 +37,7 @@ def prompted(model, *columns: str):
 CACHED = partial(losses.CachedContrastive, mini_batch_size=4)
 
 
+@pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize(
     ("columns", "loss_class"),
     [
@@ -51,27 +47,22 @@ CACHED = partial(losses.CachedContrastive, mini_batch_size=4)
     ],
     ids=["all", "negative", "query"],
 )
-def test_features_that_a_module_behind_the_encoder_reads_reach_it(encoder, mode, caplog, columns, loss_class):
+def test_features_reach_a_module_behind_the_encoder_that_reads_them(encoder, mode, caplog, columns, loss_class, reads):
     # Its local layers see all of a query, so that queries would be encoded with packed documents.
     model = load_model(encoder("modernbert", local_attention=24)).double()
-    model[1] = _PromptLeftOut(model[1])
+    if reads:
+        model[1] = _PromptLeftOut(model[1])
     loss_function = loss_class(model)
     stock = [loss_function(prompted(model, *names)).item() for names in ((), columns, ())]
     pylate_fastmaxsim.enable(stock_masking=True, padding_free="always")
     # Such a batch may come after others, and others after it.
     for expected, names in zip(stock, ((), columns, ()), strict=True):
         assert loss_function(prompted(model, *names)).item() == pytest.approx(expected, rel=1e-10)
-    said = [record.message for record in caplog.records if "_PromptLeftOut may read prompt_length" in record.message]
+    said = [message for message in caplog.messages if "_PromptLeftOut may read prompt_length" in message]
     of_documents = [line for line in said if "Documents are encoded with padding" in line]
-    assert len(of_documents) == (columns != ("query",))
+    assert len(of_documents) == (reads and columns != ("query",))
     assert mode_of(model) == ({mode, "padded"} if of_documents else {mode})
-
-
-def test_features_that_nothing_reads_cost_nothing(model, mode, caplog):
-    pylate_fastmaxsim.enable()
-    losses.Contrastive(model)(prompted(model, "query", "document_0"))
-    assert mode_of(model) == {mode}
-    assert "prompt_length" not in caplog.text
+    assert reads or "prompt_length" not in caplog.text
 
 
 def test_features_that_only_some_batches_have_are_refused_in_step(model, packed, monkeypatch):
@@ -79,22 +70,10 @@ def test_features_that_only_some_batches_have_are_refused_in_step(model, packed,
     loss_function = losses.Contrastive(model)
     pylate_fastmaxsim.enable(padding_free="always")
     monkeypatch.setattr(encoding_encode, "group_in_step", lambda *_, **__: True)
-    monkeypatch.setattr(wrappers, "_most_of_all_ranks", lambda numbers, *_: numbers)
+    monkeypatch.setattr(wrappers, "_most_of_all_ranks", lambda numbers, *_: numbers)  # one process stands for several
     loss_function(prompted(model))
     with pytest.raises(ValueError, match="_PromptLeftOut may read prompt_length. All processes must encode alike"):
         loss_function(prompted(model, "document_0"))
-
-
-class _Looking(nn.Module):
-    """What it sees of a feature is kept."""
-
-    def __init__(self, dense):
-        super().__init__()
-        self.dense, self.seen = dense, []
-
-    def forward(self, features):
-        self.seen.append(features["extra"])
-        return self.dense(features)
 
 
 def test_keys_of_texts_that_are_dictionaries(model, mode):
@@ -107,22 +86,24 @@ def test_keys_of_texts_that_are_dictionaries(model, mode):
     assert mode_of(model) == {mode}
 
 
-@pytest.mark.parametrize("extra", ["a retrieval task", torch.tensor(2.0), ["title", "body"]], ids=repr)
-def test_features_that_are_not_one_value_for_each_text(model, extra):
+class _Looking(Behind):
+    """What it sees of a feature is kept."""
+
+    def forward(self, features):
+        self.seen.append(features["extra"])
+        return self.dense(features)
+
+
+@pytest.mark.parametrize("extra", ["a retrieval task", torch.tensor(2.0), ["title", "body"], list("abcdef")], ids=repr)
+def test_only_features_that_are_one_value_for_each_text_are_cut_with_them(model, extra):
     model[1] = _Looking(model[1])
     batch = [{**column, "extra": extra} for column in batch_of(model, collate=features)]
-    loss_function = losses.Contrastive(model)
-    expected = loss_function([dict(column) for column in batch])
-    pylate_fastmaxsim.enable(stock_masking=True)
-    torch.testing.assert_close(loss_function(batch), expected)
-    CACHED(model)(batch).backward()
-    assert all(seen is extra for seen in model[1].seen)
-
-
-def test_a_list_of_one_value_for_each_text_is_cut_with_them(model):
-    model[1] = _Looking(model[1])
-    batch = [{**column, "extra": list("abcdef")} for column in batch_of(model, collate=features)]
     pylate_fastmaxsim.enable()
-    CACHED(model)(batch)
-    assert model[1].seen[-4:] == [list("abcd"), list("ef")] * 2
-    assert sum(model[1].seen[:-4], []) == list("abcdef")
+    for loss_class in (losses.Contrastive, CACHED):
+        model[1].seen = []
+        loss_class(model)(batch)
+        if extra == list("abcdef") and loss_class is CACHED:
+            assert model[1].seen[-4:] == [list("abcd"), list("ef")] * 2
+            assert sum(model[1].seen[:-4], []) == extra
+        else:
+            assert all(seen is extra or seen == extra for seen in model[1].seen)

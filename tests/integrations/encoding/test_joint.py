@@ -15,7 +15,7 @@ from pylate_fastmaxsim.integrations.encoding import attention as encoding_attent
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding import modes
 from tests.support.compared import assert_equal, run
-from tests.support.encoded import batch_of, calls_of
+from tests.support.encoded import batch_of, calls_of, mode_of
 from tests.support.models import TEXT, attend_to_own_document, collated, features, load_model, sentences
 
 WIDE = {"local_attention": 24}  # of ModernBERT: local layers see 12 tokens to each side, all of a query of 12
@@ -29,15 +29,13 @@ def step(model, batch, labels=None, loss_class=losses.Contrastive):
     return run(loss_class(model), batch, labels)
 
 
-def assert_as_stock(model, batch, *args):
+def assert_as_stock(model, batch, *args, joint: bool = True):
     with pylate_fastmaxsim.enabled(padding_free=False, stock_masking=True):
         expected = step(model, batch, *args)
     pylate_fastmaxsim.enable(stock_masking=True)
     assert_equal(step(model, batch, *args), expected)
-
-
-def joins(model) -> set[bool]:
-    return set(modes.joined[model].values())
+    assert set(modes.joined[model].values()) == {joint}
+    assert len(calls_of(model, partial(step, model, batch, *args))) == (1 if joint else 2)
 
 
 @pytest.mark.parametrize(
@@ -53,54 +51,61 @@ def test_losses_and_gradients_are_those_of_stock_in_one_call(encoder, packed, fa
     model = load(encoder, family, **queries)
     pylate_fastmaxsim.enable()
     for seed, count in ((0, 6), (10, 1)):
-        batch = batch_of(model, seed, count, collate)
-        assert_as_stock(model, batch)
-        assert len(calls_of(model, partial(step, model, batch))) == 1
-    assert joins(model) == {True}
+        assert_as_stock(model, batch_of(model, queries=count, seed=seed, collate=collate))
 
 
 def test_distillation(encoder, packed):
     model = load(encoder)
     batch = features(model, sentences(4, longest=8), sentences(12, seed=1))
     assert_as_stock(model, batch, torch.rand(4, 3, dtype=torch.float64), losses.Distillation)
-    assert joins(model) == {True}
 
 
 def test_beside_many_documents_queries_have_a_call_of_their_own(encoder, packed, caplog, monkeypatch):
     model = load(encoder)
-    many, few = batch_of(model, documents=9), batch_of(model, documents=2)
+    many, few = batch_of(model, queries=9), batch_of(model, queries=2)
     tokens = sum(int(column["attention_mask"].sum()) for column in many[1:])
+    caplog.set_level(logging.INFO, "pylate_fastmaxsim")
     for most, together in ((tokens - 1, False), (tokens, True)):
         encoding_encode.release()
         monkeypatch.setattr(modes, "MOST_TOKENS_BESIDE_QUERIES", most)
-        with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
-            assert_as_stock(model, many)
+        assert_as_stock(model, many, joint=together)
         # The first batch decides for all.
-        for batch in (many, few):
-            assert len(calls_of(model, partial(step, model, batch))) == (1 if together else 2)
-        assert joins(model) == {together} and "call of their own" not in caplog.text
-
-
-def test_queries_with_gaps_have_a_call_of_their_own(encoder, packed):
-    model = load(encoder)
-    batch = batch_of(model, collate=features)
-    batch[0]["attention_mask"][0, 1] = 0
-    assert_as_stock(model, batch)
-    assert joins(model) == {False}
-    encoding_encode.release()
-    step(model, batch_of(model))
-    assert joins(model) == {True} and len(calls_of(model, partial(step, model, batch))) == 2
+        assert len(calls_of(model, partial(step, model, few))) == (1 if together else 2)
+        assert "call of their own" not in caplog.text
 
 
 @pytest.mark.parametrize("family", ["modernbert", "qwen3"], ids=["narrow window", "causal"])
 def test_queries_that_not_all_of_themselves_see_have_a_call_of_their_own(encoder, packed, caplog, family):
     model = load_model(encoder(family)).double()
-    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
-        assert_as_stock(model, batch_of(model))
-    assert joins(model) == {False} and set(modes.chosen[model].values()) == {"packed"}
-    assert len(calls_of(model, partial(step, model, batch_of(model)))) == 2
+    assert_as_stock(model, batch_of(model), joint=False)
+    assert mode_of(model) == {"packed"}
     (said,) = [record for record in caplog.records if "in a call of their own" in record.message]
     assert said.levelno == logging.WARNING and "have to attend to the whole query" in said.message
+
+
+def with_a_gap(model):
+    batch = batch_of(model, collate=features)
+    batch[0]["attention_mask"][0, 1] = 0
+    return batch
+
+
+def wider_than_said(model):
+    batch = batch_of(model)
+    model.query_length = 5
+    return batch
+
+
+@pytest.mark.parametrize(
+    "queries, said", [(with_a_gap, "has a gap in its attention_mask"), (wider_than_said, "they have 12 tokens")]
+)
+def test_such_queries_have_a_call_of_their_own(encoder, packed, caplog, queries, said):
+    model = load(encoder)
+    assert_as_stock(model, batch_of(model))
+    batch = queries(model)
+    assert len(calls_of(model, partial(step, model, batch))) == 2
+    encoding_encode.release()
+    assert_as_stock(model, batch, joint=False)
+    assert said in caplog.text
 
 
 def test_an_attention_to_tokens_that_are_not_attended_to_shows_where_no_query_has_any(encoder, monkeypatch):
@@ -115,21 +120,8 @@ def test_an_attention_to_tokens_that_are_not_attended_to_shows_where_no_query_ha
         expected = step(model, batch_of(model))
     pylate_fastmaxsim.enable(stock_masking=True)
     step(model, full)
-    assert joins(model) == {False}
+    assert set(modes.joined[model].values()) == {False}
     assert_equal(step(model, batch_of(model)), expected)
-
-
-def test_wider_queries_than_the_model_says_have_a_call_of_their_own(encoder, packed, caplog):
-    model = load(encoder)
-    batch = batch_of(model)
-    assert_as_stock(model, batch)
-    model.query_length = 5
-    with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
-        assert len(calls_of(model, partial(step, model, batch))) == 2
-    assert "in a call of their own: they have 12 tokens" in caplog.text
-    encoding_encode.release()
-    assert_as_stock(model, batch)
-    assert joins(model) == {False}
 
 
 def test_processes_that_encoded_alike_do_not_part_over_a_wide_query(encoder, packed, monkeypatch):
@@ -138,7 +130,6 @@ def test_processes_that_encoded_alike_do_not_part_over_a_wide_query(encoder, pac
     monkeypatch.setattr(modes, "group_in_step", lambda *_, **__: True)
     monkeypatch.setattr(modes, "_on_all_ranks", lambda here, **_: here)
     assert_as_stock(model, batch)
-    assert joins(model) == {True}
     wide = features(model, sentences(6, longest=8), sentences(6, seed=1))
     wide[0] = {key: F.pad(values, (0, 1)) for key, values in wide[0].items()}
     with pytest.raises(ValueError, match="they have 13 tokens, more than .* query_length of 12"):
@@ -146,36 +137,12 @@ def test_processes_that_encoded_alike_do_not_part_over_a_wide_query(encoder, pac
 
 
 @pytest.mark.compile
-def test_compiled_layers_take_both_and_do_not_recompile(encoder, packed, traced):
-    model = load(encoder)
-    batches = [batch_of(model, seed, count) for seed, count in enumerate((6, 6, 9, 5))]
-    with pylate_fastmaxsim.enabled(stock_masking=True, padding_free=False):
-        expected = [step(model, batch) for batch in batches]
-    torch._dynamo.reset()
-    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
-        ours = [step(model, batch) for batch in batches[:2]]
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-        torch._dynamo.utils.counters.clear()
-        ours += [step(model, batch) for batch in batches[2:]]
-        assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) == 0
-        assert joins(model) == {True}
-    for own, stock in zip(ours, expected, strict=True):
-        assert_equal(own, stock)
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("compiled", ["model", "loss"])
-def test_compiled_by_its_user(encoder, packed, compiled):
+def test_a_loss_that_its_user_compiled(encoder, packed):
     model = load(encoder)
     batch = batch_of(model)
-    loss, gradients = step(model, batch)
+    expected = step(model, batch)
     torch._dynamo.reset()
     pylate_fastmaxsim.enable(stock_masking=True)
-    model.zero_grad()
-    if compiled == "model":
-        value = losses.Contrastive(torch.compile(model, backend="aot_eager"))(batch)
-    else:
-        value = torch.compile(losses.Contrastive(model), backend="eager")(batch)
-    value.backward()
-    assert joins(model) == {True}
-    assert_equal((value.detach(), {name: model.get_parameter(name).grad for name in gradients}), (loss, gradients))
+    loss = torch.compile(losses.Contrastive(model), backend="eager")
+    assert_equal(run(loss, batch), expected)
+    assert set(modes.joined[model].values()) == {True}

@@ -11,7 +11,6 @@ from accelerate.utils import operations
 from pylate import losses
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding import token_counts
 from pylate_fastmaxsim.integrations.encoding.batch import attended_index
 from pylate_fastmaxsim.integrations.encoding.token_counts import TokenCounts, known_total
 from tests.support.compared import assert_equal, batch_of, run
@@ -55,7 +54,10 @@ OTHERWISE = {
     "narrower": {"attention_mask": MASK[:, :2], "input_ids": MASK[:, :2]},
     "everything wider": {key: torch.nn.functional.pad(value, (0, 1)) for key, value in COLUMN.items()},
     "another mask": {"attention_mask": MASK * torch.tensor([1, 1, 0])},
-    "a gap": {"attention_mask": MASK.flip(1)},
+    # As many in all, or one more or fewer.
+    "a gap": {"attention_mask": torch.tensor([[1, 0, 1], [1, 0, 0], [1, 1, 1], [0, 0, 0]])},
+    "one more": {"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 1], [0, 0, 0]])},
+    "one fewer": {"attention_mask": torch.tensor([[1, 0, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])},
     # accelerate makes these on all ranks but the first where it dispatches batches.
     "accelerate's own tensors": operations.initialize_tensors(operations.get_data_structure(COLUMN)),
 }
@@ -66,16 +68,32 @@ def test_counts_that_do_not_fit_are_not_used(change):
     assert known_total(COLUMN | change) is None
 
 
-CHANGES = {
-    "rolled positives as negatives": lambda batch: [*batch[:2], each(lambda value: value.roll(1, 0))(batch[1])],
-    "a shorter mask": lambda batch: [
-        batch[0],
-        {**batch[1], "attention_mask": batch[1]["attention_mask"] * (torch.arange(batch[1]["input_ids"].shape[1]) < 5)},
-    ],
-}
+def rolled_positives_as_negatives(batch):
+    return [*batch[:2], each(lambda value: value.roll(1, 0))(batch[1])]
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def shorter_mask(batch):
+    mask = batch[1]["attention_mask"]
+    return [batch[0], {**batch[1], "attention_mask": mask * (torch.arange(mask.shape[1]) < 5)}]
+
+
+def with_key(key):
+    """Only the positives have it."""
+
+    def change(batch):
+        queries, positives, negatives = batch
+        values = torch.ones_like(positives["input_ids"])
+        if key == "position_ids":
+            values = torch.arange(values.shape[1]).flip(0).expand_as(values)
+        return [queries, {**positives, key: values}, {name: value for name, value in negatives.items() if name != key}]
+
+    return change
+
+
+CHANGES = [rolled_positives_as_negatives, shorter_mask, with_key("token_type_ids"), with_key("position_ids")]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_losses_of_batches_that_are_changed(encoder, mode, change):
     model = load_model(encoder("bert")).double()
     loss_function = losses.Contrastive(model)
@@ -93,30 +111,6 @@ def test_a_list_of_negatives_in_one_column_is_refused(model, loss_class):
     pylate_fastmaxsim.enable()
     with pytest.raises(ValueError, match="all document columns must have as many texts as the first, got 4, 12"):
         loss_class(model)(batch, None)
-
-
-@pytest.mark.parametrize("key", ["token_type_ids", "position_ids"])
-def test_what_only_one_column_gives_the_encoder(encoder, mode, key):
-    model = load_model(encoder("bert")).double()
-    loss_function = losses.Contrastive(model)
-    queries, positives, negatives = batch_of(model)
-    counted = torch.arange(positives["input_ids"].shape[1]).flip(0).expand_as(positives["input_ids"])
-    positives = {**positives, key: torch.ones_like(counted) if key == "token_type_ids" else counted}
-    negatives = {name: value for name, value in negatives.items() if name != key}
-    stock = run(loss_function, [queries, positives, negatives])
-    pylate_fastmaxsim.enable(stock_masking=True)
-    assert_equal(run(loss_function, [queries, positives, negatives]), stock)
-
-
-def test_a_mask_of_more_or_fewer_tokens_than_the_collator_left_does_not_fit():
-    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
-    assert token_counts.matches(mask, 5)
-    for row, token, attended in ((0, 2, 1), (1, 3, 1), (1, 2, 0)):
-        changed = mask.clone()
-        changed[row, token] = attended
-        assert not token_counts.matches(changed, 5)
-    # As many in all, with a gap between them.
-    assert not token_counts.matches(torch.tensor([[1, 1, 0, 0], [1, 1, 0, 1]]), 5)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 8), (40, 33)])

@@ -30,7 +30,8 @@ from pylate_fastmaxsim.integrations.encoding import attention as encoding_attent
 from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.pylate import fused_head
 from tests.support import launcher
-from tests.support.models import attend_to_own_document, features, load_model, sentences
+from tests.support.models import attend_to_own_document, load_model
+from tests.support.rank_steps import batch_of
 from tests.support.tiny_recipe import fell_back
 
 pytestmark = pytest.mark.process
@@ -50,13 +51,6 @@ def _config(stage: int) -> dict:
     return {**dict.fromkeys(sizes, "auto"), **forced, "zero_optimization": {"stage": stage, **whole}}
 
 
-def _batch(model):
-    rank = torch.distributed.get_rank()
-    # Ranks that would divide their documents differently.
-    columns = (sentences(6, longest=(6, 40)[rank], seed=10 * column + rank) for column in (1, 2))
-    return features(model, sentences(6, longest=8, seed=rank), *columns)
-
-
 def _trained(
     folder: str, stage: int, loss_class: type[nn.Module], checkpointing: bool, options: dict
 ) -> tuple[list[float], dict[str, torch.Tensor], nn.Module]:
@@ -71,7 +65,7 @@ def _trained(
     optimizer = torch.optim.SGD(core.parameters(), lr=RATE)
     engine, *_ = deepspeed.initialize(model=core, optimizer=optimizer, config=_config(stage) | sizes)
     loss_function = loss_class(engine, **options)
-    batch, seen = _batch(core), []
+    batch, seen = batch_of(core, torch.distributed.get_rank()), []
     for _ in range(2):
         loss = loss_function([dict(column) for column in batch])
         engine.backward(loss.sum())  # DeepSpeed takes no leaf, which the loss of CachedContrastive is

@@ -42,29 +42,28 @@ def test_the_doctor_reads_the_switch(value, sentence, monkeypatch):
     ("capability", "cuda", "kernels", "packed"),
     [((7, 5), "12.8", False, False), ((9, 0), "12.8", True, True), ((9, 4), None, False, True)],
 )
-def test_the_doctor_says_which_gpus_have_no_kernels(capability, cuda, kernels, packed, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    lines = doctor._fallbacks()
-    assert kernels != any("instead of the CUDA kernels" in line for line in lines)
-    assert packed != any("no variable-length attention" in line for line in lines)
-
-
 @pytest.mark.parametrize(
     "error", [subprocess.TimeoutExpired("", 30), subprocess.CalledProcessError(9, ""), PermissionError()]
 )
-def test_the_doctor_does_without_a_driver_version(error, monkeypatch):
+def test_the_doctor_says_which_gpus_have_no_kernels(capability, cuda, kernels, packed, error, monkeypatch):
+    """It does without a driver's version."""
+
     def fail(*args, **kwargs):
         raise error
 
     monkeypatch.setattr(subprocess, "run", fail)
-    card = SimpleNamespace(name="A card", major=9, minor=0, total_memory=80 * 2**30)
+    card = SimpleNamespace(name="A card", major=capability[0], minor=capability[1], total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
-    (line,) = doctor._devices()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    found = doctor.diagnose()
+    (line,) = found["Devices"]
     assert line.startswith("cuda:0 A card,") and "driver unknown" in line
+    lines = found["What falls back here"]
+    assert kernels != any("instead of the CUDA kernels" in line for line in lines)
+    assert packed != any("no variable-length attention" in line for line in lines)
 
 
 @pytest.mark.cuda

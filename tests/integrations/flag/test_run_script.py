@@ -37,17 +37,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("target", [["train.py"], ["-m", "train"]])
 def test_a_script_runs_accelerated(target, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "pylate_fastmaxsim.run",
-        "--stock-masking",
-        "--no-padding-free",
-        *target,
-        "--stock-masking",
-        "--",
-        "x",
-    ]
+    command = [sys.executable, "-m", "pylate_fastmaxsim.run", "--stock-masking", "--no-padding-free"]
+    command += [*target, "--stock-masking", "--", "x"]
     environment = {key: value for key, value in os.environ.items() if key != "PYLATE_FASTMAXSIM"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 7, done.stderr
@@ -91,15 +82,6 @@ def test_enable_is_called_once_a_host_is_there(run, tmp_path, monkeypatch, caplo
     assert ("Nothing was accelerated" in caplog.text) == (not hosts)
 
 
-@pytest.mark.parametrize("text", ["top_k=0", "top_k=2.5", "top_k", "softmax=-1", "mean", "max=1"])
-def test_a_pooling_that_is_none_is_an_error_of_the_command(run, capsys, text):
-    with pytest.raises(SystemExit):
-        run(["--pooling", text, "train.py"])
-    assert f"pooling must be max, top_k=K, softmax=T or log_sum_exp=T, with K from 1 and T above 0, got '{text}'" in (
-        capsys.readouterr().err
-    )
-
-
 def test_an_exception_prints_the_script_s_own_traceback(run, tmp_path, capsys):
     (tmp_path / "fail.py").write_text("def f():\n    raise KeyError('gone')\nf()\n")
     plain = subprocess.run([sys.executable, "fail.py"], cwd=tmp_path, capture_output=True, text=True)
@@ -118,16 +100,21 @@ def test_every_word_behind_the_script_is_the_script_s(run, begin, words, monkeyp
     assert ran == [([begin[-1], *words], "-m" in begin)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["absent.py"], "No such file or directory: .*absent.py"),
-        (["-m", "absent.module"], "No module named 'absent'"),
-        ([], "name what to run: SCRIPT.py, or -m MODULE"),
-        (["--fast", "told.py"], "--fast"),
-        (["--padding-free", "always", "--no-padding-free", "told.py"], "--padding-free"),
-    ],
-)
+POOLING = "pooling must be max, top_k=K, softmax=T or log_sum_exp=T, with K from 1 and T above 0, got "
+NOTHING = [
+    (["absent.py"], "No such file or directory: .*absent.py"),
+    (["-m", "absent.module"], "No module named 'absent'"),
+    ([], "name what to run: SCRIPT.py, or -m MODULE"),
+    (["--fast", "told.py"], "--fast"),
+    (["--padding-free", "always", "--no-padding-free", "told.py"], "--padding-free"),
+]
+NOTHING += [
+    (["--pooling", text, "train.py"], f"{POOLING}'{text}'")
+    for text in ("top_k=0", "top_k=2.5", "top_k", "softmax=-1", "mean", "max=1")
+]
+
+
+@pytest.mark.parametrize("arguments, error", NOTHING)
 def test_nothing_to_run_is_one_sentence(run, arguments, error, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(arguments)

@@ -181,42 +181,25 @@ def test_private_names_are_there(owner, names, needs):
     assert not gone, f"{', '.join(gone)} of {owner} is gone, which this needs: {needs}."
 
 
-def is_private(name: object) -> bool:
-    return isinstance(name, str) and re.fullmatch(r"_[A-Za-z]\w*", name) is not None
-
-
-def is_of_self(node: ast.Attribute) -> bool:
-    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-
-
-def defined_in(nodes: list[ast.AST]) -> set[str]:
-    """Functions, classes and what objects are given as their own."""
-    stored = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
-    names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    return names | {node.attr for node in stored if is_of_self(node)}
-
-
-def taken_in(nodes: list[ast.AST], defined: set[str]) -> set[str]:
-    """What a file imports, takes from others than this package, or has as text."""
-    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    ours = {each.name for node in imports if (node.module or "").startswith("pylate_fastmaxsim") for each in node.names}
-    others = [node for node in imports if not (node.module or "").startswith("pylate_fastmaxsim")]
-    found = {name for node in others for each in node.names for name in (*(node.module or "").split("."), each.name)}
-    for node in nodes:
-        if isinstance(node, ast.Attribute):
-            of_ours = isinstance(node.value, ast.Name) and node.value.id in ours
-            if not of_ours and not (is_of_self(node) and node.attr in defined):
-                found.add(node.attr)
-        elif isinstance(node, ast.Constant):
+def taken_from_others(text: str, defined: set[str]) -> set[str]:
+    """Private names of a file's code that it imports, takes from other objects than itself, or has as text."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("pylate_fastmaxsim"):
+            found |= {*(node.module or "").split("."), *(each.name for each in node.names)}
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(node.value)
-    return found
+    return {name for name in found - defined if re.fullmatch(r"_[A-Za-z]\w*", name)}
 
 
 def test_the_list_is_complete():
-    files = {file: list(ast.walk(ast.parse(file.read_text(encoding="utf-8")))) for file in PACKAGE.rglob("*.py")}
-    defined = set().union(*map(defined_in, files.values()))
+    texts = {file: file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py")}
+    # Functions, classes, what objects are given as their own, and what modules and classes hold.
+    define = r"(?:def |class |self\.|cls\.)(_[A-Za-z]\w*)|^ *(_[A-Za-z]\w*)(?:: [^=\n]+)?(?: = |$)"
+    defined = {name for text in texts.values() for found in re.findall(define, text, re.MULTILINE) for name in found}
     listed = {name for _, names, _ in NAMES for name in names.split()} | NO_NAMES | OF_NAMED_TUPLES | OF_MULTI_VECTOR
-    for file, nodes in files.items():
-        # A class may call objects of its own by another name than self.
-        more = set(filter(is_private, taken_in(nodes, defined))) - listed - defined_in(nodes)
+    for file, text in texts.items():
+        more = taken_from_others(text, defined) - listed
         assert not more, f"{file.relative_to(PACKAGE)} needs {', '.join(sorted(more))}, which NAMES does not have."

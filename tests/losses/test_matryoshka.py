@@ -1,0 +1,161 @@
+"""Matryoshka: the sum of a loss over fewer dimensions and tokens, with and without the flag."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
+from tests.support.compared import assert_equal, run
+from tests.support.loss_hosts import HOST, LABELS, OPTIONS, VIEWS, batch_of
+
+
+@pytest.fixture
+def model(encoder):
+    # ModernBERT rotates in float32, so that gradients of a sum are no sums of gradients.
+    return HOST.load(encoder("bert"))
+
+
+def assert_with_and_without(loss: nn.Module, batch: list[dict], expected: tuple | None = None) -> None:
+    """The loss is what is expected without the flag, or what it is, and padding or none changes nothing."""
+    plain = run(loss, batch, LABELS)
+    if expected is not None:
+        assert_equal(plain, expected, HOST.tolerance)
+    for options in ({"padding_free": False}, {}):
+        with pylate_fastmaxsim.enabled(**HOST.exactly, **options):
+            assert_equal(run(loss, batch, LABELS), plain, HOST.tolerance)
+
+
+@pytest.mark.parametrize("name", HOST.losses)
+def test_it_is_the_sum_over_models_that_are_cut(model, mode, name):
+    batch = HOST.batch_for(name, model)
+    stock = run(HOST.over_cut_models(HOST.loss(name, model)), batch, LABELS)
+    assert_with_and_without(Matryoshka(model, HOST.loss(name, model), **VIEWS), batch, stock)
+
+
+@pytest.mark.parametrize("name", HOST.losses)
+def test_of_pooled_tokens(model, packed, name):
+    loss = Matryoshka(model, HOST.loss(name, model), **VIEWS, pooled=True)
+    assert_with_and_without(loss, HOST.batch_for(name, model))
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_gradcache_gives_the_gradients_of_the_whole_batch(model, mode, pooled):
+    loss, whole = (Matryoshka(model, each, **VIEWS, pooled=pooled) for each in HOST.with_gradcache(model))
+    whole = run(whole, batch_of(model))
+    assert_equal(run(loss, batch_of(model)), whole, max(HOST.tolerance, 1e-7))
+    assert_with_and_without(loss, batch_of(model))
+    with torch.no_grad():
+        torch.testing.assert_close(loss(batch_of(model)), whole[0])
+    assert "calculate_loss" not in vars(loss.loss)
+
+
+@pytest.mark.parametrize("size", [{}, {"mini_batch_size": 3}, {"mini_batch_tokens": 100}], ids=str)
+@pytest.mark.parametrize("pooled", [False, True])
+def test_contrastive_and_distillation_inside(model, packed, size, pooled):
+    whole = run(
+        Matryoshka(model, ContrastiveDistillation(model, **OPTIONS), **VIEWS, pooled=pooled), batch_of(model), LABELS
+    )
+    loss = Matryoshka(model, ContrastiveDistillation(model, **OPTIONS, **size), **VIEWS, pooled=pooled)
+    for options in ({"padding_free": False}, {}):
+        with pylate_fastmaxsim.enabled(**options):
+            assert_equal(run(loss, batch_of(model), LABELS), whole)
+
+
+class OfOnesOwn(ContrastiveDistillation):
+    def forward(self, sentence_features, labels=None):
+        return 2 * super().forward(sentence_features, labels)
+
+
+class Around(nn.Module):
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.model, self.inner = loss.model, loss
+
+    def forward(self, sentence_features, labels=None):
+        return 2 * self.inner(sentence_features, labels)
+
+
+def nested(model):
+    inner = Matryoshka(model, ContrastiveDistillation(model), VIEWS["dims"], VIEWS["weights"])
+    return Matryoshka(model, inner, document_tokens=VIEWS["document_tokens"], token_weights=VIEWS["token_weights"])
+
+
+# Losses that Matryoshka does not know, and how many times the known one they are.
+UNKNOWN = {
+    "subclass": (lambda model: Matryoshka(model, OfOnesOwn(model), **VIEWS), 2),
+    "around": (lambda model: Matryoshka(model, Around(ContrastiveDistillation(model)), **VIEWS), 2),
+    "another Matryoshka": (nested, 1),
+}
+
+
+@pytest.mark.parametrize("make, factor", UNKNOWN.values(), ids=UNKNOWN.keys())
+def test_a_loss_of_ones_own(model, packed, make, factor):
+    loss, gradients = run(Matryoshka(model, ContrastiveDistillation(model), **VIEWS), batch_of(model), LABELS)
+    expected = factor * loss, {name: factor * gradient for name, gradient in gradients.items()}
+    for options in (None, {"padding_free": False}, {}):
+        if options is not None:
+            pylate_fastmaxsim.enable(**options)
+        assert_equal(run(make(model), batch_of(model), LABELS), expected, 1e-7)
+
+
+class Asking(nn.Module):
+    """Calls the model in a way of its own."""
+
+    def __init__(self, model: nn.Module, ask) -> None:
+        super().__init__()
+        self.model, self.ask = model, ask
+
+    def forward(self, sentence_features, labels=None):
+        return self.ask(self.model, sentence_features)
+
+
+def rows_of(model, columns):
+    keys = {"input_ids", "attention_mask", "token_type_ids"}
+    return model({key: value[:1] for key, value in columns[0].items() if key in keys})
+
+
+GRADCACHE = "GradCache inside of it"
+REFUSED = {
+    "cached inside": (lambda model: Around(HOST.with_gradcache(model)[0]), GRADCACHE),
+    "cached inside of another": (lambda model: Matryoshka(model, HOST.with_gradcache(model)[0], (16,)), GRADCACHE),
+    "cached subclass": (lambda model: OfOnesOwn(model, mini_batch_size=3), GRADCACHE),
+    "cached, of ours": (
+        lambda model: Matryoshka(model, ContrastiveDistillation(model, mini_batch_size=3), (16,)), GRADCACHE
+    ),
+    "rows": (lambda model: Asking(model, rows_of), "must call its model once"),
+    "other model": (
+        lambda model: Asking(model, lambda _model, columns: HOST.loss("contrastive", model)(columns)),
+        "does not call self.model",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize("make, sentence", REFUSED.values(), ids=REFUSED.keys())
+def test_losses_that_cannot_be_cut_are_refused(model, packed, on, make, sentence):
+    loss = make(model)
+    if on:
+        pylate_fastmaxsim.enable()
+    with pytest.raises(ValueError, match=sentence):
+        run(Matryoshka(model, loss, document_tokens=(None, 3)), batch_of(model), LABELS)
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({}, "give dims, document_tokens or both"),
+        ({"dims": (16, 8), "weights": (1.0,)}, "weights must be one number for each of dims, got 1 for 2"),
+        ({"document_tokens": (0,)}, "each of document_tokens must be at least 1, got 0"),
+        ({"loss": nn.MSELoss(), "dims": (16,)}, "MSELoss has no self.model"),
+        ({"dims": (999,)}, r"at most the \d+ dimensions of the model's embeddings, got 999"),
+    ],
+)
+@pytest.mark.parametrize("on", [False, True])
+def test_what_cannot_be_is_said_in_a_sentence(model, options, sentence, on):
+    if on:
+        pylate_fastmaxsim.enable()
+    with pytest.raises(ValueError, match=sentence):
+        Matryoshka(**{"model": model, "loss": HOST.loss("contrastive", model)} | options)(batch_of(model))
