@@ -76,9 +76,10 @@ def test_against_autograd_of_the_definition(pooling, of):
 @pytest.mark.parametrize(("pooling", "k"), [(Max(), 1), (TopK(3), 3), (Softmax(0.5), 1), (LogSumExp(0.2), 1)], ids=str)
 @pytest.mark.parametrize("of", ["score", "loss", "loss of candidates"])
 def test_winners(pooling, k, of):
-    queries, documents = ragged([3, 5], seed=4), ragged([4, 2, 9], seed=5)
+    # A document without tokens counts in no mean.
+    queries, documents = ragged([3, 5], seed=4), ragged([4, 2, 9, 0], seed=5)
     candidates = None if of == "loss" else torch.tensor([[2, 0], [0, 2]])
-    loss_gradient = None if of == "score" else torch.zeros(2, 3 if of == "loss" else 2)
+    loss_gradient = None if of == "score" else torch.zeros(2, 4 if of == "loss" else 2)
     found = gradient_concentration(queries, documents, candidates, pooling=pooling, loss_gradient=loss_gradient)
     sequences = [
         [batch.values[begin : begin + length] for begin, length in zip(batch.starts, batch.lengths, strict=True)]

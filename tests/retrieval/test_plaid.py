@@ -186,8 +186,16 @@ def text(name, content):
     return lambda folder: (folder / name).write_text(content)
 
 
+IDS, UNKNOWN = "plaid_ids_to_documents_ids.pkl", "FOLDER has a layout that is not known"
+KNOWN = "known are fast-plaid 1.4.6 to 1.7.0 and Stanford's ColBERT."
+
+
+def missing(name):
+    return lambda folder: (folder / name).unlink()
+
+
 def ids(content):
-    return lambda folder: (folder / "plaid_ids_to_documents_ids.pkl").write_bytes(pickle.dumps(content))
+    return lambda folder: (folder / IDS).write_bytes(pickle.dumps(content))
 
 
 def metadata(**changed):
@@ -201,53 +209,28 @@ def metadata(**changed):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (
-            lambda folder: (folder / "metadata.json").unlink(),
-            "FOLDER must hold an index of PLAID, with metadata.json in it",
-        ),
-        (
-            lambda folder: (folder / "centroids.npy").unlink(),
-            "FOLDER has a layout that is not known, without centroids.npy or centroids.pt; known are fast-plaid 1.4.6 to "
-            "1.7.0 and Stanford's ColBERT.",
-        ),
-        (
-            lambda folder: (folder / "0.codes.npy").unlink(),
-            "a layout that is not known, without 0.codes.npy; known are",
-        ),
-        (lambda folder: (folder / "doclens.0.json").unlink(), "that is not known, without doclens.0.json; known are"),
+        (missing("metadata.json"), "FOLDER must hold an index of PLAID, with metadata.json in it"),
+        (missing("centroids.npy"), f"{UNKNOWN}, without centroids.npy or centroids.pt; {KNOWN}"),
+        (missing("0.codes.npy"), f"{UNKNOWN}, without 0.codes.npy; {KNOWN}"),
+        (missing("doclens.0.json"), f"{UNKNOWN}, without doclens.0.json; {KNOWN}"),
+        (text("metadata.json", "[]"), f"{UNKNOWN}, without nbits and num_chunks in metadata.json; {KNOWN}"),
         (text("metadata.json", "{"), "FOLDER/metadata.json cannot be read (Expecting property name"),
-        (
-            text("metadata.json", "[]"),
-            "FOLDER has a layout that is not known, without nbits and num_chunks in metadata.json",
-        ),
         (metadata(frozen=True, num_chunks=4), "FOLDER/doclens.3.json is missing; build the index anew."),
         (metadata(nbits=8), "metadata.json must say nbits, 1, 2 or 4, and num_chunks, from 1, but says 8 and 3."),
         (metadata(nbits=4), "bucket_weights.npy must hold torch.float16 or torch.float32 [16], as other files"),
         (metadata(num_chunks=4), "FOLDER/doclens.3.json is missing; build the index anew."),
-        (lambda folder: (folder / "1.codes.npy").unlink(), "FOLDER/1.codes.npy is missing; build the index anew."),
+        (missing("1.codes.npy"), "FOLDER/1.codes.npy is missing; build the index anew."),
         (cut("0.residuals.npy"), "FOLDER/0.residuals.npy cannot be read (mmap length is greater than file size)"),
         (cut("centroids.npy"), "FOLDER/centroids.npy cannot be read"),
         (text("0.codes.npy", "none"), "FOLDER/0.codes.npy cannot be read"),
         (saved("0.codes.npy", np.zeros(3)), "0.codes.npy must hold torch.int32 or torch.int64 [378], as other files"),
-        (
-            saved("0.residuals.npy", np.zeros((378, 9), np.uint8)),
-            "0.residuals.npy must hold torch.uint8 [378, 8], as other",
-        ),
-        (
-            saved("bucket_weights.npy", np.full(4, np.nan, np.float32)),
-            "FOLDER must hold a codec that can be used; Residual",
-        ),
+        (saved("0.residuals.npy", np.zeros((378, 9), np.uint8)), "0.residuals.npy must hold torch.uint8 [378, 8]"),
+        (saved("bucket_weights.npy", np.full(4, np.nan, np.float32)), "FOLDER must hold a codec that can be used; R"),
         (text("doclens.0.json", "[3, -1, 16]"), "FOLDER/doclens.0.json must be a list of integers from 0"),
-        (
-            text("doclens.0.json", "[3, 4]"),
-            "FOLDER/0.codes.npy must hold torch.int32 or torch.int64 [7], as other files",
-        ),
-        (
-            ids({0: "a"}),
-            "FOLDER/plaid_ids_to_documents_ids.pkl must hold the ids of the 64 documents of the index, but holds 1",
-        ),
-        (ids([]), "FOLDER/plaid_ids_to_documents_ids.pkl must hold a mapping from numbers to ids"),
-        (ids({0: Evil()}), "pkl cannot be read (ids must be strings or integers, but it names posix.system)"),
+        (text("doclens.0.json", "[3, 4]"), "FOLDER/0.codes.npy must hold torch.int32 or torch.int64 [7], as other"),
+        (ids({0: "a"}), f"FOLDER/{IDS} must hold the ids of the 64 documents of the index, but holds 1"),
+        (ids([]), f"FOLDER/{IDS} must hold a mapping from numbers to ids"),
+        (ids({0: Evil()}), "cannot be read (ids must be strings or integers, but it names posix.system)"),
     ],
 )
 def test_what_is_damaged_or_unknown_is_one_sentence(damage, said, of_two_bits, tmp_path):

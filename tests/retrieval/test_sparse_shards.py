@@ -47,9 +47,6 @@ def _same_as_whole(folder: str) -> None:
                 found = index.search(queries.to(index.device), k)
                 for ours, theirs in zip(found, sorted_scores(queries, documents, k, {*removed}), strict=True):
                     assert torch.equal(ours.cpu(), theirs[:, : len(documents)])
-
-
-def _shares(folder: str) -> None:
     sizes = [None] * dist.get_world_size()
     dist.all_gather_object(sizes, _index(folder, 4.625).nbytes)
     whole = _index(folder, 4.625, shard=None).nbytes
@@ -69,21 +66,21 @@ def _different_questions(folder: str) -> None:
     index.search(same.to(index.device), 5)
 
 
-def _read_only(folder: str) -> None:
-    index = _index(folder, 4.625)
-    for name, argument in (("add", []), ("remove", [0]), ("save", folder)):
-        with pytest.raises(ValueError, match=f"^SparseIndex.{name}: an index that was loaded as a shard cannot be"):
-            getattr(index, name)(argument)
-
-
-def _another_group(folder: str) -> None:
-    index = _index(folder, 4.625, shard=(0, 99))
-    with pytest.raises(
-        ValueError, match="^SparseIndex.search: the index was loaded for rank 0 of 99, but this is rank"
+def _what_a_shard_cannot_do(folder: str) -> None:
+    index, queries = _index(folder, 4.625, shard=(0, 99)), sparse_vectors(3, VOCABULARY, seed=1)
+    changed = "an index that was loaded as a shard cannot be"
+    for call, said in (
+        (lambda: index.add([]), f"add: {changed}"),
+        (lambda: index.remove([0]), f"remove: {changed}"),
+        (lambda: index.save(folder), f"save: {changed}"),
+        (
+            lambda: index.search(queries.to(index.device), 5),
+            "search: the index was loaded for rank 0 of 99, but this is",
+        ),
+        (lambda: _index(folder, 4.625, shard=(2, 2)), "load: shard must be a rank from 0 and a larger number of ranks"),
     ):
-        index.search(sparse_vectors(3, VOCABULARY, seed=1).to(index.device), 5)
-    with pytest.raises(ValueError, match="^SparseIndex.load: shard must be a rank from 0 and a larger number of ranks"):
-        _index(folder, 4.625, shard=(2, 2))
+        with pytest.raises(ValueError, match=f"^SparseIndex.{said}"):
+            call()
 
 
 def _different_states(folder: str) -> None:
@@ -103,10 +100,8 @@ def _different_states(folder: str) -> None:
 CASES = {
     "different states": _different_states,
     "same as whole": _same_as_whole,
-    "shares": _shares,
     "different questions": _different_questions,
-    "read only": _read_only,
-    "another group": _another_group,
+    "what a shard cannot do": _what_a_shard_cannot_do,
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -153,21 +155,21 @@ def test_weights_of_both_sides_are_those_of_maxsim_with_scaled_vectors():
 def test_what_cannot_be_is_refused(tmp_path):
     queries, stored = tables("cpu")
     weights = torch.ones(cases.VOCABULARY)
-    for options, error, sentence in (
-        ({"document_vectors": stored[:5]}, ValueError, r"both tables must have one shape and device, got \(90, 8\)"),
-        ({"document_vectors": stored.int()}, ValueError, r"document_vectors must be \[V, d\], floating point"),
-        ({"document_vectors": stored / 0}, ValueError, "document_vectors must be finite"),
-        ({"threshold": "low"}, ValueError, "threshold must be a number or \"lowest\", got 'low'"),
-        ({"threshold": float("nan")}, ValueError, "threshold must be a number"),
-        ({"neighbours": 0}, ValueError, "neighbours must be at least 1, got 0"),
-        ({"query_weights": "bm25"}, ValueError, 'query_weights must be None, "idf", "norms" or a tensor, got \'bm25\''),
-        ({"query_weights": -weights}, ValueError, r"query_weights must be \[V\] with V = 90, finite and at least 0"),
-        ({"document_weights": weights[1:]}, ValueError, r"document_weights must be .* got shape \(89,\)"),
-        ({"document_weights": "idf"}, ValueError, "document_weights must be None, a BM25"),
-        ({"document_weights": BM25(), "threshold": 0}, ValueError, "with BM25 the threshold must be above 0, got 0"),
-        ({"skiplist": [90]}, ValueError, r"skiplist must be token ids from 0 to 89, got \[90\]"),
+    for options, sentence in (
+        ({"document_vectors": stored[:5]}, r"both tables must have one shape and device, got \(90, 8\)"),
+        ({"document_vectors": stored.int()}, r"document_vectors must be \[V, d\], floating point"),
+        ({"document_vectors": stored / 0}, "document_vectors must be finite"),
+        ({"threshold": "low"}, "threshold must be a number or \"lowest\", got 'low'"),
+        ({"threshold": float("nan")}, "threshold must be a number"),
+        ({"neighbours": 0}, "neighbours must be at least 1, got 0"),
+        ({"query_weights": "bm25"}, 'query_weights must be None, "idf", "norms" or a tensor, got \'bm25\''),
+        ({"query_weights": -weights}, r"query_weights must be \[V\] with V = 90, finite and at least 0"),
+        ({"document_weights": weights[1:]}, r"document_weights must be .* got shape \(89,\)"),
+        ({"document_weights": "idf"}, "document_weights must be None, a BM25"),
+        ({"document_weights": BM25(), "threshold": 0}, "with BM25 the threshold must be above 0, got 0"),
+        ({"skiplist": [90]}, r"skiplist must be token ids from 0 to 89, got \[90\]"),
     ):
-        with pytest.raises(error, match=f"^StaticLateInteraction: {sentence}"):
+        with pytest.raises(ValueError, match=f"^StaticLateInteraction: {sentence}"):
             StaticLateInteraction(queries, **{"threshold": 0.5, **options})
     for wrong in ({"k1": -1.0}, {"b": 1.5}):
         with pytest.raises(ValueError, match=r"^BM25: \w+ must be"):
@@ -175,28 +177,18 @@ def test_what_cannot_be_is_refused(tmp_path):
 
     made = StaticLateInteraction(queries, threshold=0.5)
     tokens = texts(3, 5, seed=0)
-    index = SparseIndex.build([made.documents(tokens)])
-    for call, error, sentence in (
-        (lambda: made.documents(["a"]), ValueError, "documents: the model has no tokenizer"),
-        (
-            lambda: made.save(tmp_path),
-            ValueError,
-            "save: the tokenizer must be of the tokenizers library .* got NoneType",
-        ),
-        (lambda: made.documents("a"), TypeError, "documents: texts must be a list of strings, or TokenIds, got str"),
-        (lambda: made.queries(TokenIds.from_lists([[90]])), ValueError, "queries: token ids must be from 0 to 89"),
-        (lambda: made.search(tokens, index, 0), ValueError, "search: k must be at least 1, got 0"),
-        (lambda: made.search(tokens, index, 1, exact=True), ValueError, "search: exact=True needs tokens"),
-        (
-            lambda: made.search(tokens, index, 1, exact=True, tokens=tokens.part(0, 2)),
-            ValueError,
-            "search: tokens must be of all 5 documents, got those of 2",
-        ),
-        (
-            lambda: made.bound(SparseBatch.from_lists([], 3)),
-            ValueError,
-            "bound: queries must have the vocabulary 90, got 3",
-        ),
+    index, of_other = SparseIndex.build([made.documents(tokens)]), SparseBatch.from_lists([], 3)
+    exact = partial(made.search, tokens, index, 1, exact=True)
+    for call, sentence in (
+        (lambda: made.documents(["a"]), "documents: the model has no tokenizer"),
+        (lambda: made.save(tmp_path), "save: the tokenizer must be of the tokenizers library .* got NoneType"),
+        (lambda: made.queries(TokenIds.from_lists([[90]])), "queries: token ids must be from 0 to 89"),
+        (lambda: made.bound(of_other), "bound: queries must have the vocabulary 90, got 3"),
+        (lambda: made.search(tokens, index, 0), "search: k must be at least 1, got 0"),
+        (exact, "search: exact=True needs tokens"),
+        (lambda: exact(tokens=tokens.part(0, 2)), "search: tokens must be of all 5 documents, got those of 2"),
     ):
-        with pytest.raises(error, match=rf"^StaticLateInteraction.{sentence}"):
+        with pytest.raises(ValueError, match=rf"^StaticLateInteraction.{sentence}"):
             call()
+    with pytest.raises(TypeError, match="documents: texts must be a list of strings, or TokenIds, got str"):
+        made.documents("a")
