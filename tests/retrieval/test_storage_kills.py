@@ -90,6 +90,11 @@ def test_after_a_kill_or_a_power_cut_the_old_or_the_new_is_there(case, tmp_path)
     if isinstance(kind, Corpora):
         assert len(list(root.glob("checksums-*"))) == 1
         found = random.Random(0).sample(found, min(STATES, len(found)))
+    elif before:  # whose files stay for who is reading it, and no others
+        for end in (BEFORE, 9):
+            kind.write(tmp_path / f"of {end}", end)
+        latest, older = (contents(tmp_path / f"of {end}").keys() for end in (BEFORE, 9))
+        assert latest <= contents(root).keys() and not (older - latest) & contents(root).keys()
     for number, (state, left) in enumerate(found):
         folder = written(left, tmp_path / str(number))
         complete = kind.held(folder)
