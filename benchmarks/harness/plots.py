@@ -41,7 +41,7 @@ def curves(
         axis.set(**settings)
         if "xticks" in settings:
             axis.set_xticks(settings["xticks"], settings["xticks"])
-            axis.minorticks_off()
+            axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         axis.grid(alpha=0.3)
     labels = dict(zip(*reversed(axes.flat[0].get_legend_handles_labels()), strict=True))
     figure.legend(labels.values(), labels.keys(), loc="lower center", ncols=3, fontsize=8, frameon=False)

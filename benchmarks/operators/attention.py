@@ -54,7 +54,24 @@ def shapes() -> dict[str, tuple[list[int], list[int]]]:
     return found
 
 
-def measure_attention(rows: list[int], keys: list[int], reach: int, dim: int = DIM, dropout: float = 0.0) -> dict:
+def cells(options: argparse.Namespace) -> dict[str, dict]:
+    """Cells of windows and of heads; one process measures them all."""
+    made = {}
+    for name, reach in itertools.product(shapes(), WINDOWS):
+        made[f"{name}, window {reach}"] = {"shape": name, "reach": reach, "dim": DIM, "dropout": 0.0}
+    for name, dim, dropout in itertools.product(SHAPES_OF_HEADS, HEADS, DROPOUTS):
+        cell = {"shape": name, "reach": -1, "dim": dim, "dropout": dropout}
+        made[f"{name}, {HEADS[dim]} heads of {dim}, dropout {dropout}"] = cell
+    return made
+
+
+def process_of(_: dict) -> str:
+    return "all"
+
+
+def measure(cell: dict) -> dict:
+    """Forward and backward of both ways."""
+    (rows, keys), dim, dropout, reach = shapes()[cell["shape"]], cell["dim"], cell["dropout"], cell["reach"]
     torch.manual_seed(0)
     device = torch.device("cuda")
     borders, key_borders = (torch.tensor([0, *lengths]).cumsum(0).int().to(device) for lengths in (rows, keys))
@@ -80,22 +97,3 @@ def measure_attention(rows: list[int], keys: list[int], reach: int, dim: int = D
         calls = {"forward": forward, "backward": backward}
         row[name] = {part: time_calls([call], device) for part, call in calls.items()}
     return row
-
-
-def cells(options: argparse.Namespace) -> dict[str, dict]:
-    """Cells of windows and of heads; one process measures them all."""
-    made = {}
-    for name, reach in itertools.product(shapes(), WINDOWS):
-        made[f"{name}, window {reach}"] = {"table": "rows", "shape": name, "reach": reach}
-    for name, dim, dropout in itertools.product(SHAPES_OF_HEADS, HEADS, DROPOUTS):
-        cell = {"table": "heads", "shape": name, "reach": -1, "dim": dim, "dropout": dropout}
-        made[f"{name}, {HEADS[dim]} heads of {dim}, dropout {dropout}"] = cell
-    return made
-
-
-def process_of(_: dict) -> str:
-    return "all"
-
-
-def measure(cell: dict) -> dict:
-    return measure_attention(*shapes()[cell["shape"]], cell["reach"], cell.get("dim", DIM), cell.get("dropout", 0.0))

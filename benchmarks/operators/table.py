@@ -1,77 +1,87 @@
-"""The markdown tables of the operator benchmark."""
+"""The table of the operator benchmark: the best entries of this package beside those of its peers and the least time."""
 
 from __future__ import annotations
 
-from benchmarks.harness.tables import mebibytes, table
+from operator import itemgetter
+
+from benchmarks.harness.tables import mebibytes, table, times
 from benchmarks.operators.competitors import TITLES
-from benchmarks.operators.results import Results
 from benchmarks.operators.shapes import Shape
 
-HEADLINE = ("tiny", "in-batch", "ColPali", "KD", "rerank", "ragged", "fp16", "fp32")
+# Of what has a row; all other shapes are in the results file.
+GROUPS = ("tiny", "in-batch", "ColPali", "KD", "rerank", "ragged", "fp16", "fp32")
+HEADER = ["shape", "forward", "best peer", "speed-up", "forward with winners"]
+HEADER += ["forward + backward", "best peer", "speed-up", "extra memory", "best peer"]
+NOTE = (
+    "Medians in ms. In brackets: the least possible time as a share of it, which is the longer of the matrix product "
+    "at the measured rate and of reading inputs and writing outputs once at the bandwidth of the copy. Extra memory is "
+    "the peak beyond the inputs, of forward + backward where there is one. † compares two runs."
+)
 
 
-def ours(results: Results, shape: Shape, measure: str) -> str:
-    """Time, and the least possible time as a share of it."""
-    ms = results.milliseconds(shape, "fast", measure)
-    if ms is None:
-        return results.failure(shape, "fast", measure) or ""
-    return f"{ms:.3f} ({results.floor_ms(shape, measure) / ms:.0%})"
+class Row:
+    """What was measured at a shape; a ``measure`` is "forward", "forward_winners" or "forward_backward"."""
+
+    def __init__(self, shape: Shape, cells: dict[str, dict]) -> None:
+        self.shape = shape
+        self.cells = {each: cells[name] for each in TITLES if (name := f"{shape.name}/{each}") in cells}
+
+    def best(self, competitor: str, measure: str) -> dict | None:
+        """The figures of the fastest entry; None where there is none."""
+        entries = self.cells.get(competitor, {}).get("entries", {}).values()
+        measured = (entry[measure] for entry in entries if "ms" in entry.get(measure, {}))
+        return min(measured, key=itemgetter("ms"), default=None)
+
+    def best_peer(self, measure: str) -> tuple[str, dict] | None:
+        found = [(peer, best) for peer in list(TITLES)[1:] if (best := self.best(peer, measure))]
+        return min(found, key=lambda item: item[1]["ms"], default=None)
+
+    def floor_ms(self, measure: str) -> float:
+        """The least time of an exact MaxSim: the product at the measured rate, or the bytes at the measured bandwidth."""
+        measured, shape = self.cells["fast"]["environment"]["ceilings"], self.shape
+        rate = f"float32 {shape.precision}" if shape.dtype == "float32" else shape.dtype
+        seconds = (
+            shape.flops() / measured["matmul_flops_per_s"][rate],
+            shape.bytes(measure) / measured["copy_bytes_per_s"],
+        )
+        return max(seconds) * 1e3
+
+    def ours(self, measure: str) -> str:
+        """Time, and the least possible time as a share of it."""
+        best = self.best("fast", measure)
+        return f"{best['ms']:.3f} ({self.floor_ms(measure) / best['ms']:.0%})" if best else ""
+
+    def against(self, measure: str) -> list[str]:
+        """The best peer's time and name, and how many times faster this package is."""
+        best, found = self.best("fast", measure), self.best_peer(measure)
+        if found is None:
+            return ["", ""]
+        peer, figures = found
+        same = not best or self.cells[peer]["environment"] == self.cells["fast"]["environment"]
+        speed = times(figures["ms"], best and best["ms"], ".2f")
+        return [f"{figures['ms']:.3f} {TITLES[peer]}", speed + ("" if same else "†")]
+
+    def entries(self) -> list[str]:
+        row = [self.shape.title, self.ours("forward"), *self.against("forward")]
+        last = "forward_backward" if self.shape.backward else "forward"
+        backward = [self.ours("forward_winners"), self.ours(last), *self.against(last)]
+        peer = self.best_peer(last)
+        memory = [each and each["peak_bytes"] for each in (self.best("fast", last), peer and peer[1])]
+        return [*row, *(backward if self.shape.backward else [""] * 4), *map(mebibytes, memory)]
 
 
-def against(results: Results, shape: Shape, measure: str) -> list[str]:
-    """The best peer's time and name, and how many times faster this package is."""
-    peer, ms = results.best_peer(shape, measure), results.milliseconds(shape, "fast", measure)
-    if peer is None:
-        return ["", ""]
-    name, figures = peer
-    mark = "" if results.same_run(shape, name) else "†"
-    return [f"{figures['ms']:.3f} {TITLES[name]}", f"{figures['ms'] / ms:.2f}x{mark}" if ms else ""]
-
-
-def headline(results: Results) -> str:
-    header = ["shape", "forward", "best peer", "speed-up", "forward with winners"]
-    header += ["forward + backward", "best peer", "speed-up"]
-    header += ["extra memory", "best peer"]
-    rows = []
-    for shape in (shape for group in HEADLINE for shape in results.group(group)):
-        measure = "forward_backward" if shape.backward else "forward"
-        peer = results.best_peer(shape, measure)
-        row = [shape.title, ours(results, shape, "forward"), *against(results, shape, "forward")]
-        if shape.backward:
-            row += [ours(results, shape, "forward_winners"), ours(results, shape, measure)]
-            row += against(results, shape, measure)
-        else:
-            row += [""] * 4
-        for best in (results.best(shape, "fast", measure), peer and peer[1]):
-            row.append(mebibytes(best and best["peak_bytes"]))
-        rows.append(row)
-    return table(header, rows)
-
-
-def runs_by_machine(results: Results) -> dict[tuple, list[dict]]:
-    """The runs of the cells, grouped by machine and versions."""
-    found: dict[tuple, list[dict]] = {}
-    for cell in results.cells.values():
-        run = cell["environment"]
-        runs = found.setdefault((run["device"], run["torch"], run["triton"], run["ceilings"]["matmul_size"]), [])
-        if run not in runs:
-            runs.append(run)
-    return found
-
-
-def machine(runs: list[dict]) -> str:
+def rates(runs: list[dict]) -> str:
     """Versions, dates and measured rates of runs on one kind of machine."""
     where, ceilings = runs[0], [run["ceilings"] for run in runs]
-    rates = ", ".join(
+    products = ", ".join(
         f"{name} {span([each['matmul_flops_per_s'][name] / 1e12 for each in ceilings], '.0f')}"
         for name in ceilings[0]["matmul_flops_per_s"]
     )
-    dates = span([run["date"] for run in runs], "")
+    copied = span([each["copy_bytes_per_s"] / 1e12 for each in ceilings], ".2f")
     return (
-        f"{where['device']}, torch {where['torch']}, triton {where['triton']}, {dates}. "
-        f"In the same {'run' if len(runs) == 1 else f'{len(runs)} runs'}: {ceilings[0]['matmul_size']}-cubed matrix products at "
-        f"{rates} Tflop/s, device-to-device copy at {span([each['copy_bytes_per_s'] / 1e12 for each in ceilings], '.2f')} "
-        "TB/s, read plus written."
+        f"{where['device']}, torch {where['torch']}, triton {where['triton']}, {span([run['date'] for run in runs], '')}. "
+        f"In the same {'run' if len(runs) == 1 else f'{len(runs)} runs'}: {ceilings[0]['matmul_size']}-cubed matrix "
+        f"products at {products} Tflop/s, device-to-device copy at {copied} TB/s, read plus written."
     )
 
 
@@ -80,17 +90,16 @@ def span(values: list[float] | list[str], form: str) -> str:
     return " to ".join(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
 
 
-def notes(results: Results) -> list[str]:
-    """Machines with their rates, and what the columns are."""
-    return [
-        *(machine(runs) for runs in runs_by_machine(results).values()),
-        "Medians in ms. In brackets: the least possible time as a share of it, which is the longer of the matrix product "
-        "at the measured rate and of reading inputs and writing outputs once at the bandwidth of the copy. Extra memory is "
-        "the peak beyond the inputs, of forward + backward where there is one. † compares two runs.",
-    ]
-
-
 def markdown(content: dict) -> str:
-    """The table of docs/benchmarks.md. What else was measured `python -m benchmarks.compare_results` prints."""
-    results = Results(content)
-    return headline(results) + "\n\n" + "\n".join(f"- {line}" for line in notes(results))
+    """Rows by group, then machines with their rates, and what the columns are."""
+    cells = content["cells"]
+    recorded = [cell["shape"] for cell in cells.values() if cell["kind"] == "shape"]
+    shapes = {each["name"]: Shape(**{**each, "competitors": tuple(each["competitors"])}) for each in recorded}
+    ordered = [shape for group in GROUPS for shape in shapes.values() if shape.group == group]
+    by_machine: dict[tuple, list[dict]] = {}
+    for run in (cell["environment"] for cell in cells.values()):
+        key = (run["device"], run["torch"], run["triton"], run["ceilings"]["matmul_size"])
+        runs = by_machine.setdefault(key, [])
+        runs += [run] if run not in runs else []
+    notes = "\n".join(f"- {line}" for line in (*map(rates, by_machine.values()), NOTE))
+    return f"{table(HEADER, (Row(shape, cells).entries() for shape in ordered))}\n\n{notes}"

@@ -153,12 +153,8 @@ def measure(asked: dict) -> dict[str, Any]:
 
     recipe = load(cell, data, output, extra)
     if cell.stage == "untrained":
-        model = load_model(recipe.model, "cpu", cell.seed)
-        return evaluate_collection(
-            retriever_of(model),
-            load_collection(recipe.evaluation.beir, recipe.evaluation.split),
-            recipe.evaluation.batch_size,
-        )
+        retriever, evaluation = retriever_of(load_model(recipe.model, "cpu", cell.seed)), recipe.evaluation
+        return evaluate_collection(retriever, load_collection(evaluation.beir, evaluation.split), evaluation.batch_size)
     result: dict[str, Any] = {}
     if cell.stage == "distilled":
         mined = mine(recipe)
@@ -187,13 +183,8 @@ def asked_of(cell: Cell, options: argparse.Namespace) -> dict:
     return {"cell": asdict(cell), "set": options.set, "data": str(options.data), "output": str(options.work)}
 
 
-def settings(extra: list[str]) -> dict[str, Any]:
-    """The settings that results depend on, without paths of this machine."""
-    return {"model": MODEL, **STAGES, "set": extra}
-
-
 def recorded(_: str, options: argparse.Namespace) -> dict:
-    return {ENCODER: version(ENCODER), "settings": settings(options.set)}
+    return {ENCODER: version(ENCODER), "settings": {"model": MODEL, **STAGES, "set": options.set}}
 
 
 def phases(seeds: list[int], paths: list[str]) -> list[list[Cell]]:
@@ -209,9 +200,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--paths", nargs="+", choices=["stock", "fast"], default=["stock", "fast"])
     parser.add_argument("--workers", type=int, default=1, help="processes at a time, which share the cores")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="overrides a key of every recipe"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of every recipe")
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:

@@ -186,6 +186,6 @@ def _injection(cells: dict) -> list[tuple[dict, list[Line]]]:
             runs = [cell["injection"]["training"] for cell in seeds_of(cells, pooling, dimension=INJECTION_DIMENSION)]
             at = {0: [run["none"] for run in runs], **{k: [run[kind][str(k)][where] for run in runs] for k in INJECTED}}
             lines.append(Line(pooling, colour, [(k, mean(each)) for k, each in at.items() if each]))
-        axis = {"title": f"{kind}, in {place}", "xlabel": "injected tokens K", "ylabel": "Recall@1", "ylim": (0, 1.02)}
+        axis = {"title": f"{kind},\nin {place}", "xlabel": "injected tokens K", "ylabel": "Recall@1", "ylim": (0, 1.02)}
         panels.append((axis, lines))
     return panels

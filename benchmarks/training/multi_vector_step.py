@@ -97,11 +97,7 @@ def _measured(cell: dict, directory: Path) -> dict:
         return loss.detach()
 
     masks = [column["attention_mask"] for columns in batches for column in columns[1:] if "attention_mask" in column]
-    return {
-        **measured(step, cell),
-        "flash_attention": kernels,
-        "padding": padding(masks),
-    }
+    return {**measured(step, cell), "flash_attention": kernels, "padding": padding(masks)}
 
 
 def markdown_table(cells: dict[str, dict], rows: list[tuple]) -> str:
