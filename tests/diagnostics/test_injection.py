@@ -67,7 +67,7 @@ def test_rankings_are_those_of_documents_that_hold_the_tokens(case, pooling, mon
 
 def test_winners_and_weights_by_hand():
     query, document = torch.eye(4)[:2], torch.eye(4)[1:3]
-    queries = TokenBatch.from_list([query])
+    queries = TokenBatch.from_padded(torch.eye(4)[None, :3], torch.tensor([[1, 1, 0]]))
     documents = TokenBatch.from_list([query, document])
     rows = injection_sweep(
         queries, documents, grades_of([[0]], 2), [Max(), TopK(2), Softmax(0.5)], counts=(0, 2), noise=0.0

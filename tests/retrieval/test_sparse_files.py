@@ -161,9 +161,15 @@ def test_a_build_goes_on_with_more_documents(documents, tmp_path):
         SparseIndex.build(rest(more.select(torch.arange(44)), fails=True), folder=tmp_path)
     assert_finds(SparseIndex.load(tmp_path), documents, {1, 36})
     assert sparse_files.read_unfinished("", tmp_path).documents == 40
+    begun = (tmp_path / "unfinished.json").read_bytes()
     assert_finds(SparseIndex.build(rest(more), folder=tmp_path), more, {1, 36})
     assert_finds(SparseIndex.load(tmp_path), more, {1, 36})
     assert len(files(tmp_path)) == 11
+    index = SparseIndex.load(tmp_path)
+    index.remove([0])
+    index.save(tmp_path)
+    (tmp_path / "unfinished.json").write_bytes(begun)  # as a kill leaves it before it is removed
+    assert_finds(SparseIndex.build(rest(more), folder=tmp_path), more, {0, 1, 36})
 
 
 def test_threads_lose_no_documents_and_an_index_is_pickled(documents):

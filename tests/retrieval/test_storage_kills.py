@@ -90,11 +90,18 @@ def test_after_a_kill_or_a_power_cut_the_old_or_the_new_is_there(case, tmp_path)
     if isinstance(kind, Corpora):
         assert len(list(root.glob("checksums-*"))) == 1
         found = random.Random(0).sample(found, min(STATES, len(found)))
+    elif before:  # whose files stay for who is reading it, and no others
+        for end in (BEFORE, 9):
+            kind.write(tmp_path / f"of {end}", end)
+        latest, older = (contents(tmp_path / f"of {end}").keys() for end in (BEFORE, 9))
+        assert latest <= contents(root).keys() and not (older - latest) & contents(root).keys()
     for number, (state, left) in enumerate(found):
         folder = written(left, tmp_path / str(number))
-        assert kind.held(folder) in ([COUNT] if state == "end" else [before, COUNT])
+        complete = kind.held(folder)
+        assert complete in ([COUNT] if state == "end" else [before, COUNT])
         kind.write(folder)
-        assert kind.held(folder) == COUNT
+        # A journal that counts less than a corpus that was finished since does not hold.
+        assert kind.held(folder) == COUNT and (not kind.adds or kind.asked[-1] >= (complete or 0))
 
 
 @contextmanager
