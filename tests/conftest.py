@@ -38,8 +38,6 @@ LONG = (
     "test_gathered.py",
     "test_smoke.py",
     "test_encode_distributed.py",
-    "test_training_cell.py",
-    "test_losses_benchmark.py",
     "test_host_ranks.py",
     "test_host_losses.py",
 )
