@@ -199,7 +199,8 @@ class _StreamedRows:
         self.recipe, self.kind = recipe, kind
         data, self.spread = recipe.data, None
         plain = not any(isinstance(value, (list, dict)) for value in first.values())
-        if recipe.loss.name != "distillation" and (not plain or asks_for_negatives(data)):
+        # Of a single column `fit_columns` says what is missing.
+        if len(first) > 1 and recipe.loss.name != "distillation" and (not plain or asks_for_negatives(data)):
             self.spread = Spread("data", data, first)
 
     def __call__(self, batch: dict[str, list], numbers: list[int]) -> dict[str, list]:

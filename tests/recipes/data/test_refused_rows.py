@@ -52,6 +52,9 @@ CONTRASTIVE = r"""
 | {pos: []} | data.negatives_per_query=2 | data.columns: row 1 has no text in 'pos'.
 | | data.columns=[neg,pos] | data.columns: 'neg' is the query and must hold texts, but it holds lists.
 | | data.negatives_per_query=2 data.columns=[query,pos] | data.negatives_per_query needs a column of
+{query: q} | | data.negatives_per_query=2 | data.columns
+{query: q} | | data.negatives_per_query=2 data.streaming=true evaluation.rows=0 model.build=null model.name_or_path=a
+    | data.columns
 {query: q, pos: [p], neg: {bm25: [a], dense: [b]}} | | data.negatives=[bm25,splade]
     | data.negatives must name systems that 'neg' has in the first row .bm25, dense., got splade.
 | | data.negatives=[bm25] | data.negatives must name systems .*it has none
