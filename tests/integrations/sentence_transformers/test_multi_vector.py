@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Transformer
 from torch import nn
@@ -111,6 +112,7 @@ def test_the_output_is_that_of_stock_but_for_padding(model, mode):
 
 
 def test_a_model_as_accelerate_prepares_it(model, mode):
+    AcceleratorState._reset_state(reset_partial_state=True)  # of a trainer in another test
     prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model.float())
     features = batch_of(model)[1]
     stock = prepared(dict(features), task="document")
