@@ -127,10 +127,10 @@ def test_negatives_are_those_of_brute_force(stage, stored, rules, first_stage, r
         # Positives need not be candidates for their scores to count.
         lowest, elsewhere = min(row[x] for x in positives), elsewhere + (not positives <= {*candidates})
         highest = min(lowest - rules.get("absolute_margin", -100), lowest * (1 - rules.get("relative_margin", -100)))
-        ranked = sorted((x for x in candidates if x not in positives), key=lambda x: (-row[x], x))[
-            : rules.get("range_max", 12)
-        ]
-        left = [x for x in ranked if rules.get("min_score", -100) <= row[x] <= highest]
+        # As Sentence Transformers does: of the best range_max and as many as a query has positives, those that the rules leave.
+        count = rules.get("range_max", 12)
+        ranked = sorted(candidates, key=lambda x: (-row[x], x))[: count + max(map(len, pairs.positives()))]
+        left = [x for x in ranked if x not in positives and rules.get("min_score", -100) <= row[x] <= highest][:count]
         if len(left[1:4]) == 3:
             expected[query] = left[1:4]
     grader = CrossEncoder(teacher, device="cpu")
