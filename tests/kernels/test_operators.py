@@ -138,7 +138,6 @@ ROWS = {
         *rows(["maxsim"], {}, queries=(37, 2, 130), documents=(18, 5), dim=80),
         *rows(["maxsim"], {}, queries=(37, 2, 130), documents=(18, 5), layout="shared", floor=True),
         *rows(["softmax 4.0", "top 3"], {}, CHUNKS, dim=40, queries=(20, 5, 33, 0, 5)),
-        *rows(["top 3", "softmax 4.0"], {}, CHUNKS, dim=40, queries=(20, 5, 33, 0, 5), layout="shared"),
     ],
     "long documents": rows(["maxsim"], {}, queries=(3, 2), documents=(256, 300)) + rows(["maxsim"], {}, queries=(3, 2), documents=(255, 2)),
     "poolings": [
@@ -147,7 +146,6 @@ ROWS = {
         *rows(["softmax 1.0", "log-sum-exp"], MIXED, masked=False, gapless=True),
         *rows(["softmax 1.0"], MIXED, masked=False, layout="shared"),
         *rows(["top 5", "top 40"], MIXED | {"documents": (7, 0, 130, 3, 33, 1)}, OF_64),
-        *rows(["top 40"], MIXED | {"documents": (7, 0, 130, 3, 33, 1)}, OF_64, layout="shared"),
     ],
     "parts and rounds of XTR": [
         *rows(["xtr 5"], {"documents": (1, 20, 0, 7)}, (), constant(xtr, SCRATCH_BYTES=1), dtype=torch.bfloat16, dim=8),
