@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 RANK = int(os.environ["RANK"])
 FSDP = os.environ.get("ACCELERATE_USE_FSDP") == "true"
@@ -41,8 +40,7 @@ from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainerState  # noqa: E402
 
 from pylate_fastmaxsim.recipes.load import load_recipe  # noqa: E402
-from pylate_fastmaxsim.recipes.models.load import kind_of  # noqa: E402
-from pylate_fastmaxsim.recipes.training import train as training  # noqa: E402
+from tests.support.recipe_runs import train_with  # noqa: E402
 
 serialize = safetensors.torch.serialize_file
 
@@ -97,17 +95,7 @@ class Interrupt(TrainerCallback):
 
 
 def train(file: str, output: Path, interrupt: bool = False) -> dict:
-    recipe = load_recipe(file, [f"output_dir={output}"])
-    kind = kind_of(recipe.model)
-    build = kind.build_trainer
-
-    def interrupted(*args):
-        trainer = build(*args)
-        trainer.add_callback(Interrupt())
-        return trainer
-
-    with mock.patch.object(kind, "build_trainer", interrupted if interrupt else build):
-        return training.train(recipe)
+    return train_with(load_recipe(file, [f"output_dir={output}"]), *([Interrupt()] if interrupt else []))
 
 
 def main() -> None:

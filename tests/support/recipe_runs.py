@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,22 @@ def command(name: str, recipe: Path, *overrides: str):
     return fastmaxsim([name, str(recipe), *sets])
 
 
-def interrupt(recipe, monkeypatch, step: int) -> str:
+def train_with(recipe, *callbacks: TrainerCallback) -> dict:
+    """Train with more callbacks than the recipe's own."""
+    kind = kind_of(recipe.model)
+    build = kind.build_trainer
+
+    def build_with(*args):
+        trainer = build(*args)
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        return trainer
+
+    with mock.patch.object(kind, "build_trainer", build_with):
+        return train(recipe)
+
+
+def interrupt(recipe, step: int) -> str:
     """Train until a Ctrl-C in the middle of a step; the name of the checkpoint that is left."""
 
     class Interrupt(TrainerCallback):
@@ -29,18 +45,8 @@ def interrupt(recipe, monkeypatch, step: int) -> str:
             if state.global_step == step:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    kind = kind_of(recipe.model)
-    build = kind.build_trainer
-
-    def interrupted(*args):
-        trainer = build(*args)
-        trainer.add_callback(Interrupt())
-        return trainer
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kind, "build_trainer", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            train(recipe)
+    with pytest.raises(KeyboardInterrupt):
+        train_with(recipe, Interrupt())
     return last_checkpoint(recipe).name
 
 

@@ -155,7 +155,7 @@ def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(kind, recip
     whole = train(recipe_of(kind, overrides, "whole"))
     told = [(step, pytest.approx(0.75 - 0.05 * step) if kind == LATE else None) for step in range(1, steps + 1)]
     assert Reported.told == told
-    assert interrupt(recipe_of(kind, overrides, "parts"), monkeypatch, step) == f"checkpoint-{step + 1}"
+    assert interrupt(recipe_of(kind, overrides, "parts"), step) == f"checkpoint-{step + 1}"
     assert not (tmp_path / "parts" / "train.json").exists()
     (tmp_path / "parts").rename(tmp_path / "moved")
     moved = recipe_of(kind, overrides, "moved")

@@ -89,12 +89,12 @@ def test_a_data_set_of_the_hub_is_streamed(recipe_of, tmp_path):
     assert sorted(row["query"] for row in islice(stream, 30)) == sorted(row["query"] for row in PAIRS)
 
 
-def test_an_interrupted_run_goes_on_with_the_next_batch(recipe_of, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on_with_the_next_batch(recipe_of, tmp_path):
     overrides = ["training.dataloader_num_workers=2", "data.negatives_per_query=2"]
     whole = train(recipe_of(LISTS, *overrides, output="whole"))
     assert whole["steps"] == len(whole["losses"]) == 6
     recipe = recipe_of(LISTS, *overrides)
-    assert interrupt(recipe, monkeypatch, step=3) == "checkpoint-4"
+    assert interrupt(recipe, step=3) == "checkpoint-4"
     resumed = train(recipe)
     assert resumed["losses"] == whole["losses"] and resumed["resumed_from"] == "checkpoint-4"
     assert same_model(tmp_path / "whole", tmp_path / "out")

@@ -51,9 +51,9 @@ def test_the_command_trains_saves_and_evaluates(tmp_path):
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
 
-def test_a_run_that_goes_on_saves_and_logs_at_the_intervals_of_now(tmp_path, monkeypatch):
+def test_a_run_that_goes_on_saves_and_logs_at_the_intervals_of_now(tmp_path):
     file = write(tmp_path, tiny(tmp_path, training={"save_steps": 100, "save_total_limit": None}))
-    assert interrupt(load_recipe(file, ["training.logging_steps=100"]), monkeypatch, step=3) == "checkpoint-4"
+    assert interrupt(load_recipe(file, ["training.logging_steps=100"]), step=3) == "checkpoint-4"
     result = training.train(load_recipe(file, ["training.save_steps=5", "training.logging_steps=2"]))
     assert [step for step, _ in result["losses"]] == [1, 6, 8, 10, 12, 14]
     saved = sorted(int(path.name.partition("-")[2]) for path in (tmp_path / "out").glob("checkpoint-*"))
@@ -230,7 +230,7 @@ def test_a_run_goes_on_with_the_next_batch_and_is_finished_after_its_epochs(accu
     state = json.loads((last_checkpoint(recipe("whole")) / "trainer_state.json").read_text())
     assert state["global_step"] == state["max_steps"] == whole["steps"] < 3 * math.ceil(9 / accumulated)
     step %= whole["steps"]
-    assert interrupt(recipe("parts"), monkeypatch, step=step) == f"checkpoint-{step + 1}"
+    assert interrupt(recipe("parts"), step=step) == f"checkpoint-{step + 1}"
     assert training.train(recipe("parts"))["losses"] == whole["losses"]
     assert same_model(tmp_path / "whole", tmp_path / "parts")
     monkeypatch.setattr(Trainer, "train", None)  # nothing is left to do
@@ -256,8 +256,8 @@ def test_an_older_transformers_does_not_go_on_after_an_uneven_epoch(tmp_path, mo
     recipe = uneven(tmp_path, "out")
     monkeypatch.delattr(TextTrainerMixin, "_init_training_state")
     monkeypatch.setattr(callbacks, "COUNTS_BATCHES", False)
-    assert interrupt(recipe, monkeypatch, step=5) == "checkpoint-6"
+    assert interrupt(recipe, step=5) == "checkpoint-6"
     # In the first epoch the number of steps is enough to go on.
-    assert interrupt(recipe, monkeypatch, step=10) == "checkpoint-11"
+    assert interrupt(recipe, step=10) == "checkpoint-11"
     with pytest.raises(RecipeError, match="no_duplicates made fewer batches in an epoch than transformers .* assumes"):
         training.train(recipe)
