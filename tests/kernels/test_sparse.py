@@ -45,7 +45,7 @@ def test_removed_documents_known_scores_and_order(engine):
 def test_removing_keeps_the_postings(engine, monkeypatch):
     _, documents = drawn(Case(500, 1, 30, 12, 1))
     blocks = blocks_of(documents, "cpu", engine)
-    rows = blocks._blocks[0][1:4]
+    rows = blocks._blocks[0][1:4]  # the very tensors, by which a block knows that its documents stayed
     monkeypatch.setattr(launch, "make_postings", None)
     blocks.set(0, *rows, torch.zeros(500, dtype=torch.bool))
     assert blocks.search(rows[0][:9], *rows[1:], 1)[1].eq(-1).all()
@@ -116,7 +116,7 @@ class _Unknown:
 )
 def test_kernels_that_cannot_be_compiled_are_an_error_of_one_sentence(module, reason, monkeypatch):
     monkeypatch.setitem(sys.modules, "pylate_fastmaxsim.kernels.runtime.nvrtc", module)
-    launch._engine.cache_clear()
+    launch._engine.cache_clear()  # a test before may have compiled for this device
     with pytest.raises(
         ImportError, match=rf"^sparse search: .*\({reason}.*\); run `pip install cuda-bindings`, [^\n]*$"
     ):

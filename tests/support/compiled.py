@@ -14,7 +14,7 @@ from triton import compiler
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
-from pylate_fastmaxsim._winners import no_winner
+from pylate_fastmaxsim._winners import no_winner  # the constant of a launch that nothing else names
 from pylate_fastmaxsim.kernels.runtime.arch import ARCHITECTURES, INPUT_PRECISION
 from pylate_fastmaxsim.kernels.runtime.cached_launch import RELEASE, Launcher
 

@@ -102,6 +102,7 @@ def mended() -> Iterator[None]:
             (interpreter.InterpreterBuilder, "create_fp_to_fp", _create_fp_to_fp),
             (interpreter.ReduceOps, "generic_reduce", _generic_reduce),
             (interpreter, "_patch_lang_tensor", _patch_with_index),
+            # Assembly, which no interpreter runs.
             (running_maximum, "_eight_more_unless_same", _eight_more_unless_same),
             (running_best, "inserted_groups", _inserted_groups),
         ):

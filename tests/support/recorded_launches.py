@@ -29,6 +29,7 @@ def recorded_launches(architecture: int) -> Iterator[set[tuple]]:
 
     with ExitStack() as stack:
         stack.enter_context(kernels_on_cpu())
+        # What a launch comes to once its program is chosen: before it there is no record, behind it a GPU.
         stack.enter_context(patch.object(Launcher, "_launch", record))
         for name, module in list(sys.modules.items()):
             if name.startswith("pylate_fastmaxsim.kernels.") and callable(getattr(module, "architecture", None)):
