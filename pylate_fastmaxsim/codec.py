@@ -217,9 +217,7 @@ class ResidualCodec:
         try:
             from fastkmeans import FastKMeans
         except ImportError as error:
-            raise ImportError(
-                f"{where} needs fastkmeans, which PyLate brings: pip install fastkmeans ({error})."
-            ) from None
+            raise ImportError(f"{where} needs fastkmeans: pip install fastkmeans ({error}).") from None
 
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(count, generator=generator).to(sample.device)

@@ -204,5 +204,5 @@ def test_errors_say_what_is_allowed(make, message):
 
 def test_without_fastkmeans_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "fastkmeans", None)
-    with pytest.raises(ImportError, match="train needs fastkmeans, which PyLate brings: pip install fastkmeans"):
+    with pytest.raises(ImportError, match="train needs fastkmeans: pip install fastkmeans"):
         ResidualCodec.train(unit_vectors(50, 8))

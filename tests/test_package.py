@@ -33,7 +33,7 @@ def test_a_name_is_loaded_when_it_is_first_asked_for_and_kept():
 # Of each package its rooms from the bottom up. A room may import what stands left of a `<` before it, and nothing else.
 ROOMS = {
     "": (
-        "_dtypes _memory _winners < _checks files < reporting < _impacts pooling < tokens sparse codec < compressed "
+        "_dtypes _install _memory _winners < _checks files < reporting < _impacts pooling < tokens sparse codec < compressed "
         "< _operands < reference kernels cpu < ops < retrieval diagnostics < integrations < losses comparison < "
         "recipes < precompile < cli run compare"
     ),
@@ -47,7 +47,7 @@ ROOMS = {
         "topk impacts < formats < corpus < search plaid sparse_files sparse_search < sparse_index < static < soundness"
     ),
     "integrations": (
-        "log options < patching < models < compilation < encoding < pylate sentence_transformers colpali < "
+        "log options < status patching < models < compilation < encoding < pylate sentence_transformers colpali < "
         "sparse_encoder < hosts < enable < run_script doctor"
     ),
     "comparison": "gate < turns trainer < verdict < script_child figures < report < script",

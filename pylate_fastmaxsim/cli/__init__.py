@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim._install import install_command
 
 COMMANDS = {
     "recipes": "List the recipes that come with the package, which every command takes by name; copy one to edit it.",
@@ -92,7 +93,7 @@ def _run_command(name: str, arguments: Sequence[str]) -> None:
             raise
         sys.exit(
             f"fastmaxsim: {missing} is missing, which every command but run, doctor and compare of a script needs: "
-            'pip install "pylate-fastmaxsim[pylate,recipes]", or without PyLate "pylate-fastmaxsim[multi-vector,recipes]".'
+            f"{install_command('pylate', 'recipes')}, or in place of PyLate's {install_command('multi-vector')}."
         )
     except KeyboardInterrupt:  # while modules are imported, which takes seconds
         print("\nInterrupted.", file=sys.stderr)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pylate_fastmaxsim.integrations.hosts import Replacement, find_replacements
-from pylate_fastmaxsim.integrations.log import log_once, reset_log_once
+from pylate_fastmaxsim.integrations.log import log_once, reset_log_once, said_about
 from pylate_fastmaxsim.integrations.options import (
     OPTIONS,
     PYLATE,
@@ -21,6 +23,7 @@ from pylate_fastmaxsim.integrations.options import (
     switched_off,
 )
 from pylate_fastmaxsim.integrations.patching.patches import PatchSet
+from pylate_fastmaxsim.integrations.status import Status
 from pylate_fastmaxsim.pooling import Max, Pooling
 
 _logger = logging.getLogger("pylate_fastmaxsim")
@@ -45,7 +48,8 @@ def enable(
     compile: bool = False,
     stock_masking: bool = False,
     pooling: Pooling = Max(),
-) -> None:
+    quiet: bool = False,
+) -> Status:
     """Make PyLate, colpali-engine and Sentence Transformers' MultiVectorEncoder score without a similarity tensor.
 
     Texts of PyLate and of a MultiVectorEncoder are also encoded without padding in training. So are those of a SPLADE
@@ -90,6 +94,14 @@ def enable(
         ``Max()``, ``TopK(k)``, ``Softmax(temperature)`` or ``LogSumExp(temperature)``; see
         :func:`~pylate_fastmaxsim.pooled_scores`. XTR scores, which have a choice of tokens of their own, stay as they
         are, and so do losses with a ``score_metric`` of their own and indexes of other libraries.
+    quiet
+        Print nothing. Otherwise the first process of a machine writes one line to stderr that says what is accelerated.
+        ``PYLATE_FASTMAXSIM_QUIET=1`` in the environment does the same.
+
+    Returns
+    -------
+    Status
+        What is accelerated, as :func:`status` gives it later on.
 
     Raises
     ------
@@ -106,13 +118,13 @@ def enable(
 
     Notes
     -----
-    With ``PYLATE_FASTMAXSIM=0`` in the environment this call does nothing but log one line.
+    With ``PYLATE_FASTMAXSIM=0`` in the environment this call does nothing but say so.
 
     Examples
     --------
     >>> import pylate_fastmaxsim
     >>> from pylate import scores
-    >>> pylate_fastmaxsim.enable()
+    >>> state = pylate_fastmaxsim.enable()
     >>> scores.colbert_scores([[[1.0, 0.0]]], [[[0.5, 0.5], [1.0, 0.0]]])
     tensor([[1.]])
     >>> pylate_fastmaxsim.disable()
@@ -120,7 +132,7 @@ def enable(
     new = Options(padding_free, compile, stock_masking, pooling)
     if (setting := switched_off()) is not None:
         _logger.info("%s: nothing is accelerated.", setting)
-        return
+        return _say(quiet, f"off, by {setting}")
     if not isinstance(pooling, Max):
         _require_pooled_scores(pooling)
     _switch_to(new)
@@ -142,6 +154,27 @@ def enable(
         log_once(
             "pooling=%s: indexes built by others (PLAID, fast-plaid, Voyager) still search with the maximum.", pooling
         )
+    libraries = dict.fromkeys(f"{each.host.name} {each.host.version}" for each in _found if each.left is None)
+    return _say(quiet, f"on, for {', '.join(libraries) or 'nothing'}; status() says how a model is encoded")
+
+
+def _say(quiet: bool, line: str) -> Status:
+    if not (quiet or os.environ.get("PYLATE_FASTMAXSIM_QUIET") or int(os.environ.get("LOCAL_RANK", 0))):
+        print(f"pylate-fastmaxsim: {line}", file=sys.stderr)
+    return status()
+
+
+def status() -> Status:
+    """What is accelerated now, and how each model was encoded that has been called. ``print`` it to read it.
+
+    Examples
+    --------
+    >>> import pylate_fastmaxsim
+    >>> print(pylate_fastmaxsim.status())
+    pylate-fastmaxsim: off
+    """
+    options = current_options()
+    return Status(options, list(_gains(_found)) if options else [], said_about() if options else {})
 
 
 def _gains(found: list[Replacement]) -> Iterator[str]:
@@ -202,7 +235,7 @@ def enabled(
     """
     with _lock:
         block = _Block(current_options())
-        enable(padding_free=padding_free, compile=compile, stock_masking=stock_masking, pooling=pooling)
+        enable(padding_free=padding_free, compile=compile, stock_masking=stock_masking, pooling=pooling, quiet=True)
         _blocks.append(block)
     try:
         yield

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
 
+from pylate_fastmaxsim._install import install_command
 from pylate_fastmaxsim.integrations.options import COLPALI, PYLATE, SENTENCE_TRANSFORMERS
 from pylate_fastmaxsim.integrations.patching.known_sources import (
     code_of,
@@ -50,7 +51,7 @@ class Host:
         except ModuleNotFoundError as error:
             if error.name != self.package:
                 return f"{self.name} cannot be imported: {error}."
-            return f'{self.name} is not installed: pip install "pylate-fastmaxsim[{self.extra}]".'
+            return f"{self.name} is not installed: {install_command(self.extra)}."
         except Exception as error:  # a broken installation of what it needs raises anything
             return f"{self.name} cannot be imported: {type(error).__name__}: {error}."
         from packaging.version import Version

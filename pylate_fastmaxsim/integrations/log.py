@@ -34,6 +34,14 @@ def _say_unless(said: set[str], line: str, level: int) -> None:
         _logger.log(level, "%s", line)
 
 
+def said_about() -> dict[str, list[str]]:
+    """What was said about each model and loss that is still there, by the name of its class."""
+    said: dict[str, list[str]] = {}
+    for about, lines in list(_said_about.items()):
+        said.setdefault(type(about).__name__, []).extend(sorted(lines))
+    return said
+
+
 def reset_log_once() -> None:
     """Have :func:`log_once` log each line once more."""
     _said.clear()

@@ -13,6 +13,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import wraps
+from inspect import signature
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK, check_pooling
@@ -20,7 +21,8 @@ from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK, ch
 # "always": also where a model has code of somebody's own.
 PaddingFree = bool | Literal["always"]
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PYLATE, SENTENCE_TRANSFORMERS, COLPALI = "PyLate", "Sentence Transformers", "colpali-engine"
 
@@ -105,9 +107,10 @@ OPTIONS = fields(Options)
 def refuse_unknown_options(function: Callable[P, R]) -> Callable[P, R]:
     """Have a function whose keywords are the options suggest the nearest name for one that is none."""
 
+    names = list(signature(function).parameters)
+
     @wraps(function)
     def checked(*arguments: P.args, **options: P.kwargs) -> R:
-        names = [option.name for option in OPTIONS]
         for name in options:
             if name not in names:
                 close = difflib.get_close_matches(name, names, n=1)

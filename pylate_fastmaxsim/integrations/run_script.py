@@ -66,7 +66,7 @@ def run_accelerated(words: list[str], as_module: bool, options: dict[str, Any]) 
         # Once, and not before the hosts that a host imports itself have been imported.
         if not hook.running and hook in sys.meta_path and contains_host(module.__name__):
             sys.meta_path.remove(hook)
-            enable(**options)
+            enable(**options, quiet=True)
 
     hook = AfterImport(HOST_PACKAGES, enable_for)
     sys.meta_path.insert(0, hook)

@@ -64,6 +64,7 @@ joined: Decisions[bool] = WeakKeyDictionary()
 divisible: Decisions[bool] = WeakKeyDictionary()
 
 _PADDED = "Documents are encoded with padding, as stock {} does: %s."
+_PACKED = "Documents are packed: the tokens of a batch back to back, without padding."
 _GROUPED = "Documents are not packed but encoded in groups of similar length: %s."
 APART = "Queries are not encoded with the documents but in a call of their own: %s."
 _DIVIDED_AS_STOCK = "Queries are divided into calls as stock PyLate does: %s."
@@ -113,6 +114,7 @@ def mode_for(
         # On a CPU groups are the rule.
         level = logging.INFO if samples.input_ids.device.type == "cpu" else logging.WARNING
         if _holds(core, agree, reason_against_packing(core, samples), _GROUPED, level):
+            log_once(_PACKED, level=logging.INFO, about=core)
             return "packed"
         return "grouped" if _holds(core, agree, reason_against_groups(core, samples), padded) else "padded"
 

@@ -33,12 +33,14 @@ from pylate_fastmaxsim.integrations.encoding.token_counts import counting_tokens
 from pylate_fastmaxsim.integrations.encoding.views import current as current_views
 from pylate_fastmaxsim.integrations.encoding.views import sum_over_views
 from pylate_fastmaxsim.integrations.log import log_once
+from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.wrappers import StandIn, group_in_step, wrapper_attribute
 from pylate_fastmaxsim.integrations.options import Options, current_options
 from pylate_fastmaxsim.integrations.patching.fallback import asked_backend
 from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
+from pylate_fastmaxsim.integrations.pylate.scores import in_stock_loss
 from pylate_fastmaxsim.ops.gathered import DtypesDiffer, gather_documents
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.pooled import state_bytes
@@ -95,9 +97,10 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
                 name = type(self).__name__
                 log_once(NOT_ACCELERATED, name, reason, about=self)
             features = [without_total(column) for column in features]
-            if (views := current_views.get()) is not None and not isinstance(self.model, StandIn):
-                return views.of_stock(partial(stock, self), features, *labels, **named_labels)
-            return stock(self, features, *labels, **named_labels)
+            with setting(in_stock_loss, True):
+                if (views := current_views.get()) is not None and not isinstance(self.model, StandIn):
+                    return views.of_stock(partial(stock, self), features, *labels, **named_labels)
+                return stock(self, features, *labels, **named_labels)
 
         forward.takes_views = True
         return forward

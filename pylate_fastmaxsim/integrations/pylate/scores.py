@@ -1,6 +1,7 @@
 """PyLate's scoring functions, XTR among them, and reranking without a similarity tensor."""
 
 import functools
+from contextvars import ContextVar
 from itertools import accumulate
 
 import numpy as np
@@ -11,6 +12,7 @@ from pylate.scores import colbert as stock_scores
 from pylate.utils import convert_to_tensor
 from torch import Tensor
 
+from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, check, check_backend, own_documents
@@ -23,6 +25,14 @@ from pylate_fastmaxsim.pooling import Max
 from pylate_fastmaxsim.tokens import TokenBatch
 
 replaces = functools.partial(fallback.replaces, host="PyLate")
+
+# A loss of PyLate's runs as it came, which a line of log has said.
+in_stock_loss = ContextVar("in_stock_loss", default=False)
+
+_OWN_LOSS = (
+    "A loss of your own calls the model, which encodes its documents with padding: call pylate_fastmaxsim.encode(model, "
+    "features) in it instead, and pylate_fastmaxsim.maxsim on what it returns."
+)
 
 
 def patches() -> list[Patch]:
@@ -123,7 +133,7 @@ colbert_kd_scores = replaces(stock_scores.colbert_kd_scores)(functools.partial(_
 
 def _score_xtr(
     own: bool,
-    _options: Options,
+    options: Options,
     metric,
     queries_embeddings,
     documents_embeddings,
@@ -142,6 +152,7 @@ def _score_xtr(
     queries, documents, candidates, zero_floor = _batches(
         4, own, queries_embeddings, documents_embeddings, queries_mask, documents_mask, has_floor=True
     )
+    _say_if_of_own_loss(options, queries)
     return xtr_scores(queries, documents, metric.k, candidates, zero_floor=zero_floor).float()
 
 
@@ -179,9 +190,18 @@ def _pooled(
     zero_floor: Tensor | None = None,
 ) -> Tensor:
     """Scores as ``enable(pooling=...)`` says; a ``zero_floor`` goes with the maximum only."""
+    _say_if_of_own_loss(options, queries)
     if isinstance(options.pooling, Max):
         return maxsim(queries, documents, candidates, zero_floor=zero_floor)
     return PooledScores(options.pooling).of_batches(queries, documents, candidates)
+
+
+def _say_if_of_own_loss(options: Options, queries: TokenBatch) -> None:
+    """Losses of PyLate do not come here, but for those that run as they came; nor do evaluators ask for gradients."""
+    trains = options.padding_free and queries.values.requires_grad and torch.is_grad_enabled()
+    # A compiled loss cannot ask where it is called from.
+    if trains and not torch.compiler.is_compiling() and not in_stock_loss.get():
+        log_once(_OWN_LOSS)
 
 
 def _broadcast(mask, embeddings: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from sentence_transformers import SparseEncoder
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from pylate_fastmaxsim._install import install_command
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
@@ -44,7 +45,7 @@ MODULES = {
     "colqwen2": "pages",
 }
 # The library that a kind needs, and the extras that bring it.
-NEEDED = {"colbert": ("PyLate", "pylate,recipes"), "pages": ("colpali-engine", "pylate,recipes,colpali")}
+NEEDED = {"colbert": ("PyLate", "pylate"), "pages": ("colpali-engine", "colpali")}
 CONFIG_FILE = "config_sentence_transformers.json"
 # By the class that saved a model, the kind of recipe that trains it.
 KIND_OF_CLASS = {"ColBERT": "colbert", "SparseEncoder": "splade", "MultiVectorEncoder": "multi_vector"}
@@ -57,8 +58,8 @@ def kind_of(model: ModelSection) -> Kind:
     module = MODULES[model.kind]
     if module == "multi_vector" and not hasattr(sentence_transformers, "MultiVectorEncoder"):
         raise RecipeError(
-            "model.kind multi_vector needs Sentence Transformers 6, in an environment without PyLate: pip install "
-            f'"pylate-fastmaxsim[multi-vector,recipes]" (installed is {sentence_transformers.__version__}).'
+            "model.kind multi_vector needs Sentence Transformers 6, in an environment without PyLate: "
+            f"{install_command('multi-vector')} (installed is {sentence_transformers.__version__})."
         )
     try:
         return import_module(f"pylate_fastmaxsim.recipes.kinds.{module}").KIND
@@ -66,9 +67,7 @@ def kind_of(model: ModelSection) -> Kind:
         if module not in NEEDED:
             raise
         library, extra = NEEDED[module]
-        raise RecipeError(
-            f'model.kind {model.kind} needs {library}: pip install "pylate-fastmaxsim[{extra}]" ({error}).'
-        ) from error
+        raise RecipeError(f"model.kind {model.kind} needs {library}: {install_command(extra)} ({error}).") from error
 
 
 def load_model(

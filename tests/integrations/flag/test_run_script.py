@@ -77,7 +77,7 @@ def test_enable_is_called_once_a_host_is_there(run, tmp_path, monkeypatch, caplo
     run(["--padding-free", "always", "--compile", "--pooling", "top_k=4", "train.py"])
     for name in names:
         sys.modules.pop(name, None)
-    options = {"padding_free": "always", "compile": True, "pooling": TopK(4)}
+    options = {"padding_free": "always", "compile": True, "pooling": TopK(4), "quiet": True}
     assert calls == [(options, loaded) for loaded in hosts]
     assert ("Nothing was accelerated" in caplog.text) == (not hosts)
 
