@@ -115,8 +115,8 @@ def test_maxsim_of_other_batches(operand, dim, name, tmp_path):
 
 # ---- gradients of winners: element, size of a vector, winners of a row and document
 
-RANKED_EVERYWHERE = (("bf16", 128, 1), ("bf16x6", 128, 1), ("bf16", 128, 4), ("bf16x6", 128, 4))
-RANKED = [*RANKED_EVERYWHERE, *((operand, dim, 1) for operand, dim in CASES[2:])]
+RANKED_EVERYWHERE = (("bf16", 128, 1), ("bf16x6", 128, 4))
+RANKED = [*RANKED_EVERYWHERE, *((operand, dim, 1) for operand, dim in CASES[1:]), ("bf16", 128, 4)]
 RANKED += [("bf16", 768, 4), ("fp16", 128, 4), ("bf16", 128, 64)]
 
 
@@ -191,9 +191,14 @@ def compile_pooled(arch, operand, dim, k, directory, absent=PACKED, pooling="sof
 
 
 @pytest.mark.parametrize("arch, operand, dim", points(POOLED, POOLED_EVERYWHERE))
-@pytest.mark.parametrize("k", [0, 4, 16], ids=["softmax", "top-4", "top-16"])
+@pytest.mark.parametrize("k", [0, 4], ids=["softmax", "top-4"])
 def test_pooled(arch, operand, dim, k, tmp_path):
     compile_pooled(arch, operand, dim, k, tmp_path)
+
+
+@pytest.mark.parametrize("arch, operand, dim", [(90, "bf16", 128), (90, "bf16x6", 128), (80, "bf16", 128)])
+def test_pooled_by_more_than_four(arch, operand, dim, tmp_path):
+    compile_pooled(arch, operand, dim, 16, tmp_path)
 
 
 @pytest.mark.parametrize("k", [0, 4], ids=["log-sum-exp", "top-4"])
@@ -412,8 +417,10 @@ ATTENTION = {
     "dim, operand, window, dropout",
     [
         pytest.param(64, "bf16", True, 0.0, marks=smoke),
-        *((dim, "bf16", True, 0.0) for dim in (32, 96, 128)),
-        *((dim, "fp16", False, 0.1) for dim in (32, 64, 96, 128)),
+        (64, "fp16", False, 0.1),
+        (32, "fp16", False, 0.1),
+        (96, "bf16", True, 0.0),
+        (128, "fp16", False, 0.1),
     ],
 )
 @pytest.mark.parametrize("kernel, table", ATTENTION.values(), ids=ATTENTION)
