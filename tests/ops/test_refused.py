@@ -1,9 +1,10 @@
 """Bad input of operators, and the sentence that each gets."""
 
-from __future__ import annotations
-
+import importlib
 import logging
+import operator
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -137,7 +138,7 @@ def test_what_does_not_fit_is_found_before_anything_is_projected(options, error,
         maxsim_from_hidden(**tensors | options)
 
 
-@pytest.mark.parametrize("function", [maxsim, lambda *inputs: xtr_scores(*inputs[:2], 3, *inputs[2:])])
+@pytest.mark.parametrize("function", [maxsim, partial(xtr_scores, k=3)], ids=["maxsim", "xtr_scores"])
 def test_sequences_that_share_rows_are_refused_where_gradients_are_wanted(function):
     queries, documents = batches(queries=(3, 2), documents=(4, 0, 3), masked=False)
     queries, documents = queries.select(torch.tensor([0, 0, 1])), documents.select(torch.tensor([0, 1, 2, 1, 1]))
@@ -172,24 +173,19 @@ class _Subclass(torch.Tensor):
     pass
 
 
-@pytest.mark.parametrize("name", ["maxsim", "xtr_scores"])
+@pytest.mark.parametrize("function", [maxsim, partial(xtr_scores, k=3)], ids=["maxsim", "xtr_scores"])
 @pytest.mark.parametrize("out_of_range", [-1, 5])
-def test_candidates_out_of_range_are_refused_wherever_they_are_used(name, out_of_range):
-    def function(queries, documents, candidates):
-        if name == "maxsim":
-            return maxsim(queries, documents, candidates)
-        return xtr_scores(queries, documents, 3, candidates)
-
+def test_candidates_out_of_range_are_refused_wherever_they_are_used(function, out_of_range):
     candidates = torch.tensor([[0], [out_of_range]])
-    for call, *inputs in (
+    for call, queries, documents, chosen in (
         (function, Q, D, candidates),
         (torch.compile(function, backend="aot_eager", fullgraph=True), Q, D, candidates),
         (function, Q, D, candidates.as_subclass(_Subclass)),
         (function, Q.clone().requires_grad_(), D, candidates),
         (function, Q[:, :0], D[:, :0], candidates),  # nothing to score
     ):
-        with pytest.raises(ValueError, match=f"^{name}: candidates must be from 0 to Nd - 1 = 4, got "):
-            call(*inputs)
+        with pytest.raises(ValueError, match=r"^(maxsim|xtr_scores): candidates must be from 0 to Nd - 1 = 4, got "):
+            call(queries, documents, candidates=chosen)
 
 
 def test_numbers_of_numpy_and_those_that_a_kernel_cannot_count_are_taken():
@@ -197,28 +193,25 @@ def test_numbers_of_numpy_and_those_that_a_kernel_cannot_count_are_taken():
     assert torch.equal(xtr_scores(D[:2], D, 2**63), xtr_scores(D[:2], D, 100))
 
 
-@pytest.mark.parametrize("capability, suffices", [((7, 5), False), ((8, 0), True), ((12, 1), True)])
-def test_older_gpus_are_scored_by_pytorch_and_that_is_said_once(capability, suffices, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "capability, triton, said",
+    [
+        ((7, 5), True, ["capability 8.0 or newer"]),
+        ((8, 0), True, []),
+        ((12, 1), True, []),
+        ((9, 0), False, ["Triton cannot be imported"]),
+    ],
+)
+def test_without_kernels_pytorch_scores_and_that_is_said_once(capability, triton, said, monkeypatch, caplog):
+    if not triton:
+        monkeypatch.setitem(sys.modules, "pylate_fastmaxsim.kernels.maxsim.launch", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    operands.has_kernels.cache_clear()
+    # The module again, with caches that end with the test.
+    monkeypatch.setattr("pylate_fastmaxsim.ops.operands", operands)
+    monkeypatch.delitem(sys.modules, "pylate_fastmaxsim.ops.operands")
+    module = importlib.import_module("pylate_fastmaxsim.ops.operands")
     with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
-        assert [operands.has_kernels(torch.device("cuda", 0)) for _ in range(2)] == [suffices] * 2
-    operands.has_kernels.cache_clear()
-    assert [("capability 8.0 or newer" in message) for message in caplog.messages] == [True] * (not suffices)
-
-
-def test_without_triton_cuda_tensors_are_scored_by_pytorch_and_that_is_said_once(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "pylate_fastmaxsim.kernels.maxsim.launch", None)
-    monkeypatch.delattr("pylate_fastmaxsim.kernels.maxsim.launch", raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    device = torch.device("cuda", 0)
-    for cached in (operands.has_kernels, operands._has_triton):  # the cache of the latter outlives a test
-        cached.cache_clear()
-    with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
-        assert not operands.has_kernels(device) and not operands.has_kernels(device)
-    for cached in (operands.has_kernels, operands._has_triton):
-        cached.cache_clear()
-    assert len(caplog.records) == 1 and "Triton cannot be imported" in caplog.text
+        assert [module.has_kernels(torch.device("cuda", 0)) for _ in range(2)] == [not said] * 2
+    assert len(caplog.messages) == len(said) and all(map(operator.contains, caplog.messages, said))

@@ -1,7 +1,5 @@
 """Suites of benchmarks, run as a user runs them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

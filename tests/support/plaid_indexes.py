@@ -1,7 +1,5 @@
 """Small indexes of PLAID, written by the libraries themselves, and what they hold, decompressed by the book."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

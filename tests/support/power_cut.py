@@ -164,6 +164,7 @@ def watched(root: Path, before: Callable[[Disk], None]) -> Iterator[Disk]:
 
         return call
 
+    # The system's exchange of two folders, for which os has no function whose calls could be seen.
     exchange = replace._exchange
 
     def exchanged(new: Path, old: Path) -> None:

@@ -1,7 +1,5 @@
 """The ways to wrap a model on several CPU processes."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

@@ -1,7 +1,5 @@
 """Sparse collections of every kind that a search must get right, and a search of them by the blocks of a GPU's index."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 
