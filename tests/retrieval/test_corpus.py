@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from pylate_fastmaxsim.retrieval.formats.description import Held
 from pylate_fastmaxsim.retrieval.formats.format import Format
 from pylate_fastmaxsim.retrieval.search import search
 from tests.support.corpora import FORMATS, codec, documents, grouped, unit_documents, vectors
+from tests.support.stored import checksums_of
 
 
 @settings(max_examples=60, deadline=None)
@@ -75,20 +75,15 @@ def test_on_a_cpu_nothing_is_copied(tmp_path):
 def larger_than_memory(tmp_path) -> Corpus:
     """256 GiB that take no room and are read at their end only, where three tokens are not zero."""
     d, count, tokens = 128, 1 << 20, 1 << 30
+    last = bytes(checksums.CHUNK - 3 * d * 2) + 3 * d * b"\x80\x3f"  # 1 in bfloat16
     with open(tmp_path / "values.bin", "wb") as file:
         file.truncate(tokens * d * 2)
-        file.seek(-3 * d * 2, os.SEEK_END)
-        file.write(torch.ones(3, d, dtype=torch.bfloat16).view(torch.uint8).numpy().data)
-    (tmp_path / "bounds.bin").write_bytes((torch.arange(count + 1) * (tokens // count)).numpy().data)
-
-    def digests(name: str, begin: int = 0) -> list[int]:
-        with open(tmp_path / name, "rb") as opened:
-            opened.seek(begin, os.SEEK_SET if begin >= 0 else os.SEEK_END)
-            return [xxhash.xxh3_64_intdigest(chunk) for chunk in iter(lambda: opened.read(checksums.CHUNK), b"")]
-
-    values = np.full(tokens * d * 2 // checksums.CHUNK, xxhash.xxh3_64_intdigest(bytes(checksums.CHUNK)), np.uint64)
-    values[-1] = digests("values.bin", -checksums.CHUNK)[0]
-    table = np.concatenate([values, np.array(digests("bounds.bin"), np.uint64)])
+        file.seek(-len(last), os.SEEK_END)
+        file.write(last)
+    bounds = (torch.arange(count + 1) * (tokens // count)).numpy().tobytes()
+    (tmp_path / "bounds.bin").write_bytes(bounds)
+    zeros = checksums_of(bytes(checksums.CHUNK)).repeat(tokens * d * 2 // checksums.CHUNK - 1)
+    table = np.concatenate([zeros, checksums_of(last, bounds)])
     description.finish(tmp_path, Held(Format("bfloat16", d), count, tokens, table, 0, "identity"))
     return Corpus(tmp_path)
 
@@ -257,9 +252,8 @@ def test_what_others_have_written_is_not_overwritten(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"^Corpus: .*{sentence}"):
             Corpus(tmp_path / folder)
-    assert (
-        len(write_corpus(tmp_path / "plain", rest)) == len(write_corpus(tmp_path / "codec", rest, format=codec())) == 30
-    )
+    for name, format in (("plain", None), ("codec", codec())):
+        assert len(write_corpus(tmp_path / name, rest, format=format)) == 30
     write_corpus(tmp_path / "ranks", rest(25), format="fp8", rank=(1, 2))
     with pytest.raises(ValueError, match="must be of one format and d, but .*rank-00001-of-00002 is fp8 of d = 16"):
         Corpus(tmp_path / "ranks")

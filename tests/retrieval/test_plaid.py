@@ -170,64 +170,49 @@ IDS, UNKNOWN = "plaid_ids_to_documents_ids.pkl", "FOLDER has a layout that is no
 KNOWN = "known are fast-plaid 1.4.6 to 1.7.0 and Stanford's ColBERT."
 
 
-def missing(name):
-    return lambda folder: (folder / name).unlink()
-
-
-def cut(name):
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-9])
-
-
-def saved(name, array):
-    return lambda folder: np.save(folder / name, array)
-
-
-def text(name, content):
-    return lambda folder: (folder / name).write_text(content)
-
-
-def ids(content):
-    return lambda folder: (folder / IDS).write_bytes(pickle.dumps(content))
-
-
-def metadata(**changed):
-    def write(folder):
-        file = folder / "metadata.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
-
-    return write
+def damage(file: Path, change: object) -> None:
+    """None removes a file, a number cuts it, and a mapping changes keys of metadata; all else is written in its place."""
+    if isinstance(change, int):
+        change = file.read_bytes()[:change]
+    if file.name == "metadata.json" and isinstance(change, dict):
+        change = json.dumps(json.loads(file.read_text()) | change).encode()
+    if change is None:
+        file.unlink()
+    elif isinstance(change, np.ndarray):
+        np.save(file, change)
+    else:
+        file.write_bytes(change if isinstance(change, bytes) else pickle.dumps(change))
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("name", "change", "said"),
     [
-        (missing("metadata.json"), "FOLDER must hold an index of PLAID, with metadata.json in it"),
-        (missing("centroids.npy"), f"{UNKNOWN}, without centroids.npy or centroids.pt; {KNOWN}"),
-        (missing("0.codes.npy"), f"{UNKNOWN}, without 0.codes.npy; {KNOWN}"),
-        (missing("doclens.0.json"), f"{UNKNOWN}, without doclens.0.json; {KNOWN}"),
-        (text("metadata.json", "[]"), f"{UNKNOWN}, without nbits and num_chunks in metadata.json; {KNOWN}"),
-        (text("metadata.json", "{"), "FOLDER/metadata.json cannot be read (Expecting property name"),
-        (metadata(frozen=True, num_chunks=4), "FOLDER/doclens.3.json is missing; build the index anew."),
-        (metadata(nbits=8), "metadata.json must say nbits, 1, 2 or 4, and num_chunks, from 1, but says 8 and 3."),
-        (metadata(nbits=4), "bucket_weights.npy must hold torch.float16 or torch.float32 [16], as other files"),
-        (metadata(num_chunks=4), "FOLDER/doclens.3.json is missing; build the index anew."),
-        (missing("1.codes.npy"), "FOLDER/1.codes.npy is missing; build the index anew."),
-        (cut("0.residuals.npy"), "FOLDER/0.residuals.npy cannot be read (mmap length is greater than file size)"),
-        (cut("centroids.npy"), "FOLDER/centroids.npy cannot be read"),
-        (text("0.codes.npy", "none"), "FOLDER/0.codes.npy cannot be read"),
-        (saved("0.codes.npy", np.zeros(3)), "0.codes.npy must hold torch.int32 or torch.int64 [378], as other files"),
-        (saved("0.residuals.npy", np.zeros((378, 9), np.uint8)), "0.residuals.npy must hold torch.uint8 [378, 8]"),
-        (saved("bucket_weights.npy", np.full(4, np.nan, np.float32)), "FOLDER must hold a codec that can be used; R"),
-        (text("doclens.0.json", "[3, -1, 16]"), "FOLDER/doclens.0.json must be a list of integers from 0"),
-        (text("doclens.0.json", "[3, 4]"), "FOLDER/0.codes.npy must hold torch.int32 or torch.int64 [7], as other"),
-        (ids({0: "a"}), f"FOLDER/{IDS} must hold the ids of the 64 documents of the index, but holds 1"),
-        (ids([]), f"FOLDER/{IDS} must hold a mapping from numbers to ids"),
-        (ids({0: Evil()}), "cannot be read (ids must be strings or integers, but it names posix.system)"),
+        ("metadata.json", None, "FOLDER must hold an index of PLAID, with metadata.json in it"),
+        ("centroids.npy", None, f"{UNKNOWN}, without centroids.npy or centroids.pt; {KNOWN}"),
+        ("0.codes.npy", None, f"{UNKNOWN}, without 0.codes.npy; {KNOWN}"),
+        ("doclens.0.json", None, f"{UNKNOWN}, without doclens.0.json; {KNOWN}"),
+        ("metadata.json", b"[]", f"{UNKNOWN}, without nbits and num_chunks in metadata.json; {KNOWN}"),
+        ("metadata.json", b"{", "FOLDER/metadata.json cannot be read (Expecting property name"),
+        ("metadata.json", {"frozen": True, "num_chunks": 4}, "FOLDER/doclens.3.json is missing; build the index anew."),
+        ("metadata.json", {"nbits": 8}, "must say nbits, 1, 2 or 4, and num_chunks, from 1, but says 8 and 3."),
+        ("metadata.json", {"nbits": 4}, "bucket_weights.npy must hold torch.float16 or torch.float32 [16], as"),
+        ("1.codes.npy", None, "FOLDER/1.codes.npy is missing; build the index anew."),
+        ("0.residuals.npy", -9, "FOLDER/0.residuals.npy cannot be read (mmap length is greater than file size)"),
+        ("centroids.npy", -9, "FOLDER/centroids.npy cannot be read"),
+        ("0.codes.npy", b"none", "FOLDER/0.codes.npy cannot be read"),
+        ("0.codes.npy", np.zeros(3), "0.codes.npy must hold torch.int32 or torch.int64 [378], as other files"),
+        ("0.residuals.npy", np.zeros((378, 9), np.uint8), "0.residuals.npy must hold torch.uint8 [378, 8]"),
+        ("bucket_weights.npy", np.full(4, np.nan, np.float32), "FOLDER must hold a codec that can be used; R"),
+        ("doclens.0.json", b"[3, -1, 16]", "FOLDER/doclens.0.json must be a list of integers from 0"),
+        ("doclens.0.json", b"[3, 4]", "FOLDER/0.codes.npy must hold torch.int32 or torch.int64 [7], as other"),
+        (IDS, {0: "a"}, f"FOLDER/{IDS} must hold the ids of the 64 documents of the index, but holds 1"),
+        (IDS, [], f"FOLDER/{IDS} must hold a mapping from numbers to ids"),
+        (IDS, {0: Evil()}, "cannot be read (ids must be strings or integers, but it names posix.system)"),
     ],
 )
-def test_what_is_damaged_or_unknown_is_one_sentence(damage, said, of_two_bits, tmp_path):
+def test_what_is_damaged_or_unknown_is_one_sentence(name, change, said, of_two_bits, tmp_path):
     folder = shutil.copytree(of_two_bits, tmp_path / "index")
-    damage(folder)
+    damage(folder / name, change)
     with pytest.raises(ValueError) as raised:
         read_plaid(folder)
     assert str(raised.value).startswith("read_plaid: ") and said.replace("FOLDER", str(folder)) in str(raised.value)

@@ -70,20 +70,12 @@ def test_without_documents_there_is_no_result():
         ((torch.ones(2, 2, 3), [QUERIES], 1), TypeError, "queries must be a TokenBatch, got Tensor."),
         ((QUERIES, QUERIES, 1), TypeError, ".* as a list of TokenBatch, got one TokenBatch."),
         ((QUERIES, torch.ones(2, 2, 3), 1), TypeError, ".* as a list of TokenBatch, got one Tensor."),
-        ((QUERIES, None, 1), TypeError, ".* as a list of TokenBatch, got NoneType."),
         ((QUERIES, [QUERIES, [torch.ones(2, 3)]], 1), TypeError, "each of documents must be a TokenBatch, got list.$"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(arguments, error, sentence):
     with pytest.raises(error, match=f"^search: {sentence}"):
         search(*arguments)
-
-
-def test_a_nan_shows():
-    sequences = documents(10)
-    sequences[7] = torch.full((1, 3), torch.nan)
-    scores, positions = search(TokenBatch.from_list([torch.ones(2, 3)]), batches(sequences, [4, 4]), k=2)
-    assert positions[0, 0] == 7 and scores[0, 0].isnan()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -28,7 +28,6 @@ def emulated(tmp_path_factory):
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request, monkeypatch):
-    """Where kernels search. Blocks of emulated ones are small."""
     if request.param == "cuda":
         return torch.device("cuda", 0)
     engine = request.getfixturevalue("emulated")

@@ -28,19 +28,12 @@ def documents() -> SparseBatch:
 
 
 def rest(documents: SparseBatch, fails: bool = False):
-    """What ``SparseIndex.build`` calls with the number of documents that a folder holds."""
-
     def batches(held: int):
         yield from (documents.select(part) for part in torch.arange(held, len(documents)).split(3) if len(part))
         if fails:
             interrupt()
 
     return batches
-
-
-def half_built(folder: Path, documents: SparseBatch) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        SparseIndex.build(rest(documents.select(torch.arange(21)), fails=True), folder=folder)
 
 
 def assert_finds(index: SparseIndex, documents: SparseBatch, removed: set[int] = frozenset()) -> None:
@@ -104,7 +97,8 @@ def test_what_others_have_written_is_not_overwritten(documents, tmp_path):
     one.save(tmp_path / "index")
     other.add([documents])
     shutil.rmtree(tmp_path / "anew")
-    half_built(tmp_path / "anew", documents)
+    with pytest.raises(KeyboardInterrupt):
+        SparseIndex.build(rest(documents.select(torch.arange(21)), fails=True), folder=tmp_path / "anew")
 
     def other_vocabulary(held: int) -> list[SparseBatch]:
         return [sparse_vectors(1, 31, seed=0)]

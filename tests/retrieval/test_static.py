@@ -16,7 +16,6 @@ from tests.support.static_cases import CUTS, check, maxsim, tables, texts
 
 @pytest.fixture(autouse=True)
 def few_candidates(monkeypatch):
-    """So that a first search is seldom enough."""
     monkeypatch.setattr(certificate, "MORE_THAN_ASKED", 1)
 
 
@@ -36,7 +35,6 @@ def same(ours: SparseBatch, other: SparseBatch) -> bool:
 
 @pytest.mark.parametrize(("threshold", "cap"), [("lowest", None), (-0.2, None), (0.4, None), (0.4, 3)])
 def test_sizes_of_blocks_and_the_way_do_not_matter(threshold, cap, monkeypatch):
-    """Neither do how deep the first search for candidates is, nor whether a table of neighbours is used."""
     made = StaticLateInteraction(*tables("cpu"), threshold=threshold, neighbours=cap)
     asked, collection = texts(6, 9, seed=1), texts(30, 20, seed=2)
     batch, found = made.documents(collection), made.search(asked, collection, 7, exact=True)
@@ -67,7 +65,6 @@ def test_a_model_at_another_threshold_is_that_of_the_threshold():
 
 
 def test_removed_documents_are_not_found_where_all_are_scored():
-    """Nothing exceeds the threshold, so that no document shares a term."""
     made = StaticLateInteraction(*tables("cpu"), threshold=1.5)
     asked, collection = texts(12, 9, seed=1), texts(60, 25, seed=2)
     index = SparseIndex.build([made.documents(collection)])
@@ -96,7 +93,6 @@ def test_a_document_that_shares_no_term_and_scores_the_same_comes_first():
 
 
 def test_how_many_documents_are_scored_again_depends_on_the_threshold():
-    """At the lowest threshold no more than the first candidates, and all where nothing is stored."""
     asked, collection = texts(12, 9, seed=1), texts(400, 25, seed=2)
     rescored = []
     for threshold in ("lowest", 0.6, 1.5):

@@ -17,7 +17,6 @@ WORDS = ["bees", "wasps", "bread", "yeast", "[UNK]", "[PAD]"]
 
 
 def word_tokenizer() -> Tokenizer:
-    """Of words, which also pads and truncates, as that of many a model does."""
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.enable_padding(pad_id=5, pad_token="[PAD]")
@@ -35,7 +34,6 @@ def words(name: str) -> list[list[str]]:
 
 
 def test_threshold_1_ranks_as_bm25():
-    """As bm25s with Lucene's idf, for the same tokens, with vectors and without."""
     bm25s = pytest.importorskip("bm25s", reason="needs a library of BM25: pip install bm25s")
     if not CRANFIELD.exists():
         pytest.skip(f"needs the collection in {CRANFIELD}")

@@ -5,9 +5,7 @@ import random
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-import xxhash
 
 from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim.files.record import read_record, write_record
@@ -16,7 +14,7 @@ from pylate_fastmaxsim.retrieval.formats import checksums, description
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.retrieval.soundness import check_folder, repair_corpus
 from tests.support.corpora import FORMATS, codec, unit_documents, vectors
-from tests.support.stored import BEFORE, COUNT, KINDS, MAKERS, Corpora, Kind, files, shrink
+from tests.support.stored import BEFORE, COUNT, KINDS, MAKERS, Corpora, Kind, checksums_of, files, shrink
 
 QUERIES, WHOLE = TokenBatch.from_list(unit_documents(4, seed=1)[-2:]), [KINDS["bfloat16"].batch(0, COUNT)]
 FLIPS = 15  # of each file
@@ -30,7 +28,6 @@ def small(monkeypatch):
 
 @pytest.fixture(params=KINDS)
 def kind(request, tmp_path) -> Kind:
-    """A kind of which ``whole`` is complete."""
     KINDS[request.param].write(tmp_path / "whole")
     return KINDS[request.param]
 
@@ -161,7 +158,6 @@ def test_damage_is_not_sealed_by_adding_documents(kind, tmp_path):
 
 
 def test_what_is_damaged_is_cut_off_and_written_again(kind, tmp_path):
-    """Of a model nothing is left without its damaged file."""
     folder = tmp_path / "whole"
     before = {file.name: file.read_bytes() for file in files(folder)}
     [sound] = check_folder(folder, repair=True)
@@ -235,12 +231,9 @@ def test_codes_that_are_no_centroids_reach_no_kernel(read, tmp_path):
     KINDS["residual"].write(tmp_path, 24)
     content = (tmp_path / "codes.bin").read_bytes()
     (tmp_path / "codes.bin").write_bytes(content[:-1] + b"\1")  # of the last code, 2**24
-    held, table = description.read(tmp_path), []
-    for name in held.sizes:
-        content = (tmp_path / f"{name}.bin").read_bytes()
-        chunks = range(0, len(content), checksums.CHUNK)
-        table += [xxhash.xxh3_64_intdigest(content[begin : begin + checksums.CHUNK]) for begin in chunks]
-    description.finish(tmp_path, held._replace(checksums=np.array(table, np.uint64)))
+    held = description.read(tmp_path)
+    table = checksums_of(*((tmp_path / f"{name}.bin").read_bytes() for name in held.sizes))
+    description.finish(tmp_path, held._replace(checksums=table))
     with pytest.raises(ValueError, match="Corpus: codes of the documents of .*bounds.bin must be from 0 to 7"):
         read(Corpus(tmp_path))
 

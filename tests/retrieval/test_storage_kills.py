@@ -134,8 +134,7 @@ def test_after_an_error_the_same_call_goes_on(error, name, tmp_path):
         assert kind.held(new) is None
     kind.write(new)
     # A batch that begins before the number is written.
-    ends = [kind.kept_in * (written // kind.kept_in) for written in (0, 16, 16, 28)]
-    assert kind.asked == ends
+    assert kind.asked == [kind.kept_in * (written // kind.kept_in) for written in (0, 16, 16, 28)]
     kind.write(tmp_path / "whole")
     assert contents(new) == contents(tmp_path / "whole")
 

@@ -8,9 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
 
-
-def data_parallel(model, **options):
-    return DistributedDataParallel(model, **options)
+data_parallel = DistributedDataParallel
 
 
 def fully_sharded(model):

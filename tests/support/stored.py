@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import xxhash
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -107,12 +109,10 @@ class Built(Kind):
         SparseIndex.build(batches, folder=folder)
 
     def checked(self, index: SparseIndex) -> int:
-        documents = self.batch(0, len(index))
-        removed = {each for each in self.removed if each < len(index)}
-        assert_same(
-            index.search(self.documents, 9), sorted_scores(self.documents, documents, min(9, len(index)), removed)
-        )
-        return len(index)
+        count, documents = len(index), self.batch(0, len(index))
+        removed = {each for each in self.removed if each < count}
+        assert_same(index.search(self.documents, 9), sorted_scores(self.documents, documents, min(9, count), removed))
+        return count
 
 
 class Saved(Built):
@@ -128,8 +128,7 @@ class Saved(Built):
             index.add(batches(held))
         else:
             index = SparseIndex.build(batches(held))
-        if held == 0:
-            index.remove(self.removed)
+        index.remove([position for position in self.removed if position >= held])
         index.save(folder)
 
 
@@ -159,6 +158,13 @@ class Model(Kind):
 MAKERS: dict[str, Callable[..., Kind]] = {name: partial(Corpora, format) for name, format in FORMATS.items()}
 MAKERS |= {"sparse": Built, "saved": Saved, "static": Model}
 KINDS = {name: make() for name, make in MAKERS.items()}
+
+
+def checksums_of(*contents: bytes) -> np.ndarray:
+    """Of the chunks of files, one file after the other."""
+    size = checksums.CHUNK
+    chunks = (content[begin : begin + size] for content in contents for begin in range(0, len(content), size))
+    return np.array([xxhash.xxh3_64_intdigest(chunk) for chunk in chunks], np.uint64)
 
 
 def files(folder: Path) -> list[Path]:
