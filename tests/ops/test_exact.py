@@ -22,14 +22,12 @@ from tests.support.operators import (
 )
 from tests.support.ragged_batches import batches
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-SHAPES = ["--count", "7", "--products", "500000", "--families", "1000"]
-
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_random_shapes(name, capsys):
     """Any d, lengths, masks, candidates, floors and dtype, empty batches among them."""
-    assert random_shapes.main(["--operator", name, *SHAPES]) == 0, capsys.readouterr().out
+    given = ["--operator", name, "--count", "7", "--products", "500000", "--families", "1000"]
+    assert random_shapes.main(given) == 0, capsys.readouterr().out
 
 
 # A mean and a quotient round.
@@ -40,9 +38,10 @@ def test_random_shapes(name, capsys):
 )
 def test_whole_numbers_give_the_definition_bit_by_bit(name, tolerance, monkeypatch):
     """The first of equal maxima wins, and of equal similarities the lower positions count."""
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     for number in range(24):
         monkeypatch.setattr(blocked, "FEW_ELEMENTS", (0, 1 << 11)[number % 2])
-        _, given = random_shapes.options(number, 1, 1000, 2**19, DTYPES, name)
+        _, given = random_shapes.options(number, 1, 1000, 2**19, dtypes, name)
         check_exactly(name, problem(name, **given, integers=True), tolerance)
 
 
@@ -122,12 +121,10 @@ def test_poolings_that_are_the_maximum_are_maxsim():
 
 
 def test_slopes_of_small_and_large_values_are_precise():
-    """Relative to themselves, each."""
     for name in ("splade", "splade, two logs"):
         case = problem(name, documents=(1,), dim=1, rows=40, masked=False, bias=False)
-        case = case.with_leaves(
-            {"documents": torch.ones_like(case.documents.values), "weight": torch.logspace(-30, 30, 40)[:, None]}
-        )
+        leaves = {"documents": torch.ones_like(case.documents.values), "weight": torch.logspace(-30, 30, 40)[:, None]}
+        case = case.with_leaves(leaves)
         ours = outcome(OPERATORS[name].call, case, torch.ones(1, 40))
         wanted = outcome(OPERATORS[name].definition, case.exact(), torch.ones(1, 40))
         for mine, exact, bound in zip(ours[::2], wanted[::2], (1e-6, 2e-5), strict=True):

@@ -6,13 +6,11 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch.nn.functional import gelu, layer_norm, linear
-from transformers.models.modernbert.modeling_modernbert import apply_rotary_pos_emb
 
 from pylate_fastmaxsim import reference
 from pylate_fastmaxsim.ops.attention import rotary_self_attention, text_attention
 from pylate_fastmaxsim.ops.encoder_layers import geglu_linear, norm_with_residual
 from tests.support.attention_cases import (
-    borders,
     case,
     definition,
     distances,
@@ -75,22 +73,10 @@ def test_as_plain_pytorch(function, plain, made, bias):
 
 @of_all
 def test_one_graph(function, plain, made):
-    """Also a norm with a branch of another dtype."""
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
     for rows in (14, 19):
         arguments = made(rows, None if made is norm else torch.float32, plain is not plain_norm or made is norm)
         torch.testing.assert_close(gradients(compiled, arguments), gradients(function, arguments))
-
-
-def test_positions_as_in_modernbert():
-    qkv = torch.randn(4, 3 * 3 * 16).bfloat16()
-    cos, sin = (values[:4].float() for values in rotary_arguments()[3:5])
-    texts = borders([4], "cpu")
-    _, _, turned = torch.ops.pylate_fastmaxsim.rotary_self_attention(
-        qkv, torch.eye(qkv.shape[1]).bfloat16(), None, cos, sin, texts, texts, 4, 3, 1.0, -1
-    )
-    query, key, value = qkv.view(4, 3, 3, 16).unbind(1)
-    assert torch.equal(turned, torch.stack([*apply_rotary_pos_emb(query, key, cos, sin), value], dim=1))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])

@@ -1,11 +1,10 @@
-"""Scores and gradients against those of PyLate and Sentence Transformers."""
+"""Scores and gradients against those of PyLate."""
 
 import pytest
 import torch
 from pylate.scores import XTRKDScores, XTRScores, colbert_scores
-from sentence_transformers.sparse_encoder.models import SpladePooling
 
-from pylate_fastmaxsim import TokenBatch, maxsim, reference, splade_pool, xtr_scores
+from pylate_fastmaxsim import TokenBatch, maxsim, reference, xtr_scores
 
 
 def unit(*shape: int, seed: int) -> torch.Tensor:
@@ -79,18 +78,3 @@ def test_zero_floor_is_the_rule_of_stock_pylate():
     stock = {"queries_mask": q_mask.double(), "documents_mask": mask.double()}
     same(lambda q, d: ours(q, d, zero_floor=~mask.all(dim=1)), lambda q, d: colbert_scores(q, d, **stock), *leaves)
     assert not torch.allclose(ours(*leaves), colbert_scores(*leaves, **stock))
-
-
-@pytest.mark.parametrize("activation_function", ["relu", "log1p_relu"])
-def test_splade_is_the_pooling_of_sentence_transformers(activation_function):
-    mask = masks(5, 16, 1)
-
-    def stock(hidden, weight, bias):
-        features = {"token_embeddings": hidden @ weight.T + bias, "attention_mask": mask}
-        return SpladePooling("max", activation_function)(features)["sentence_embedding"]
-
-    same(
-        lambda *inputs: splade_pool(*inputs, mask=mask.long(), activation_function=activation_function),
-        stock,
-        torch.randn(5, 16, 8), torch.randn(30, 8), torch.randn(30) - 1,
-    )  # fmt: skip
