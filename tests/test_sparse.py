@@ -20,7 +20,6 @@ def assert_equal(actual: SparseBatch, expected: SparseBatch) -> None:
 
 
 def checked(batch: SparseBatch) -> SparseBatch:
-    """The batch again through the constructor, which checks all that the others promise."""
     return SparseBatch(batch.offsets, batch.terms, batch.weights, batch.vocabulary)
 
 

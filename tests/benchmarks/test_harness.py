@@ -1,4 +1,4 @@
-"""Of the benchmarks: files of results, the clock on a GPU, and what becomes of a process that fails or takes too long."""
+"""Of the benchmarks: files of results, the clock of a GPU, and what becomes of a process that fails or hangs."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Operators on a CPU against their definitions in float64: results, gradients, ties, dtypes, autocast and precisions."""
+"""Operators on a CPU against their definitions in float64: results, gradients, ties, dtypes and precisions."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pylate_fastmaxsim import LogSumExp, Max, Softmax, TopK, maxsim, maxsim_from_hidden, pooled_scores, xtr_scores
-from pylate_fastmaxsim._dtypes import float32_precision
+from pylate_fastmaxsim._dtypes import float32_precision  # which only kernels read: no result on a CPU shows it
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from tests.support import random_shapes
 from tests.support.operators import (
@@ -169,7 +169,6 @@ def test_every_setting_of_float32_products_is_followed_and_stops_no_operator(set
     before = results()
     for function, *arguments in settings:
         function(*arguments)
-    # On a CPU no result depends on it: only kernels read it.
     assert float32_precision(torch.float32) == expected
     assert float32_precision(torch.bfloat16) == float32_precision(torch.float64) == "highest"
     torch.testing.assert_close(results(), before, rtol=1e-2, atol=1e-2)

@@ -42,14 +42,6 @@ def _queries(rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return queries.requires_grad_(), torch.rand(3 + rank, 5, generator=generator) < 0.9
 
 
-def _together(batches: list[TokenBatch]) -> TokenBatch:
-    """Of documents without gaps."""
-    values, lengths, keep = (
-        torch.cat([getattr(batch, name) for batch in batches]) for name in ("values", "lengths", "keep")
-    )
-    return TokenBatch(values, lengths.cumsum(0) - lengths, lengths, max(batch.max_length for batch in batches), keep)
-
-
 def _operator(
     dtype: torch.dtype = torch.float64, tolerance: float = 1e-12, floor: bool = False, pooling: Pooling = Max()
 ) -> Callable[[str], None]:
@@ -67,8 +59,10 @@ def _operator(
         floors = [torch.arange(6) % (2 + other) == 0 if floor else None for other in range(ranks)]
         generator = torch.Generator().manual_seed(0)
         weights = [torch.randn(3 + other, 6 * ranks, generator=generator).pow(9) for other in range(ranks)]
-        everything = _together(shards)
-        everything.values.requires_grad_()
+        names = ("values", "lengths", "keep")
+        values, lengths, keep = (torch.cat([vars(shard)[name] for shard in shards]) for name in names)
+        most = max(shard.max_length for shard in shards)
+        everything = TokenBatch(values.requires_grad_(), lengths.cumsum(0) - lengths, lengths, most, keep)
         expected = []
         for (values, mask), weight in zip(queries, weights, strict=True):
             scores = score(values, mask, everything, torch.cat(floors) if floor else None)
@@ -109,14 +103,6 @@ def _different_kinds(folder: str) -> None:
         assert maxsim(torch.ones(1, 3, DIM), documents).unique().tolist() == [3 * DIM]
 
 
-def _second_derivatives(folder: str) -> None:
-    documents = TokenBatch.from_padded(torch.randn(2, 5, DIM, requires_grad=True))
-    scores = maxsim(torch.randn(1, 3, DIM, requires_grad=True), gather_documents(documents)[0])
-    (first,) = torch.autograd.grad(scores.square().sum(), documents.values, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        first.sum().backward()
-
-
 def _batch(model, rank: int, queries: int = 6):
     longest = (6, 40, 2, 20)[rank]
     texts = [sentences(queries, longest=8, seed=rank)]
@@ -151,9 +137,8 @@ def _losses(loss_class, packed: bool = False, pooling: Pooling = Max(), **option
 
 
 def _on_gpu(batch: TokenBatch) -> TokenBatch:
-    return TokenBatch(
-        *(x.cuda() for x in (batch.values, batch.starts, batch.lengths)), batch.max_length, batch.keep.cuda()
-    )
+    values, starts, lengths, keep = (each.cuda() for each in (batch.values, batch.starts, batch.lengths, batch.keep))
+    return TokenBatch(values, starts, lengths, batch.max_length, keep)
 
 
 def _gradients_on_gpus(folder: str) -> None:
@@ -189,6 +174,7 @@ def _waits_for_no_computation(folder: str) -> None:
     torch.testing.assert_close(layout(gathered), expected, rtol=0, atol=0)
 
 
+METRIC = PooledScores(Softmax(0.1), length_normalize=True)
 GPU_CASES = {"gradients on GPUs": _gradients_on_gpus, "waits for no computation": _waits_for_no_computation}
 CPU_CASES = {
     "operator": _operator(),
@@ -198,14 +184,11 @@ CPU_CASES = {
     "operator with softmax": _operator(pooling=Softmax(0.5)),
     "operator with log-sum-exp": _operator(pooling=LogSumExp(0.5)),
     "different kinds": _different_kinds,
-    "second derivatives": _second_derivatives,
     "contrastive": _losses(losses.Contrastive),
     "cached packed": _losses(losses.CachedContrastive, mini_batch_size=2, packed=True),
     "cached chunks": _losses(losses.CachedContrastive, mini_batch_size=3, score_mini_batch_size=2),
     "contrastive top-k": _losses(losses.Contrastive, pooling=TopK(3)),
-    "cached metric": _losses(
-        losses.CachedContrastive, mini_batch_size=2, score_metric=PooledScores(Softmax(0.1), length_normalize=True)
-    ),
+    "cached metric": _losses(losses.CachedContrastive, mini_batch_size=2, score_metric=METRIC),
 }
 
 
