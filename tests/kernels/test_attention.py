@@ -2,8 +2,6 @@
 FlashAttention, and in training steps.
 """
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import pytest

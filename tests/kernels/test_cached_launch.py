@@ -1,7 +1,5 @@
 """A Launcher starts the program that Triton would start."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import itertools

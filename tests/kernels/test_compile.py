@@ -1,7 +1,5 @@
 """All kernels compile without a GPU, fit the GPUs of the tables, multiply on their matrix units, and spill nothing."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest

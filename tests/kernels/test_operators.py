@@ -1,7 +1,5 @@
 """Operators by their kernels, in Triton's interpreter (TRITON_INTERPRET=1) and on a GPU, against their definitions in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from inspect import unwrap
 from types import ModuleType

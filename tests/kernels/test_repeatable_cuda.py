@@ -1,7 +1,5 @@
 """Operators on a GPU: the same bits every time, without waiting and in CUDA graphs; memory, and offsets past 2^31."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

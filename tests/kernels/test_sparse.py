@@ -1,7 +1,5 @@
 """The CUDA C++ of sparse search, run on a CPU thread by thread and on a GPU, against the definition."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Batches of texts for the tests of attention, and how far a result is from the definition in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

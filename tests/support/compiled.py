@@ -1,7 +1,5 @@
 """Compiles kernels ahead of time, as their launches would, for GPUs that this machine does not have."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess

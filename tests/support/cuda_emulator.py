@@ -1,7 +1,5 @@
 """Kernels of a file of CUDA C++, run on a CPU by `cuda_emulator.h`, in the place of `runtime.nvrtc.CudaKernels`."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import shutil

@@ -3,8 +3,6 @@
 Triton decides when a kernel is defined whether it is interpreted, so a process interprets all kernels or none.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Operators that take the kernels' way for tensors on a CPU."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import sys

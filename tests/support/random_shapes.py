@@ -10,8 +10,6 @@ vary freely. Rows that do not count hold NaN, so that reading one shows. In one 
 and the scores must be NaN or infinite exactly where the definition says.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -1,7 +1,5 @@
 """Record which programs the operators launch, as on a GPU of some architecture, without running them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

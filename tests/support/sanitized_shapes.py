@@ -6,8 +6,6 @@
 Run it once without the sanitizer first, which compiles the kernels into Triton's cache.
 """
 
-from __future__ import annotations
-
 import torch
 
 from pylate_fastmaxsim.ops.attention import rotary_self_attention, text_attention
