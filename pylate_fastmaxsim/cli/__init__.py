@@ -14,7 +14,7 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim._install import install_command
 
 COMMANDS = {
-    "recipes": "List the recipes that come with the package, which every command takes by name; copy one to edit it.",
+    "recipes": "List the recipes that come with the package, which every command takes by name; show one, or copy it to edit.",
     "train": "Train the model of a recipe, with checkpoints, and save it.",
     "compare": "Train a recipe with the stock library and with this package, and compare them; or run some steps of a script: "
     "fastmaxsim compare train.py ARGS.",

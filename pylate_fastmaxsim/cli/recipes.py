@@ -16,26 +16,30 @@ from pylate_fastmaxsim.cli.terminal import (
     report_interruption,
 )
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.load import copy_recipe, describe, shipped_recipes
+from pylate_fastmaxsim.recipes.load import copy_recipe, describe, shipped_recipe, shipped_recipes
 
 if TYPE_CHECKING:
     from pylate_fastmaxsim.recipes.config.schema import Recipe
 
 
 def add_recipes_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``copy NAME [FOLDER]``."""
-    parser.add_argument("copy", nargs="?", choices=["copy"], metavar="copy", help="copy a recipe in place of the list")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="its name")
+    """Add ``list``, ``show NAME`` and ``copy NAME [FOLDER]``."""
+    what = "list them (the default), show one, or copy one"
+    parser.add_argument("what", nargs="?", choices=["list", "show", "copy"], default="list", help=what)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the name of one")
     parser.add_argument("folder", nargs="?", metavar="FOLDER", type=path, default=path(""), help="where to (here)")
 
 
 def run_recipes(options: argparse.Namespace) -> None:
-    """List the recipes of the package, or copy one."""
+    """List the recipes of the package, or show or copy one."""
     files = shipped_recipes()
-    if options.copy:
+    if options.what != "list":
         if options.name is None:
-            raise RecipeError(f"recipes copy needs the name of a recipe; the package has {', '.join(files)}.")
-        print(copy_recipe(options.name, options.folder))
+            raise RecipeError(f"recipes {options.what} needs the name of a recipe; the package has {', '.join(files)}.")
+        if options.what == "show":
+            print(shipped_recipe(options.name).read_text(encoding="utf-8"), end="")
+        else:
+            print(copy_recipe(options.name, options.folder))
         return
     width = max(map(len, files))
     for name, file in files.items():

@@ -6,6 +6,7 @@ Shipped recipes come with the package: in its wheel, or beside it in a checkout.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import shutil
 from collections.abc import Sequence
@@ -161,21 +162,27 @@ def recipe_file(name: str | Path) -> Path:
     for file in (path, *(Path(f"{name}{suffix}") for suffix in SUFFIXES)):
         if os.path.isfile(file):
             return file
-    if str(name) not in shipped:
-        raise RecipeError(f"there is no recipe {name}; `fastmaxsim recipes` lists those that come with the package.")
-    return shipped[str(name)]
+    return shipped_recipe(str(name))
+
+
+def shipped_recipe(name: str) -> Path:
+    """The file of a recipe that comes with the package."""
+    shipped = shipped_recipes()
+    if name not in shipped:
+        close = difflib.get_close_matches(name, shipped, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"the package has {', '.join(shipped)}."
+        raise RecipeError(f"there is no recipe {name}; {hint}")
+    return shipped[name]
 
 
 def copy_recipe(name: str, folder: Path) -> Path:
     """Copy a shipped recipe into a folder, which is made if it is not there. Returns the new file."""
-    shipped = shipped_recipes()
-    if name not in shipped:
-        raise RecipeError(f"there is no recipe {name}; the package has {', '.join(shipped)}.")
-    copy = folder / shipped[name].name
+    file = shipped_recipe(name)
+    copy = folder / file.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Refuses a file that is there, which may have been edited; so nothing is replaced.
-        with open(shipped[name], "rb") as source, open(copy, "xb") as target:
+        with open(file, "rb") as source, open(copy, "xb") as target:
             shutil.copyfileobj(source, target)
     except OSError as error:
         raise RecipeError(f"{copy} cannot be written: {error.strerror}.") from error

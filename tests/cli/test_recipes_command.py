@@ -20,6 +20,8 @@ def test_every_recipe_is_listed_with_one_line_of_its_own():
     files = sorted(RECIPES.rglob("*.yaml"))
     assert list(shipped_recipes()) == sorted(file.stem for file in files)  # no two have one name
     lines = fastmaxsim(["recipes"]).output.splitlines()
+    assert fastmaxsim(["recipes", "list"]).output.splitlines() == lines
+    assert fastmaxsim(["recipes", "show", "quickstart"]).stdout == (RECIPES / "quickstart.yaml").read_text()
     assert [line.split()[0] for line in lines] == list(shipped_recipes())
     for file in files:
         # A sentence that went on in the next line would be cut.
@@ -47,7 +49,8 @@ def test_a_recipe_is_found_by_name_behind_a_file_of_that_name(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("quickstar", "there is no recipe quickstar; `fastmaxsim recipes` lists"),
+        ("quickstar", "there is no recipe quickstar; did you mean quickstart?"),
+        ("nothing", "there is no recipe nothing; the package has "),
         ("recipes/quickstart.yaml", "there is no file recipes/quickstart.yaml; to run .* write quickstart."),
         ("other.yaml", "Cannot read the recipe other.yaml: "),
     ],
