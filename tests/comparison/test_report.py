@@ -4,7 +4,6 @@ import math
 import re
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -42,7 +41,7 @@ def shown(comparison: dict) -> str:
     return " ".join(console.file.getvalue().split())
 
 
-def page_of(comparison: dict, folder: Path) -> Page:
+def page_of(comparison: dict, folder) -> Page:
     report.write_pictures(comparison, folder / "compare.json")
     return Page((folder / "compare.html").read_text())
 

@@ -1,6 +1,5 @@
 import math
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 
@@ -89,7 +88,7 @@ class Scripted:
 
 @pytest.fixture
 def play(monkeypatch):
-    def played(script: Script, names=("stock", "fast"), log: Path | None = None, **options):
+    def played(script: Script, names=("stock", "fast"), log=None, **options):
         monkeypatch.setattr(turns, "_Process", script)  # private: real processes take real time and memory
         done = take_turns(dict.fromkeys(names, Child([], log)), **options)
         assert not script.alive

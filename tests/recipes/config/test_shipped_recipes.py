@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from pylate_fastmaxsim.integrations.pylate.static import token_vectors
@@ -22,7 +20,7 @@ def test_they_are_valid_and_survive_a_round_trip(name, tmp_path):
     assert recipe.name == name and not recipe.model.trust_remote_code
 
 
-def trained(name: str, folder: Path, *overrides: str) -> list[float]:
+def trained(name: str, folder, *overrides: str) -> list[float]:
     options = few_steps(folder, *overrides)
     if name == "splade":
         own = ("model.embedding_size", "model.query_length", "model.document_length")

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 import yaml
 
@@ -10,7 +8,7 @@ from tests.support.case_tables import cases
 from tests.support.tiny_recipe import hub_dataset
 
 
-def write_hub(folder: Path, layout: str) -> Path:
+def write_hub(folder, layout: str):
     content = tables()
     qrels = content.pop("qrels")
     if layout == "BeIR":

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,14 +13,14 @@ from tests.support.case_tables import cases
 from tests.support.tiny_recipe import hub_dataset, json_lines, kd_subsets, tiny, write
 
 
-def write_files(folder: Path, subsets: dict[str, list[dict]]) -> Path:
+def write_files(folder, subsets: dict[str, list[dict]]):
     folder.mkdir()
     for name, rows in subsets.items():
         json_lines(folder / f"{name}.jsonl", rows)
     return folder
 
 
-def load(tmp_path: Path, name: Path, *overrides: str) -> Dataset:
+def load(tmp_path, name, *overrides: str) -> Dataset:
     recipe = tiny(tmp_path, loss={"name": "distillation"}, evaluation={"rows": 0})
     recipe["data"] = {"source": "distillation", "name": str(name)}
     return load_data(load_recipe(write(tmp_path, recipe), overrides)).train

@@ -1,7 +1,6 @@
 """Rows that do not fit a recipe are one sentence, which names the key: tables of rows and of what is said."""
 
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -112,7 +111,7 @@ query,positive | data.files: there are no rows in .*a.csv.
 """
 
 
-def refusal(folder: Path, kind: str, loss: str, rows: list[dict], *overrides: str) -> str:
+def refusal(folder, kind: str, loss: str, rows: list[dict], *overrides: str) -> str:
     """The error of rows, which are read from a file of JSON lines."""
     recipe = write(folder, tiny_of(kind, folder, loss={"name": loss}))
     json_lines(folder / "pairs.jsonl", rows)

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 import yaml
@@ -26,7 +25,7 @@ def columns_of(*files: str, section: str = "data", **keys) -> Dataset:
     return load_columns(DataSection("files", files=list(files), **keys), section)
 
 
-def rows_of(folder: Path, rows: list[dict], *overrides: str, kind: str = "colbert", **sections) -> Dataset:
+def rows_of(folder, rows: list[dict], *overrides: str, kind: str = "colbert", **sections) -> Dataset:
     recipe = load_recipe(write(folder, tiny_of(kind, folder, rows=rows, **sections)), overrides)
     return load_rows(recipe, kind_of(recipe.model))
 
@@ -178,7 +177,7 @@ def test_rows_with_as_many_negatives_each_need_no_number_of_them(row, columns, t
     assert all(list(each.values()) == ["q", "p", "a", "b"][: len(columns)] for each in loaded)
 
 
-def read_by(how: str, folder: Path, row: dict, **data) -> list[str]:
+def read_by(how: str, folder, row: dict, **data) -> list[str]:
     """The values of a row, without the query, as a table, as a stream, or the positives of pairs to mine with."""
     if how == "pairs":
         file = json_lines(folder / "pairs.jsonl", [{name: value for name, value in row.items() if name != "neg"}])

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ FILES, STAGES = ("corpus.jsonl", "queries.jsonl", "qrels.tsv"), ("contrastive", 
 
 
 @pytest.fixture
-def small_collection(tmp_path: Path) -> Path:
+def small_collection(tmp_path):
     corpus, queries, (header, *judgements) = ((CRANFIELD / name).read_text().splitlines() for name in FILES)
     known = {json.loads(line)["_id"] for line in corpus[:40]}
     judgements = [line for line in judgements if line.split("\t")[1] in known]

@@ -1,5 +1,4 @@
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -97,7 +96,7 @@ def test_a_collection_is_searched_with_the_pooling(enabled, late, collection):
         assert results == pytest.approx(dict(zip(part.corpus["_id"], row, strict=True)), rel=1e-5)
 
 
-def ranked(model, folder: Path, **changed: list[dict]) -> ranking.Ranking:
+def ranked(model, folder, **changed: list[dict]) -> ranking.Ranking:
     return ranking.retrieve(retriever_of(model), load_collection(str(write_folder(folder, **changed))), batch_size=8)[0]
 
 

@@ -2,7 +2,6 @@ import errno
 import json
 import math
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -24,7 +23,7 @@ from tests.support.recipe_runs import command, interrupt, same_model, train_with
 from tests.support.tiny_recipe import split_overrides, text, tiny, write
 
 
-def without_checkpoints(folder: Path, output: str = "out") -> Path:
+def without_checkpoints(folder, output: str = "out"):
     return write(folder, tiny(folder, output, training={"max_steps": 3, "save_steps": None}))
 
 
@@ -79,11 +78,6 @@ def test_kills_and_power_cuts_leave_a_model_whole_and_no_metrics_of_another(tmp_
     before = content()
     with torch.no_grad():
         next(model.parameters()).add_(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(training, "append_recipe", ending_with(OSError(errno.ENOSPC, "No space left on device")))
-        with pytest.raises(OSError, match="No space left"):
-            replace_folder(folder, write_model)
-    assert files(content()) == files(before)
     found = states(out, lambda: replace_folder(folder, write_model), cuts=5)
     after = content()
     assert "model/adapter_config.json" not in after
@@ -187,7 +181,7 @@ def test_the_result_of_a_run_that_diverged_is_json(tmp_path):
     assert "ndcg" not in (tmp_path / "out/model/README.md").read_text().lower()
 
 
-def uneven(folder: Path, name: str, **section):
+def uneven(folder, name: str, **section):
     """A recipe whose epochs have fewer batches than rows would fill: a third of the 36 rows has the same query."""
     options = {"batch_sampler": "no_duplicates", "max_steps": None, "num_train_epochs": 3, "save_steps": 4}
     queries = ["what is late interaction" if row < 12 else f"{text(row, 4)} number {row}" for row in range(36)]
