@@ -16,32 +16,29 @@ CHANGED = """
 | model.query_length=10 | search*3 positives*5 teacher*5 | 5 finished parts .* positives .*: model.
 | PAIRS | search*3 positives*5 teacher*5 | 3 finished parts of the stage search .*: mining.pairs or
 | mining.corpus_format=int8 | search*3 positives*5 teacher*3 | stage search .*: mining.corpus_format.
-BM25 | BM25_OF_17 | candidates*2 search*3 teacher*5 | stage candidates .*: mining.first_stage.
-BM25 | SPARSE_STAGE | sparse*3 candidates*2 search*3 teacher*5 | stage sparse .*: mining.first_stage, model.
-BM25 | mining.first_stage=null | search*3 teacher*5 | search .*: the candidates of mining.first_stage.
+mining.first_stage={kind: bm25, k: 16} | mining.first_stage={kind: bm25, k: 17} | candidates*2 search*3 teacher*5
+    | stage candidates .*: mining.first_stage.
+mining.first_stage={kind: bm25, k: 16} | mining.first_stage={kind: sparse, k: 16, model: SPARSE}
+    | sparse*3 candidates*2 search*3 teacher*5 | stage sparse .*: mining.first_stage, model.
+mining.first_stage={kind: bm25, k: 16} | mining.first_stage=null | search*3 teacher*5
+    | search .*: the candidates of mining.first_stage.
 """
+SPARSE_STAGE = "mining.first_stage={kind: sparse, k: 16, model: SPARSE}"
 
 
 def parts(stages: str) -> list[str]:
-    """One stage for each part: of 40 documents, 15 in each, and of 40 rows or queries, 9 or more in each."""
+    """The stage of each part, where ``search*3`` are three parts of the search."""
     counted = (stage.split("*") for stage in stages.split())
     return [name for name, count in counted for _ in range(int(count))]
 
 
 @pytest.fixture
 def recipe(recipe, saved, teacher, tmp_path):
-    """``recipe(*overrides)``, in which names in capitals stand for first stages and another teacher."""
+    """``recipe(*overrides)``, in which SPARSE stands for a sparse model and OTHER for another teacher."""
 
     def made(*overrides: str):
         other = shutil.copytree(teacher, tmp_path / "other", dirs_exist_ok=True)
-        stage = "mining.first_stage={{kind: {}, k: {}}}".format
-        names = {
-            "BM25": stage("bm25", 16),
-            "BM25_OF_17": stage("bm25", 17),
-            "mining.teacher=OTHER": f"mining.teacher={other}",
-        }
-        names["SPARSE_STAGE"] = f"mining.first_stage={{kind: sparse, k: 16, model: {saved(SPARSE)}}}"
-        return recipe(*(names.get(each, each) for each in overrides))
+        return recipe(*(each.replace("SPARSE", saved(SPARSE)).replace("OTHER", str(other)) for each in overrides))
 
     return made
 
@@ -51,8 +48,8 @@ def recipe(recipe, saved, teacher, tmp_path):
     [
         ([], "search*3 positives*5 teacher*5", "search", 2),
         ([], "search*3 positives*5 teacher*5", "teacher", 2),
-        (["SPARSE_STAGE"], "sparse*3 candidates*2 search*3 positives*5 teacher*5", "candidates", 1),
-        (["SPARSE_STAGE"], "sparse*3 candidates*2 search*3 positives*5 teacher*5", "search", 1),
+        ([SPARSE_STAGE], "sparse*3 candidates*2 search*3 positives*5 teacher*5", "candidates", 1),
+        ([SPARSE_STAGE], "sparse*3 candidates*2 search*3 positives*5 teacher*5", "search", 1),
         (["mining.corpus_format=residual-2"], "codec*1 search*3 positives*5 teacher*5", "search", 1),
     ],
 )
@@ -76,9 +73,10 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(
 def test_changed_settings_keep_what_they_do_not_concern(
     before, override, again, said, recipe, tmp_path, monkeypatch, caplog
 ):
-    mine_but_stop(recipe(*before.split()), "teacher", 2, monkeypatch)
+    overrides = [before] if before else []
+    mine_but_stop(recipe(*overrides), "teacher", 2, monkeypatch)
     caplog.clear()
-    overrides = [*before.split(), override]
+    overrides.append(override)
     if override == "PAIRS":  # other texts under the same name
         overrides = []
         shutil.rmtree(tmp_path / "pairs")
