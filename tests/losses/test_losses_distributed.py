@@ -1,7 +1,5 @@
 """Losses in two real processes, under DistributedDataParallel: those of the host for the default run, and ours."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from functools import partial
@@ -56,7 +54,6 @@ def _same(*makes: Callable[[nn.Module], nn.Module], **options) -> Callable[[str]
 
 
 def _as_host(folder: str) -> None:
-    """The contrastive term alone is the host's, gathered."""
     model, step = _started(folder)
     of_host, times = HOST.gathered(model, RANKS)
     stock = step(of_host)

@@ -1,7 +1,5 @@
 """Matryoshka: the sum of a loss over fewer dimensions and tokens, with and without the flag."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -102,8 +100,6 @@ def test_a_loss_of_ones_own(model, packed, make, factor):
 
 
 class Asking(nn.Module):
-    """Calls the model in a way of its own."""
-
     def __init__(self, model: nn.Module, ask) -> None:
         super().__init__()
         self.model, self.ask = model, ask

@@ -1,7 +1,5 @@
 """``encode`` and losses of a MultiVectorEncoder: texts in one row, and queries that share a call with documents."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Batches of vectors as colpali-engine's models give them to a loss, and its loss with the gradients of the vectors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

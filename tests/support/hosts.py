@@ -3,8 +3,6 @@
 A host is an adapter in a module of its own, which imports it. PyLate and MultiVectorEncoder cannot be installed together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -73,7 +71,6 @@ class Host:
         pylate_fastmaxsim.enable(**self.options, **options)
 
     def modes(self, model: nn.Module) -> set[str]:
-        """How texts of the model were encoded."""
         return set(encoding_modes.chosen.get(self.decided_by(model), {}).values())
 
     def assert_as_stock(self, model: nn.Module, step: Step, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
@@ -156,10 +153,3 @@ def encoder_calls(model: nn.Module) -> list[Tensor]:
 
     encoder_layers(model)[-1].register_forward_hook(looking(note))
     return made
-
-
-def checkpointed(host: Host, model: nn.Module, reentrant: bool) -> None:
-    encoder = host.transformer(model).auto_model
-    encoder.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        encoder.enable_input_require_grads()

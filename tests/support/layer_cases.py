@@ -1,7 +1,5 @@
 """Arguments of the operators of encoder layers, as under autocast, and their gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

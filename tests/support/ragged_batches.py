@@ -1,7 +1,5 @@
 """Small ragged batches, with unused rows and masked tokens of NaN."""
 
-from __future__ import annotations
-
 import torch
 
 from pylate_fastmaxsim import TokenBatch

@@ -1,7 +1,5 @@
 """Runs the cases of a test module in real processes of one group."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

@@ -3,8 +3,6 @@
 As a script, on a GPU: prints what Triton compiles for batches of ``ON_GPU``.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Tiny SparseEncoders with random weights, in every release of Sentence Transformers that has them."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +52,6 @@ def autoencoder(path: str) -> SparseEncoder:
 
 
 def transformer_of(model: SparseEncoder) -> torch.nn.Module:
-    """The module with the encoder of the documents."""
     return model[0].sub_modules["document"][0] if isinstance(model[0], Router) else model[0]
 
 

@@ -1,7 +1,5 @@
 """Steps of the losses of a tiny SPLADE model: every loss that trains one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 
@@ -67,7 +65,6 @@ def squared_error(similarities: Tensor, labels: Tensor) -> Tensor:
 
 
 def of_embeddings(model: SparseEncoder) -> Step:
-    """A loss that calls the model itself."""
     queries, documents = batch_of(model, 2)
     with torch.no_grad():
         teacher = model(dict(queries))["sentence_embedding"].roll(1, dims=0)

@@ -1,7 +1,5 @@
 """Tiny ColPali and ColQwen2 with random weights, processors made on the spot, and pages drawn by the test."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,7 +37,6 @@ def build_visual_model(folder: Path, kind: str) -> str:
 
 
 def page(number: int) -> Image.Image:
-    """A page of its own colours and shape."""
     width, height = 56 + 28 * (number % 3), 84 - 28 * (number % 2)
     image = Image.new("RGB", (width, height), (250, 250, 240 - number % 40))
     draw = ImageDraw.Draw(image)

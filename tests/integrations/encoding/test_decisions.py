@@ -1,7 +1,5 @@
 """How a model is encoded is decided anew when the model changes, and deciding leaves it as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -128,25 +126,7 @@ def test_deciding_changes_nothing(encoder, mode, caplog, family, config, said, b
         decide("padded")
 
 
-@pytest.mark.parametrize("loss_class", [losses.Contrastive, CACHED])
-def test_all_weights_have_gradients_under_autocast(encoder, mode, loss_class):
-    """Up to PyTorch 2.10 autocast keeps weights cast without gradients, as a trial does, for who needs some."""
-    model = load_model(encoder("modernbert"))
-    loss_function, batch = loss_class(model), batch_of(model)
-    pylate_fastmaxsim.enable()
-    for _ in range(2):
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_function([dict(column) for column in batch])
-            if loss_class is CACHED:  # its second pass
-                loss.backward()
-        if loss_class is not CACHED:
-            loss.backward()
-        assert [name for name, weight in model.named_parameters() if weight.grad is None] == []
-
-
 def test_a_backward_that_is_still_to_come(encoder, mode):
-    """BERT keeps its buffer of positions for it; the second batch is tried anew."""
     model = load_model(encoder("bert"), document_length=40).double()
     narrow = features(model, ["sea", "sand"], ["a", "the sea"])
     narrow[1] = {key: value[:, :8] for key, value in narrow[1].items()}

@@ -1,7 +1,5 @@
 """Losses and recipes under DeepSpeed, in two real processes on a CPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -54,7 +52,6 @@ def _config(stage: int) -> dict:
 def _trained(
     folder: str, stage: int, loss_class: type[nn.Module], checkpointing: bool, options: dict
 ) -> tuple[list[float], dict[str, torch.Tensor], nn.Module]:
-    """Losses and weights of two steps from the same weights, and the model."""
     import deepspeed
 
     os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())

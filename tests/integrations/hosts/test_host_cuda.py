@@ -1,7 +1,5 @@
 """Models of Sentence Transformers on a GPU: with its own attention, kernels and compiler."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

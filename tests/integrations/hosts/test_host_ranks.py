@@ -1,7 +1,5 @@
 """Losses of every host in two real processes: loss and gradients of each rank are those of stock."""
 
-from __future__ import annotations
-
 import importlib.util
 from types import MethodType
 from unittest import mock
