@@ -30,7 +30,6 @@ def test_queries_share_a_call_with_packed_documents(encoder, mode, monkeypatch, 
 
 
 def test_texts_in_one_row(encoder):
-    """As Sentence Transformers flattens them for FlashAttention, behind which it pads them again."""
     model = HOST.load(encoder("bert"))
     batch = batch_of(model)
     stock = encode(model, batch)

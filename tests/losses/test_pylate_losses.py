@@ -1,5 +1,7 @@
 """``encode`` and losses of a ColBERT: its skiplist and masks, PyLate's rule for these, and calls without padding."""
 
+from functools import partial
+
 import pytest
 import torch
 from pylate import losses
@@ -59,10 +61,6 @@ def matryoshka(make):
     return lambda model: Matryoshka(model, make(model), **VIEWS)
 
 
-def cached(model):
-    return losses.CachedContrastive(model, mini_batch_size=3)
-
-
 def by_tokens(model):
     return ContrastiveDistillation(model, **OPTIONS, mini_batch_tokens=70)
 
@@ -73,7 +71,7 @@ PADDING_FREE = {
     "both": (lambda model: ContrastiveDistillation(model, **OPTIONS), 1),
     "both, by tokens": (by_tokens, None),
     "cut": (matryoshka(losses.Contrastive), 1),
-    "cut, cached": (matryoshka(cached), None),
+    "cut, cached": (matryoshka(partial(losses.CachedContrastive, mini_batch_size=3)), None),
 }
 
 

@@ -11,7 +11,6 @@ WITH_NEGATIVES = ("ColbertNegativeCELoss", "ColbertPairwiseNegativeCELoss")
 
 
 def unit(*shape: int, seed: int) -> Tensor:
-    """Unit vectors that point more or less the same way: all similarities are positive."""
     noise = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     return F.normalize(noise + 1, dim=-1)
 
@@ -56,7 +55,6 @@ class Batch:
 
 
 def assert_close(ours: tuple[Tensor, Iterable[Tensor]], stock: tuple[Tensor, Iterable[Tensor]]) -> None:
-    """Loss and gradients equal in float32: to 1e-5 of the loss, and of the largest gradient of each tensor."""
     assert any(theirs.abs().max() > 0 for theirs in stock[1])
     torch.testing.assert_close(ours[0], stock[0], rtol=1e-5, atol=0)
     for mine, theirs in zip(ours[1], stock[1], strict=True):

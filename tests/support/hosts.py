@@ -74,15 +74,12 @@ class Host:
         return set(encoding_modes.chosen.get(self.decided_by(model), {}).values())
 
     def assert_as_stock(self, model: nn.Module, step: Step, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
-        """Loss and gradients of a step are stock's, by the fast path. The package stays on.
-
-        The step is made twice, because checks on the first batch run parts of stock.
-        """
+        """Loss and gradients of a step are stock's, by the fast path. The package stays on."""
         seen = self.watch(model, monkeypatch)
         stock = step.run()
         assert bool(seen) == self.watches_stock
         self.enable(**options)
-        for _ in range(2):
+        for _ in range(2):  # checks on the first batch run parts of stock
             seen.clear()
             step.assert_equal(step.run(), stock)
         assert bool(seen) != self.watches_stock, "the fast path was not taken"

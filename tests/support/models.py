@@ -78,11 +78,7 @@ def looking(hook: Callable) -> Callable:
 def build_model(
     folder: Path, family: str, new_weights: bool = False, masked_lm: bool = False, **changes: object
 ) -> str:
-    """Save a tiny encoder and its tokenizer for ``ColBERT(model_name_or_path=...)``.
-
-    ``changes`` go to the encoder's configuration. Dropout is 0 unless they say otherwise. ``new_weights`` are
-    those that transformers gives an encoder nobody has trained. A ``masked_lm`` has a head over its vocabulary.
-    """
+    """Save a tiny encoder without dropout, but for ``changes`` of its configuration, and its tokenizer."""
     torch.manual_seed(0)
     tokenizer = _tokenizer(family)
     kind = AutoModelForMaskedLM if masked_lm else AutoModel

@@ -2,18 +2,7 @@
 
 from functools import partial
 
-import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-
-from tests.support import compared
-from tests.support.models import sentences
-
-pytest.importorskip(
-    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
-)
-
 from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
 from sentence_transformers.multi_vector_encoder import losses
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
@@ -23,9 +12,11 @@ from sentence_transformers.multi_vector_encoder.scoring import (
     mean_colbert_scores,
     xtr_scores_pairwise,
 )
+from torch import nn
 
 from pylate_fastmaxsim.integrations.sentence_transformers import scores
 from tests.support.hosts import Host, Step, operators
+from tests.support.models import sentences
 
 COUNT = 8
 TASKS = "query", "document", "document"
@@ -49,7 +40,6 @@ LOSSES = {
 }
 # Scores are float32 in a model in float64 too.
 TOLERANCE = 3e-6
-assert_equal = partial(compared.assert_equal, tolerance=TOLERANCE)
 
 
 def load(path: str, **options: object) -> MultiVectorEncoder:
@@ -73,13 +63,6 @@ class OfOnesOwn(MultiVectorEncoder):
         for module in self:
             input = module(input, **({"task": task} if isinstance(module, MultiVectorMask) else {}))
         return input
-
-
-def batch_of_rank(model: MultiVectorEncoder, rank: int | None = None) -> list[dict]:
-    """Rank 0 has short documents and rank 1 long ones: each alone would divide them differently."""
-    rank = dist.get_rank() if rank is None else rank
-    longest = (6, 40)[rank]
-    return batch_of(model, (sentences(6, 8, seed=rank), *(sentences(6, longest, seed=10 * n + rank) for n in (1, 2))))
 
 
 def step_of(model: MultiVectorEncoder, loss_class: type[nn.Module] = CONTRASTIVE, **options: object) -> Step:

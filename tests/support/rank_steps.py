@@ -37,10 +37,7 @@ def compare_host(
     load: dict = {},  # noqa: B006
     **options: object,
 ) -> Callable[[str], None]:
-    """Loss and gradients of each rank are those of stock. ``mode``: of a rank that ``packs``.
-
-    On GPUs in bf16, which is packed, or in float32.
-    """
+    """Loss and gradients of each rank are those of stock. ``mode``: of a rank that ``packs``, on a GPU in bf16."""
 
     def run(folder: str) -> None:
         host, rank, on_gpu = host_of(name), dist.get_rank(), dist.get_backend() == "nccl"

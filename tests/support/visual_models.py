@@ -22,7 +22,6 @@ IMAGE_SIZE = 56  # of ColPali, in pixels: 4 x 4 patches
 
 
 def build_visual_model(folder: Path, kind: str) -> str:
-    """Save a tiny model of ``kind`` and its processor; dropout is 0."""
     torch.manual_seed(0)
     processor = _colqwen2_processor() if kind == "colqwen2" else _colpali_processor()
     model = _colqwen2(processor) if kind == "colqwen2" else _colpali(processor)

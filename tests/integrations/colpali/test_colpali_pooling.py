@@ -22,8 +22,6 @@ POOLINGS = (TopK(3), Softmax(0.3), LogSumExp(0.1), TopK(1))
 
 @pytest.fixture
 def plain(monkeypatch):
-    """``with plain(pooling)``: colpali-engine pools so, in plain PyTorch. Rows of zeros are left out."""
-
     @contextmanager
     def block(pooling):
         def score(products):

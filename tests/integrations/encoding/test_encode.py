@@ -77,7 +77,6 @@ def test_packed_attention_drops_and_attends_in_the_dtype_of_autocast(encoder, mo
 
 @pytest.fixture
 def restored():
-    """Says whether the attention functions of transformers are those from before the test."""
     gc.collect()  # masks of other tests
     before = dict(ALL_ATTENTION_FUNCTIONS.items())
     return lambda: dict(ALL_ATTENTION_FUNCTIONS.items()) == before

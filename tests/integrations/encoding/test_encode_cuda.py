@@ -26,7 +26,6 @@ pytestmark = pytest.mark.cuda
 @pytest.fixture
 def small(encoder):
     def load(family: str = "modernbert", checkpointing: bool | None = None, **changes: object):
-        """With ``checkpointing``: whether it is reentrant."""
         if family == "wide modernbert":
             # Its local layers see all of a query, so that queries are encoded with the documents; so are those of BERT.
             family, changes = "modernbert", {"local_attention": 24, **changes}

@@ -17,7 +17,7 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import masks, modes
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
-from tests.support.models import Behind, attend_to_own_document, checkpointed, load_model, looking
+from tests.support.models import Behind, attend_to_own_document, load_model, looking
 from tests.support.rank_steps import batch_of, compare_host
 from tests.support.sharding import data_parallel, encoder_sharded, flat_sharded, fully_sharded
 
@@ -53,60 +53,38 @@ def _change_masks(core, rank: int) -> None:
 
 
 def _ranks_that_differ(
+    folder: str,
     wrap: Callable,
     change: Callable | None = None,
     mode: str | None = None,
     queries: tuple[int, int] = (6, 6),
-    of_one: dict = {},  # noqa: B006
+    own_scores: bool = False,
     **options,
-) -> Callable[[str], None]:
+) -> None:
     """All ranks encode alike, as stock does, and none waits for another."""
-
-    def run(folder: str) -> None:
-        rank = dist.get_rank()
-        core = load_model(f"{folder}/modernbert").double()
-        batch, model = batch_of(core, rank, queries[rank]), wrap(core)
-        loss_function = losses.Contrastive(model, **options, **(of_one if rank == 1 else {}))
-
-        def step() -> list[float]:
-            model.zero_grad()
-            loss = loss_function([{key: value.clone() for key, value in column.items()} for column in batch])
-            loss.backward()
-            gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-            local = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
-            return [loss.item(), *(part.norm().item() for part in local)]
-
-        if change is not None:
-            change(core, rank)
-        stock = step()
-        with pylate_fastmaxsim.enabled(stock_masking=True):
-            for _ in range(2):
-                assert step() == pytest.approx(stock, rel=1e-8, abs=1e-10)
-            assert mode is None or set(modes.chosen[unwrap(model)].values()) == {mode}
-            assert change is not _change_masks or masks.changes_masks(loss_function)
-
-    return run
-
-
-def _static_graph(folder: str) -> None:
-    """The ranks have as many documents, but the last batch has fewer, and so fewer groups: gradients are exchanged."""
     rank = dist.get_rank()
     core = load_model(f"{folder}/modernbert").double()
-    checkpointed(core, reentrant=True)
-    batches = [batch_of(core, rank, queries) for queries in (9, 9, 2)]
+    batch, model = batch_of(core, rank, queries[rank]), wrap(core)
+    if own_scores and rank == 1:
+        options["score_metric"] = lambda *args, **kwargs: ColBERTScores()(*args, **kwargs)
+    loss_function = losses.Contrastive(model, **options)
 
-    def steps() -> list[float]:
-        model = DistributedDataParallel(core, static_graph=True, broadcast_buffers=False)
-        loss_function, found = losses.Contrastive(model), []
-        for batch in batches:
-            core.zero_grad()
-            loss_function([dict(column) for column in batch]).backward()
-            found += [weight.grad.norm().item() for weight in core.parameters()]
-        return found
+    def step() -> list[float]:
+        model.zero_grad()
+        loss = loss_function([{key: value.clone() for key, value in column.items()} for column in batch])
+        loss.backward()
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        local = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
+        return [loss.item(), *(part.norm().item() for part in local)]
 
-    stock = steps()
+    if change is not None:
+        change(core, rank)
+    stock = step()
     with pylate_fastmaxsim.enabled(stock_masking=True):
-        assert steps() == pytest.approx(stock, rel=1e-8, abs=1e-10)
+        for _ in range(2):
+            assert step() == pytest.approx(stock, rel=1e-8, abs=1e-10)
+        assert mode is None or set(modes.chosen[unwrap(model)].values()) == {mode}
+        assert change is not _change_masks or masks.changes_masks(loss_function)
 
 
 def _without_the_others(folder: str) -> None:
@@ -172,25 +150,22 @@ class _Reads(Behind):
         return features
 
 
-def _later_batch(sentence: str, wide: bool = False) -> Callable[[str], None]:
+def _later_batch(folder: str, wide: bool = False) -> None:
     """What ranks that encoded alike cannot encode alike any more is an error on each of them."""
-
-    def run(folder: str) -> None:
-        core = load_model(f"{folder}/modernbert").double()
-        queries, *documents = batch_of(core, dist.get_rank())
-        if wide:
-            later = [{key: F.pad(values, (0, 1)) for key, values in queries.items()}, *documents]
-        else:
-            core[1] = _Reads(core[1])
-            later = [queries, *({**column, "prompt_length": torch.full((6,), 2)} for column in documents)]
-        encoding_attention.variable_length_attention = attend_to_own_document
-        loss_function = losses.Contrastive(DistributedDataParallel(core))
-        pylate_fastmaxsim.enable(padding_free="always")
-        loss_function([queries, *documents])
-        with pytest.raises(ValueError, match=sentence):
-            loss_function(later)
-
-    return run
+    core = load_model(f"{folder}/modernbert").double()
+    queries, *documents = batch_of(core, dist.get_rank())
+    if wide:
+        sentence = "they have 13 tokens, more than .* query_length of 12"
+        later = [{key: F.pad(values, (0, 1)) for key, values in queries.items()}, *documents]
+    else:
+        core[1], sentence = _Reads(core[1]), "_Reads may read prompt_length. All processes must encode alike"
+        later = [queries, *({**column, "prompt_length": torch.full((6,), 2)} for column in documents)]
+    encoding_attention.variable_length_attention = attend_to_own_document
+    loss_function = losses.Contrastive(DistributedDataParallel(core))
+    pylate_fastmaxsim.enable(padding_free="always")
+    loss_function([queries, *documents])
+    with pytest.raises(ValueError, match=sentence):
+        loss_function(later)
 
 
 def _too_few_to_divide(folder: str) -> None:
@@ -205,6 +180,7 @@ def _too_few_to_divide(folder: str) -> None:
 
 GATHERED = {"gather_across_devices": True}
 _unbuffered = partial(data_parallel, broadcast_buffers=False)
+_static = partial(_unbuffered, static_graph=True)
 
 CASES = {
     "contrastive gathered without ddp": compare_host("PyLate", "contrastive", lambda model: model, **GATHERED),
@@ -218,24 +194,22 @@ CASES = {
     # No row has its 46th largest similarity twice, as the 40th: which of equal ones stock lets through depends on the
     # last bit.
     "xtr": compare_host("PyLate", "cached", mini_batch_size=2, score_metric=XTRScores(46), **GATHERED),
-    "one packs": _ranks_that_differ(data_parallel, _pack, "grouped"),
-    "one finds a difference": _ranks_that_differ(fully_sharded, _centre, "padded"),
-    "one has a hook": _ranks_that_differ(data_parallel, _hook, "padded"),
-    "one has a hook, sharded": _ranks_that_differ(fully_sharded, _hook, "padded"),
-    "one changes masks": _ranks_that_differ(_unbuffered, _change_masks, **GATHERED),
-    "one changes masks, sharded": _ranks_that_differ(fully_sharded, _change_masks, **GATHERED),
-    "one has scores of its own": _ranks_that_differ(
-        _unbuffered, of_one={"score_metric": lambda *args, **kwargs: ColBERTScores()(*args, **kwargs)}
-    ),
+    "one packs": partial(_ranks_that_differ, wrap=data_parallel, change=_pack, mode="grouped"),
+    "one finds a difference": partial(_ranks_that_differ, wrap=fully_sharded, change=_centre, mode="padded"),
+    "one has a hook": partial(_ranks_that_differ, wrap=data_parallel, change=_hook, mode="padded"),
+    "one has a hook, sharded": partial(_ranks_that_differ, wrap=fully_sharded, change=_hook, mode="padded"),
+    "one changes masks": partial(_ranks_that_differ, wrap=_unbuffered, change=_change_masks, **GATHERED),
+    "one changes masks, sharded": partial(_ranks_that_differ, wrap=fully_sharded, change=_change_masks, **GATHERED),
+    "one has scores of its own": partial(_ranks_that_differ, wrap=_unbuffered, own_scores=True),
     "one validates": _without_the_others,
-    "static graph": _static_graph,
+    "static graph": compare_host("PyLate", "contrastive", _static, mode="padded", checkpointing=True),
     "too few documents": _too_few_to_divide,
     "sent once": _sent_once,
-    "a later batch has features": _later_batch("_Reads may read prompt_length. All processes must encode alike"),
-    "a later batch is wide": _later_batch("they have 13 tokens, more than .* query_length of 12", wide=True),
+    "a later batch has features": _later_batch,
+    "a later batch is wide": partial(_later_batch, wide=True),
 }
 for _wrap in (data_parallel, flat_sharded, fully_sharded, encoder_sharded):
-    CASES[f"other numbers of documents {_wrap.__name__}"] = _ranks_that_differ(_wrap, queries=(9, 2))
+    CASES[f"other numbers of documents {_wrap.__name__}"] = partial(_ranks_that_differ, wrap=_wrap, queries=(9, 2))
 
 
 @pytest.mark.parametrize("case", CASES)

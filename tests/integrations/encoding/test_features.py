@@ -27,14 +27,11 @@ def prompted(model, *columns: str):
     return collated(model, *texts, prompts=prompts, include_prompt_lengths=True)
 
 
-CACHED = partial(losses.CachedContrastive, mini_batch_size=4)
-
-
 @pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize(
     ("columns", "loss_class"),
     [
-        (("query", "document_0", "document_1"), CACHED),
+        (("query", "document_0", "document_1"), partial(losses.CachedContrastive, mini_batch_size=4)),
         (("document_1",), losses.Contrastive),
         (("query",), losses.Contrastive),
     ],

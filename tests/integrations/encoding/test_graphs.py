@@ -98,9 +98,6 @@ def test_changes_of_the_encoder(model, recorded):
     batch, loss_function = batch_of(model), losses.Contrastive(model)
     bias = next(weight for weight in encoder_of(model).parameters() if weight.requires_grad)
 
-    def half(_module, _args, output):
-        return output / 2
-
     with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
         for _ in range(3):
             run(loss_function, batch)
@@ -108,7 +105,10 @@ def test_changes_of_the_encoder(model, recorded):
         inner = next(module for module in encoder_of(model).modules() if isinstance(module, nn.Embedding))
         for change, back in (
             (lambda: bias.requires_grad_(False), lambda: bias.requires_grad_(True)),
-            (lambda: inner.register_forward_hook(half), lambda: inner._forward_hooks.clear()),
+            (
+                lambda: inner.register_forward_hook(lambda _module, _args, output: output / 2),
+                lambda: inner._forward_hooks.clear(),
+            ),
         ):
             change()
             ours = [run(loss_function, batch) for _ in range(3)]

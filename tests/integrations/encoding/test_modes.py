@@ -61,7 +61,6 @@ def texts_of(words: int, count: int = 4) -> list[str]:
 
 
 def of_widths(*words: int) -> tuple[Callable, ...]:
-    """Batches whose texts all have so many words; short ones without any padding."""
     return tuple(lambda model, collate, n=n: collate(model, texts_of(2), texts_of(n)) for n in words)
 
 
@@ -83,10 +82,6 @@ def inexact(*args, **options):
 
 def take_no_positions(model):
     model[0].model_forward_params = model[0].model_forward_params - {"position_ids"}
-
-
-def pad_left(model):
-    model.tokenizer.padding_side = "left"
 
 
 def with_positions(model, collate):
@@ -131,7 +126,6 @@ def behind(kind: type) -> Callable[[nn.Module], None]:
 
 
 def output_of(model) -> nn.Module:
-    """A module inside of the last layer of a BERT."""
     return model[0].auto_model.encoder.layer[-1].output
 
 
@@ -164,11 +158,6 @@ def add_noise(model):
     embeddings.register_forward_hook(neftune_post_forward_hook)
 
 
-def function_of_pytorch(model):
-    del model[1].activation_function
-    model[1].activation_function = torch.tanh
-
-
 def written_in(library, function):
     return FunctionType(function.__code__, {"__name__": library})
 
@@ -193,7 +182,6 @@ def cut(output):
 
 
 def averaged(model):
-    """An AveragedModel around the model itself, not around a copy."""
     wrapper = AveragedModel(nn.Module())
     wrapper.module = model
     return wrapper
@@ -206,8 +194,6 @@ def averaged_and_cut(model):
 
 
 class Scoring(nn.Module):
-    """Says itself which tokens count."""
-
     skiplist = ()
     do_query_expansion = False
 
@@ -239,7 +225,7 @@ def adapted_encoder(model):
 
 OWN = "and may not treat each text by itself"
 CASES = {
-    "left padding": Case("padded", "pads on the left", change=pad_left),
+    "left padding": Case("padded", "on the left", change=lambda m: setattr(m.tokenizer, "padding_side", "left")),
     "another feature": Case("padded", "the encoder is given position_ids", batches=(with_positions,)),
     "DataParallel": Case("padded", "DataParallel splits a batch by rows", change=nn.DataParallel),
     # What one's own code does to a batch in training no trial finds.
@@ -252,7 +238,6 @@ CASES = {
     "own loss around": Case("padded", "the forward of ColBERT was replaced", loss=matryoshka),
     "said to be by text": Case("packed", change=behind(Tokenwise), loss=cached, options=ALWAYS),
     "said, and shows not to be": Case("padded", "BertModel gives other token", change=hook, options=ALWAYS),
-    "function of PyTorch": Case("packed", change=function_of_pytorch),
     "of libraries": Case("packed", change=what_libraries_add, loss=cached),
     "adapters around": Case("packed", change=adapted),
     "adapters around the encoder": Case("packed", change=adapted_encoder),

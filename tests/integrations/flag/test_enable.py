@@ -85,7 +85,6 @@ def test_a_function_looks_as_before():
 
 
 def holders():
-    """Some of the ways to hold a function that are no attribute of a module."""
     model = models.ColBERT.__new__(models.ColBERT)
     torch.nn.Module.__init__(model)
     model.similarity_fn_name = "MaxSim"

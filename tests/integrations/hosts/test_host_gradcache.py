@@ -6,8 +6,6 @@ import torch
 from tests.support.compared import found
 from tests.support.hosts import OF_SENTENCE_TRANSFORMERS, each_host, encoder_calls
 
-bf16 = torch.autocast("cpu", torch.bfloat16)
-
 
 def assert_passes_alike(made: list[torch.Tensor]) -> None:
     half = len(made) // 2
@@ -24,7 +22,7 @@ def test_with_dropout_and_a_backward_inside_or_outside_of_autocast(encoder, mode
     step = host.losses["cached"](model)
     made = encoder_calls(model)
     host.enable()
-    with bf16:
+    with torch.autocast("cpu", torch.bfloat16):
         for _ in range(2):  # to decide how wide and narrow columns are encoded takes calls of its own
             step.value()
         made.clear()

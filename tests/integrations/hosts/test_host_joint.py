@@ -54,8 +54,6 @@ def hooked(find):
 
 
 class Around(nn.Module):
-    """A wrapper, which may treat documents otherwise than queries."""
-
     def __init__(self, model: nn.Module, change) -> None:
         nn.Module.__init__(self)
         self.module, self.change = model, change

@@ -40,7 +40,6 @@ PACKAGE = Path(pylate_fastmaxsim.__file__).parent
 
 
 def own(kind: type) -> SimpleNamespace:
-    """What objects of a class have of their own, as far as its code sets it."""
     names = re.findall(r"self\.(\w+)(?:: [^=\n]+)? = ", inspect.getsource(kind))
     return SimpleNamespace(**dict.fromkeys(names, True), __name__=kind.__name__)
 

@@ -29,7 +29,6 @@ LOSSES = [
 
 @pytest.fixture
 def projected(monkeypatch):
-    """The dtypes of what the fused head made."""
     seen, project = [], fused_head.project_normalize
 
     def recording(*args):
@@ -60,7 +59,6 @@ def _cut_short(features):
 
 
 def _cutting(module):
-    """Give a module a class that cuts embeddings short."""
     forward = type(module).forward
     changed = {"forward": lambda self, *args, **kwargs: _cut_short(forward(self, *args, **kwargs))}
     module.__class__ = type("Cutting", (type(module),), changed)

@@ -97,5 +97,3 @@ def test_scores_that_are_not_known_code_refuse_another_pooling(monkeypatch):
     pylate_fastmaxsim.enable()
     with pytest.raises(ValueError, match=sentence):
         pylate_fastmaxsim.enable(pooling=TopK(4))
-    monkeypatch.undo()
-    pylate_fastmaxsim.enable(pooling=TopK(4))

@@ -113,29 +113,19 @@ def test_what_reads_padding_is_given_it(model, packed, monkeypatch, caplog, case
     assert caplog.text.count(PADDED) == caplog.text.count(said) == 1
 
 
-def own_forward(model):
-    model.__class__ = OfOnesOwn
-
-
-def returns_all_layers(model):
-    model[0].auto_model.config.output_hidden_states = True
-
-
-def hooks(model):
-    model[0].auto_model.register_forward_hook(lambda *_: None)
-
-
-def pads_on_the_left(model):
-    model.tokenizer.padding_side = "left"
-
-
 @pytest.mark.parametrize(
     "change, said",
     [
-        (own_forward, "OfOnesOwn is a module of your own"),
-        (returns_all_layers, "it returns the hidden states of all layers."),
-        (hooks, "a hook of your own is on BertModel"),
-        (pads_on_the_left, "the tokenizer pads on the left"),
+        (lambda model: setattr(model, "__class__", OfOnesOwn), "OfOnesOwn is a module of your own"),
+        (
+            lambda model: setattr(model[0].auto_model.config, "output_hidden_states", True),
+            "it returns the hidden states",
+        ),
+        (
+            lambda model: model[0].auto_model.register_forward_hook(lambda *_: None),
+            "a hook of your own is on BertModel",
+        ),
+        (lambda model: setattr(model.tokenizer, "padding_side", "left"), "the tokenizer pads on the left"),
     ],
 )
 def test_what_needs_padding_has_it(model, packed, monkeypatch, caplog, change, said):
