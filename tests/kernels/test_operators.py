@@ -419,11 +419,12 @@ SCORES = ("maxsim", "top 4", "top 16", "softmax 0.2", "log-sum-exp", "xtr 100", 
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dim", [7, 48, 96, 128, 200, 256, 768])
+@pytest.mark.parametrize(
+    "layout, dim", [*(("all", dim) for dim in (7, 96, 128, 200, 768)), *(("shared", dim) for dim in (48, 128, 256))]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ["all", "shared"])
 @pytest.mark.parametrize("name", SCORES)
-def test_dimensions(name, layout, dtype, dim):
+def test_dimensions(name, dtype, layout, dim):
     dim = -(-dim // 8) * 8 if name == "residual" else dim
     check(name, problem(name, dim=dim, dtype=dtype, layout=layout, slots=11, **LARGE))
 
@@ -499,7 +500,8 @@ def test_random_shapes(name, capsys):
 @pytest.mark.parametrize("name", ["maxsim", "top 4", "top 9", "splade, maxima", "xtr 256"])
 def test_ties_go_to_the_lower_positions(name):
     case = problem(name, dim=16, integers=True, dtype=torch.bfloat16, **LARGE)
-    check_exactly(name, case, 0.0 if name.startswith(("maxsim", "splade")) else 1e-6)
+    # Kernels of SPLADE round what is below 0 as well, to 21 bits.
+    check_exactly(name, case, 0.0 if name == "maxsim" else 1e-6)
 
 
 @pytest.mark.cuda

@@ -257,7 +257,8 @@ def from_hidden(project: str, normalize: bool = True) -> Operator:
 
 
 def compressed(format: str) -> Operator:
-    slack = {"int8": (1.0, 1.0), "fp8": (40.0, 10.0), "residual": (1.0, 50.0)}[format]
+    # GPUs add products of e4m3 with fewer bits, which shows where similarities of both signs cancel.
+    slack = {"int8": (1.0, 1.0), "fp8": (60.0, 15.0), "residual": (1.0, 50.0)}[format]
     return Operator(
         lambda p: maxsim(p.queries, p.documents, p.candidates),
         lambda p: reference.compressed_maxsim(p.queries, p.documents, p.candidates),
