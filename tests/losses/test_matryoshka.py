@@ -17,7 +17,6 @@ def model(encoder):
 
 
 def assert_with_and_without(loss: nn.Module, batch: list[dict], expected: tuple | None = None) -> None:
-    """The loss is what is expected without the flag, or what it is, and padding or none changes nothing."""
     plain = run(loss, batch, LABELS)
     if expected is not None:
         assert_equal(plain, expected, HOST.tolerance)

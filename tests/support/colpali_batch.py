@@ -16,7 +16,6 @@ def unit(*shape: int, seed: int) -> Tensor:
 
 
 def padding(count: int, length: int, side: str, seed: int) -> Tensor:
-    """1 for tokens that count; the first sequence has no padding, the others some on this side."""
     dead = torch.randint(1, length - 1, (count,), generator=torch.Generator().manual_seed(seed))
     dead[0] = 0
     live = torch.arange(length) >= dead[:, None]

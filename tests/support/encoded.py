@@ -54,7 +54,6 @@ def mode_of(model) -> set[str]:
 
 
 def calls_of(model, action) -> list[dict]:
-    """The features of the encoder calls that an action makes."""
     calls = []
     hook = model[0].register_forward_pre_hook(looking(lambda _module, args: calls.append(dict(args[0]))))
     action()

@@ -125,8 +125,6 @@ def each_loss() -> list:
 
 
 def operators(*places: tuple[ModuleType, str]) -> Callable[[nn.Module, pytest.MonkeyPatch], list]:
-    """A ``watch`` of calls of operators, by the modules that call them."""
-
     def watch(_model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list:
         made: list = []
         for module, name in places:
@@ -142,7 +140,6 @@ def operators(*places: tuple[ModuleType, str]) -> Callable[[nn.Module, pytest.Mo
 
 
 def encoder_calls(model: nn.Module) -> list[Tensor]:
-    """What the last layer of the encoder gives from now on, call after call."""
     made: list[Tensor] = []
 
     def note(_module, _args, output):

@@ -31,7 +31,6 @@ def _made(sizes, dtypes, device, like) -> list[Tensor | None]:
 
 
 def gradients(function: Callable, arguments: tuple) -> list[Tensor]:
-    """Results of a function, and its gradients for one gradient of each result."""
     leaves = [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
     results = function(*arguments)
     results = results if isinstance(results, tuple) else (results,)

@@ -16,7 +16,6 @@ def batch_of(model, seed: int = 0, count: int = 16):
 
 
 def losses_of(model, batches, loss_class=losses.Contrastive, autocast=torch.bfloat16, **options):
-    """Losses of some batches and the gradients of all of them together."""
     loss_function = loss_class(model, **options)
     model.zero_grad()
     values = []
@@ -30,7 +29,6 @@ def losses_of(model, batches, loss_class=losses.Contrastive, autocast=torch.bflo
 
 
 def stock_losses(model, batches, *args, autocast=torch.bfloat16, **options):
-    """Losses and gradients of PyLate's own code, in autocast and in float32."""
     with pytest.MonkeyPatch.context() as context:
         # Where a fused-kernel package is installed PyLate would score with that, under another rule for masks.
         context.setenv("PYLATE_SCORES_BACKEND", "torch")

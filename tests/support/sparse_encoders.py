@@ -39,7 +39,6 @@ def splade(path: str, **pooling: object) -> SparseEncoder:
 
 
 def inference_free(path: str) -> SparseEncoder:
-    """The same with a weight for each term of a query, and no encoder there."""
     documents = [masked_lm(path), SpladePooling()]
     queries = [SparseStaticEmbedding(AutoTokenizer.from_pretrained(path))]
     return _sparse_encoder(Router.for_query_document(queries, documents, default_route="document"))

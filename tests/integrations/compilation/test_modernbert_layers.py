@@ -180,7 +180,7 @@ def _subclassed(model):
 
 def _other_activation(model):
     for layer in encoder_layers(model):
-        layer.mlp.act = nn.GELU(approximate="tanh")
+        layer.mlp.act.act = partial(nn.functional.gelu, approximate="tanh")
 
 
 CHANGES = _hooked, _with_adapter, _forked, _subclassed, _other_activation
@@ -197,6 +197,18 @@ def test_what_is_not_stock_runs_as_it_is(encoder, used, change):
     with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
         compilation_layers.compile_layers(model)
         assert_equal(run(loss_function, batch), expected)
+    assert not used
+
+
+def test_a_hook_on_all_modules(encoder, used):
+    model = load_model(encoder("modernbert")).double()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+            compilation_layers.compile_layers(model)
+            run(losses.Contrastive(model), batch_of(model))
+    finally:
+        handle.remove()
     assert not used
 
 

@@ -38,7 +38,6 @@ WHERE += [
 
 
 def found():
-    """What stands there and, of a function, what it runs and what is noted on it."""
     values = [inspect.getattr_static(owner, name) for owner, name in WHERE]
     return [
         (value, getattr(value, "__code__", None), "__wrapped__" in getattr(value, "__dict__", ())) for value in values

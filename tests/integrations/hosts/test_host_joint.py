@@ -67,8 +67,6 @@ def around(model, step, flip) -> None:
 
 
 class Freezes(Around, DistributedDataParallel):
-    """As DistributedDataParallel may be used: documents have no gradients."""
-
     def forward(self, features, *args, **kwargs):
         with torch.set_grad_enabled(self.change(features) is features):
             return self.module(features, *args, **kwargs)
