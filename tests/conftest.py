@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -112,7 +110,7 @@ def _nothing_left_behind():
 
         disable()
         encoding_encode.release()
-        log._said.clear()
+        log.reset_log_once()
 
 
 @pytest.fixture
@@ -123,11 +121,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     made: list[None] = []
     operator = pylate_scores.maxsim
 
-    def counted(*args, **kwargs):
-        made.append(None)
-        return operator(*args, **kwargs)
-
-    monkeypatch.setattr(pylate_scores, "maxsim", counted)
+    monkeypatch.setattr(
+        pylate_scores, "maxsim", lambda *args, **options: made.append(None) or operator(*args, **options)
+    )
     return made
 
 

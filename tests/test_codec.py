@@ -5,11 +5,13 @@ import os
 import pickle
 import random
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save
 
 from pylate_fastmaxsim import ResidualCodec
 from tests.support.power_cut import states, written
@@ -32,24 +34,10 @@ def test_codes_are_those_of_an_index_of_fast_plaid(bits, tmp_path):
     best, second = (vectors.half().float() @ codec.centroids.float().T).topk(2, dim=1).values.unbind(dim=1)
     clear = best - second > 1e-3
     assert clear.float().mean() > 0.95
-    assert torch.equal(codes[clear].long(), written("0.codes")[clear])
-    assert torch.equal(packed[clear], written("0.residuals")[clear])
-    torch.testing.assert_close(
-        codec.decode(codes, packed, scales), codec.decode(codes, packed, None), rtol=3e-3, atol=0
-    )
-
-
-@pytest.mark.parametrize("bits", [1, 2, 4])
-def test_bits_lie_where_pylate_packs_them(bits):
-    codec = ResidualCodec(torch.zeros(1, 8).half(), random_codec(8, bits).weights, random_codec(8, bits).cutoffs)
-    vectors = unit_vectors(500, 8)
-    buckets = torch.bucketize(vectors.half().float(), codec.cutoffs)
-    # Of each number the lowest bit first.
-    expected = np.packbits((buckets[..., None] >> torch.arange(bits) & 1).flatten(1).numpy(), axis=1)
-    codes, packed, _ = codec.encode(vectors)
-    assert not codes.any() and torch.equal(packed, torch.from_numpy(expected))
-    assert torch.equal(codec.byte_values[packed.long()].flatten(1), codec.weights[buckets])
-    assert len(buckets.unique()) == 2**bits
+    for ours, name in ((codes.long(), "codes"), (packed, "residuals")):
+        assert torch.equal(ours[clear], written(f"0.{name}")[clear])
+    decoded = (codec.decode(codes, packed, lengths) for lengths in (scales, None))
+    torch.testing.assert_close(*decoded, rtol=3e-3, atol=0)
 
 
 def test_a_vector_keeps_its_length():
@@ -80,7 +68,7 @@ def test_what_a_codec_keeps_for_later_has_backwards_and_stays_in_its_process():
         kept = codec.byte_values, codec.to("meta").centroids
     assert not any(tensor.is_inference() for tensor in kept)
     again = pickle.loads(pickle.dumps(codec))
-    assert torch.equal(again.byte_values, kept[0]) and again.to("meta") is not codec.to("meta")
+    assert numbers_of(again) == numbers_of(codec) and again.to("meta") is not codec.to("meta")
 
 
 def test_training_finds_centroids_and_quantiles():
@@ -101,26 +89,17 @@ def test_training_finds_centroids_and_quantiles():
 
 
 def test_what_is_no_codec_is_named(tmp_path):
-    from safetensors.torch import save_file
-
     file = tmp_path / "codec.safetensors"
     codec = random_codec(12, 2)
     codec.save(file)
-    content = file.read_bytes()
-    writers = [lambda size=size: file.write_bytes(content[:size]) for size in range(0, len(content), 97)]
-    for write in (*writers, lambda: save_file({"centroids": codec.centroids}, file)):
-        write()
-        with pytest.raises(
-            ValueError, match=f"^ResidualCodec.load: {file} is damaged, or no codec .*; put it back as [^\n]*$"
-        ):
+    whole = file.read_bytes()
+    said = f"^ResidualCodec.load: {file} is damaged, or no codec .*; put it back as [^\n]*$"
+    for content in (*(whole[:size] for size in range(0, len(whole), 97)), save({"centroids": codec.centroids})):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=said):
             ResidualCodec.load(file)
     with pytest.raises(FileNotFoundError):
         ResidualCodec.load(tmp_path / "another")
-    with pytest.raises(IsADirectoryError):
-        ResidualCodec.load(tmp_path)
-
-
-FLIPS = 400
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
@@ -130,7 +109,7 @@ def test_a_flipped_bit_of_a_codec_changes_no_number(bits, tmp_path):
     codec.save(file)
     content = file.read_bytes()
     assert numbers_of(ResidualCodec.load(file)) == numbers_of(codec)
-    for _ in range(FLIPS):
+    for _ in range(400):
         damaged = bytearray(content)
         damaged[numbers.randrange(len(content))] ^= 1 << numbers.randrange(8)
         file.write_bytes(damaged)
@@ -144,21 +123,19 @@ def numbers_of(codec: ResidualCodec) -> list[list]:
     return [getattr(codec, name).tolist() for name in ("centroids", "weights", "cutoffs")]
 
 
-def test_saving_leaves_the_old_codec_or_the_new_one(tmp_path, monkeypatch):
+def test_saving_leaves_the_old_codec_or_the_new_one(tmp_path):
     old, new = random_codec(8, 2), random_codec(8, 4)
     root = tmp_path / "root"
     root.mkdir()
     old.save(root / "codec.safetensors")
-    found = states(root, lambda: new.save(root / "codec.safetensors"), cuts=20)
-    for number, (_, state) in enumerate(found):
+    for number, (_, state) in enumerate(states(root, lambda: new.save(root / "codec.safetensors"), cuts=20)):
         left = ResidualCodec.load(written(state, tmp_path / str(number)) / "codec.safetensors")
         assert numbers_of(left) in (numbers_of(old), numbers_of(new))
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device: '.*root/codec.safetensors'$"):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        mock.patch.object(os, "fsync", side_effect=full),
+        pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device: '.*root/codec.safetensors'$"),
+    ):
         old.save(root / "codec.safetensors")
     assert numbers_of(ResidualCodec.load(root / "codec.safetensors")) == numbers_of(new)
     assert os.listdir(root) == ["codec.safetensors"]
@@ -178,23 +155,15 @@ def changed(**tensors):
         (lambda: changed(cutoffs=torch.full((3,), torch.nan)), "cutoffs must be finite"),
         (lambda: changed(cutoffs=torch.tensor([0.1, -0.1, 0.2])), "cutoffs must be ascending"),
         (lambda: changed(centroids=torch.zeros(0, 8).half()), "at least one centroid"),
-        (
-            lambda: changed(centroids=torch.zeros(1, 6).half()),
-            r"d \* bits must be a multiple of 8, got d = 6 and 2 bits",
-        ),
-        (
-            lambda: changed(weights=torch.zeros(4, device="meta").half()),
-            "weights must be on cpu, as the rest, got meta",
-        ),
+        (lambda: changed(centroids=torch.zeros(1, 6).half()), r"d \* bits must be a multiple of 8, got d = 6 and 2"),
+        (lambda: changed(weights=torch.zeros(4, device="meta").half()), "weights must be on cpu, .* got meta"),
         (lambda: random_codec(8, 2).encode(torch.zeros(3, 16)), "the codec is for d = 8, but the vectors have d = 16"),
         (lambda: random_codec(8, 2).encode(torch.zeros(3, 8).int()), r"floating point \[T, d\], got torch.int32"),
         (lambda: random_codec(8, 2).encode(torch.zeros(3, 8, device="meta")), "on cpu and the vectors on meta"),
         (lambda: ResidualCodec.train(torch.zeros(9, 8), bits=3), "train: bits must be 1, 2 or 4, got 3"),
-        (lambda: ResidualCodec.train(torch.zeros(9, 6)), "multiple of 8, got d = 6 and 2 bits"),
         (lambda: ResidualCodec.train(torch.zeros(9)), r"sample must be floating point \[n, d\]"),
         (lambda: ResidualCodec.train(torch.full((9, 8), torch.inf)), "sample must be finite"),
         (lambda: ResidualCodec.train(torch.zeros(9, 8), centroids=9), "one vector more than centroids, got 9 for 9"),
-        (lambda: ResidualCodec.train(torch.zeros(1, 8)), "one vector more than centroids"),
     ],
 )
 def test_errors_say_what_is_allowed(make, message):

@@ -23,56 +23,43 @@ def live(batch: TokenBatch) -> torch.Tensor:
     return batch.values.isfinite().all(dim=1)
 
 
+def assert_same(one: CompressedBatch, other: CompressedBatch) -> None:
+    for ours, theirs in zip(one.tokens.tensors, other.tokens.tensors, strict=True):
+        assert torch.equal(ours.view(torch.uint8).cpu(), theirs.view(torch.uint8).cpu())
+    assert torch.equal(one.decompress().values.cpu(), other.decompress().values.cpu())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("format", FORMATS)
 def test_numbers_come_back_within_half_a_step(format, dtype):
     batch = documents(dtype)
-    rows = live(batch)
-    decompressed = compressed_as(batch, format).decompress(torch.float64)
-    assert decompressed.values.isfinite().all()
-    errors = (decompressed.values - batch.values.double())[rows]
-    numbers = batch.values.double()[rows].abs()
+    rows, exact = live(batch), batch.values.double()
+    decompressed = compressed_as(batch, format).decompress(torch.float64).values
+    assert decompressed.isfinite().all()
+    errors, numbers = (decompressed - exact)[rows].abs(), exact[rows].abs()
     if format == "int8 by token":
-        assert (errors.abs() <= numbers.amax(dim=1, keepdim=True) / 254 * 1.0001).all()
+        assert (errors <= numbers.amax(dim=1, keepdim=True) / 254 * 1.0001).all()
     elif format == "int8":
-        assert (errors.abs() <= numbers.amax() / 254 * 1.0001).all()
-        first = slice(batch.starts[0], batch.starts[0] + batch.lengths[0])
-        largest = batch.values[first].nan_to_num().abs().max().double()
-        assert ((decompressed.values - batch.values.double())[first].nan_to_num().abs() <= largest / 254 * 1.0001).all()
+        for start, length in zip(batch.starts, batch.lengths, strict=True):
+            own = slice(start, start + length)
+            bound = exact[own].nan_to_num().abs() / 254 * 1.0001
+            assert length == 0 or ((decompressed - exact)[own].nan_to_num().abs() <= bound.max()).all()
     elif format == "fp8":  # 3 bits behind the first, and steps of 2**-9 * 2**-7 below
-        assert (errors.abs() <= (numbers / 16).clamp(min=2**-17)).all()
+        assert (errors <= (numbers / 16).clamp(min=2**-17)).all()
     else:
-        norms = decompressed.values.norm(dim=1), batch.values.double().norm(dim=1)
-        torch.testing.assert_close(norms[0][rows], norms[1][rows], rtol=1e-6, atol=0)
+        torch.testing.assert_close(decompressed[rows].norm(dim=1), numbers.norm(dim=1), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_small_chunks_give_the_same(format, monkeypatch):
-    batch = documents()
-    whole = compressed_as(batch, format)
+    whole = compressed_as(documents(), format)
     monkeypatch.setattr("pylate_fastmaxsim.codec.AT_ONCE", 48)
-    parts = compressed_as(batch, format)
-    for one, other in zip(whole.tokens.tensors, parts.tokens.tensors, strict=True):
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-    assert torch.equal(whole.decompress().values, parts.decompress().values)
+    assert_same(compressed_as(documents(), format), whole)
+    queries = torch.randn(9, 16)
     for name in ("int8", "fp8"):
-        queries = torch.randn(9, 16)
         pieces = [rounded_queries(part, name) for part in queries.split(1)]
         for one, other in zip(rounded_queries(queries, name), zip(*pieces, strict=True), strict=True):
             assert torch.equal(one.float(), torch.cat(other).float())
-
-
-def test_an_int8_scale_is_that_of_the_document():
-    batch = documents(lengths=(4, 0, 5), masked=False)
-    batch.values[batch.starts[0]] *= 100
-    by_document = compress(batch, "int8")
-    for i in (0, 2):
-        rows = slice(batch.starts[i], batch.starts[i] + batch.lengths[i])
-        assert by_document.tokens.scales[i] == batch.values[rows].abs().max() / 127
-        assert by_document.tokens.values[rows].abs().max() == 127
-    assert by_document.tokens.scales[1] == 0
-    by_token = compress(batch, "int8", per_token=True)
-    assert (by_token.tokens.values[live(batch)].abs().amax(dim=1) == 127).all()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -81,9 +68,8 @@ def test_selected_documents_are_those_documents(format):
     index = torch.tensor([3, 0, 3, 1, 5])
     whole, few = compressed_as(batch, format), compressed_as(batch, format).select(index)
     expected = whole.decompress().select(index).to_padded()
-    for one, other in zip(few.decompress().to_padded(), expected, strict=True):
-        assert torch.equal(one, other)
-    assert few.tokens.tensors[0] is not None and few.format == format.split()[0]
+    assert all(map(torch.equal, few.decompress().to_padded(), expected))
+    assert few.format == format.split()[0]
     # Also where documents share rows before they are compressed.
     again = compressed_as(batch.select(index), format)
     if format != "fp8":  # whose scale may differ
@@ -107,32 +93,20 @@ def test_documents_that_share_some_rows_are_refused(format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_vectors_that_want_a_gradient_are_refused(format):
-    batch = documents()
-    batch = batch.with_values(batch.values.clone().requires_grad_())
-    with pytest.raises(ValueError, match="compressed documents have no gradient, but these vectors want one; detach"):
-        compressed_as(batch, format)
-    with torch.no_grad():
-        assert not any(tensor.requires_grad for tensor in compressed_as(batch, format).tokens.tensors)
-
-
-@pytest.mark.parametrize("format", FORMATS)
 def test_batches_can_be_pickled(format):
     batch = compressed_as(documents(), format)
-    again = pickle.loads(pickle.dumps(batch))
-    assert torch.equal(again.decompress().values, batch.decompress().values) and again.format == batch.format
+    assert_same(pickle.loads(pickle.dumps(batch)), batch)
 
 
 def test_the_scale_of_fp8_fits_the_numbers():
-    def scale_of(*numbers, **options):
-        return compress(TokenBatch.from_list([torch.tensor([numbers])]), "fp8", **options).tokens.scale
+    def scale_of(*numbers):
+        return compress(TokenBatch.from_list([torch.tensor([numbers])]), "fp8").tokens.scale
 
     assert scale_of(1.75, -0.1) == scale_of(2**-8, 0.0) == scale_of(0.0, 0.0) == 2**-8
     assert scale_of(1.75 * 2**-20, 0.0) == 2**-28  # 2**-8 would leave zeros
     assert scale_of(1.7500002, 0.0) == 2**-7
     assert scale_of(-448.0, 3.0) == 1
     assert scale_of(448.5, 3.0) == 2
-    assert scale_of(0.5, 0.5, _scale=2.0**-3) == 2**-3
 
 
 def test_rounded_queries():
@@ -148,9 +122,8 @@ def test_rounded_queries():
     largest = large.double().abs().amax(dim=1) / scales.double()
     assert ((largest > 224) & (largest <= 448)).all()
     assert torch.equal(torch.frexp(scales).mantissa, torch.full((500,), 0.5))
-    torch.testing.assert_close(
-        values.double() * scales.double()[:, None], large.double(), rtol=1 / 16, atol=2**-10 * 1e38
-    )
+    product = values.double() * scales.double()[:, None]
+    torch.testing.assert_close(product, large.double(), rtol=1 / 16, atol=2**-10 * 1e38)
 
     values, scales = rounded_queries(numbers, "int8")
     assert values[0].tolist() == [127, 0] and scales[0] == 448 / 127
@@ -190,35 +163,29 @@ def test_similarities_differ_by_no_more_than_docs_say(format):
     one_token = ragged(torch.Generator().manual_seed(1), [1] * 40, 16, torch.float64)
     unit = one_token.with_values(torch.nn.functional.normalize(one_token.values))
     documents = compressed_as(unit, format)
-    exact = reference.maxsim(unit, unit)
-    actual = reference.compressed_maxsim(unit, documents)
-    rows = unit.starts
-    numbers, decompressed = unit.values[rows], documents.decompress(torch.float64).values[rows]
+    errors = (reference.compressed_maxsim(unit, documents) - reference.maxsim(unit, unit)).abs()
+    numbers, decompressed = (each.values[unit.starts] for each in (unit, documents.decompress(torch.float64)))
     if format == "fp8":
         bound = 0.13 * numbers.abs() @ numbers.abs().T + 1e-4
     else:
         scale = numbers.abs().amax(dim=1) / 127
         bound = (numbers.abs().sum(1)[:, None] * scale + scale[:, None] * decompressed.abs().sum(1)) / 2 + 1e-6
-    assert ((actual - exact).abs() <= bound).all()
-    assert (actual - exact).abs().max() > bound.max() / 20
+    assert (errors <= bound).all() and errors.max() > bound.max() / 20
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_gpu_makes_the_same(format):
     batch = documents()
-    on_gpu = TokenBatch(
-        *(tensor.cuda() for tensor in (batch.values, batch.starts, batch.lengths)), batch.max_length, batch.keep.cuda()
-    )
+    tensors = [each.cuda() for each in (batch.values, batch.starts, batch.lengths, batch.keep)]
+    on_gpu = TokenBatch(*tensors[:3], batch.max_length, tensors[3])
     here = compressed_as(batch, format)
     if format == "residual 4":  # codes as chosen here: the nearest of two may differ by rounding
         there = here.to("cuda")
         torch.testing.assert_close(compress(on_gpu, there.tokens.codec).tokens.scales.cpu(), here.tokens.scales)
     else:
         there = compressed_as(on_gpu, format)
-    for one, other in zip(here.tokens.tensors, there.tokens.tensors, strict=True):
-        assert torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8))
-    assert torch.equal(here.decompress().values, there.to("cuda:0").decompress().values.cpu())
+    assert_same(here, there.to("cuda:0"))
 
 
 VALUES, SCALES = torch.zeros(3, 8, dtype=torch.int8), torch.zeros(3)
@@ -232,34 +199,31 @@ def batch_of(tokens, **changes) -> CompressedBatch:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: compress(torch.zeros(2, 3, 4), "int8"), "compress: batch must be a TokenBatch, got Tensor"),
+        (lambda: batch_of(VALUES), "tokens must be Int8, Fp8 or Residual, got Tensor"),
         (lambda: compress(documents(), "int4"), 'format must be "int8", "fp8" or a ResidualCodec, got \'int4\''),
         (lambda: compress(documents(), "fp8", per_token=True), 'per_token goes with the format "int8" alone'),
         (lambda: compress(documents(), random_codec(8, 4)), "compress: the codec is for d = 8, but .* have d = 16"),
         (lambda: batch_of(Int8(VALUES, SCALES, True), lengths=3 * ONE), "CompressedBatch: lengths must be from 0 to"),
         (lambda: batch_of(Int8(VALUES, SCALES, True), starts=3 * ONE), "rows 0 to T = 3 of tokens, got 3 to 4"),
         (lambda: batch_of(Int8(VALUES, SCALES, False)), r"scales must be \[N\] with N = 1, got \[3\]"),
-        (
-            lambda: batch_of(Int8(VALUES, SCALES, True), keep=torch.ones(2).bool()),
-            r"keep must be bool \[T\] with T = 3",
-        ),
+        (lambda: batch_of(Int8(VALUES, SCALES, True), keep=torch.ones(2).bool()), r"keep must be bool \[T\] with T"),
     ],
 )
 def test_errors_say_what_is_allowed(make, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make()
 
 
-@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf, 1e39])
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_live_token_that_is_not_finite_is_refused(format, number):
-    batch = documents(torch.float64)
-    batch.values[live(batch).nonzero()[3], 5] = number
-    with pytest.raises(ValueError, match="compress: token vectors must be finite in float32, got NaN or infinity"):
-        compressed_as(batch, format)
-
-
-def test_what_is_of_another_type_is_named():
-    with pytest.raises(TypeError, match="compress: batch must be a TokenBatch, got Tensor"):
-        compress(torch.zeros(2, 3, 4), "int8")
-    with pytest.raises(TypeError, match="tokens must be Int8, Fp8 or Residual, got Tensor"):
-        batch_of(VALUES)
+def test_live_tokens_that_are_not_finite_or_want_a_gradient_are_refused(format):
+    for number in (torch.nan, torch.inf, -torch.inf, 1e39):
+        batch = documents(torch.float64)
+        batch.values[live(batch).nonzero()[3], 5] = number
+        with pytest.raises(ValueError, match="compress: token vectors must be finite in float32, got NaN or infinity"):
+            compressed_as(batch, format)
+    learned = documents().with_values(documents().values.requires_grad_())
+    with pytest.raises(ValueError, match="compressed documents have no gradient, but these vectors want one; detach"):
+        compressed_as(learned, format)
+    with torch.no_grad():
+        assert not any(tensor.requires_grad for tensor in compressed_as(learned, format).tokens.tensors)

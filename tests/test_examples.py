@@ -1,7 +1,5 @@
 """The examples of README and docs/ run as printed, with stand-ins for models of the Hub; more are run beside what they show."""
 
-from __future__ import annotations
-
 import json
 import re
 from types import SimpleNamespace
@@ -9,8 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytest.importorskip("pylate")
+
+from sentence_transformers import SparseEncoder
+from sentence_transformers.sparse_encoder.models import MLMTransformer, SpladePooling
+from tokenizers import Tokenizer, models, pre_tokenizers
+
 import pylate_fastmaxsim
+from tests.support.compared import batch_of
 from tests.support.examples import PAGES, example, training_example
+from tests.support.models import load_model
 from tests.support.paths import ROOT
 
 MODERNBERT = '"answerdotai/ModernBERT-base"'
@@ -37,49 +43,49 @@ def test_each_block_of_code_is_run_or_says_why_not():
     assert not [name for name in named if f'"{name}"' not in run]
 
 
-def test_examples_of_the_operators_run():
+# Examples in the order in which they go on with each other's names, and what holds after each.
+EXAMPLES = {
+    "operators": {
+        "operators": lambda names: names.scores.shape == (4, 3) and names.pairs.shape == (4, 1),
+        "search-corpus": lambda names: names.best.shape == names.positions.shape == (4, 2),
+        "documents-in-place": lambda names: names.scores.shape == (8, 3),
+        "sparse-index": lambda names: (names.scores.tolist(), names.positions.tolist()) == ([[3.0, 2.0]], [[2, 0]]),
+    },
+    "compressed": {
+        "compress": lambda names: (
+            (names.scores.argmax(dim=1).tolist(), names.some.shape) == ([0, 2], (2, 2))
+            and names.vectors.values.dtype == torch.bfloat16
+            and names.documents.values.nbytes > 3 * names.small.nbytes > 6 * names.smaller.nbytes
+        ),
+        "compressed-corpus": lambda names: (
+            names.positions[:, 0].tolist() == [7, 130] and names.coarse.nbytes < names.fine.nbytes / 6
+        ),
+    },
+    "plaid": {
+        "plaid": lambda names: (
+            [found[0] for found in names.exhaustive] == [found[0] for found in names.pruned] == ["d7", "d130"]
+        )
+    },
+    "splade": {"splade-pool": lambda names: names.values.shape == (3, 1000) and names.weight.grad is not None},
+    "pooled": {"pooled-scores": lambda names: all(each.grad is not None for each in names.model[1].parameters())},
+}
+
+
+@pytest.mark.parametrize("examples", EXAMPLES.values(), ids=EXAMPLES)
+def test_examples_run(examples, encoder):
     names: dict = {}
-    exec(example("operators"), names)
-    assert names["scores"].shape == (4, 3) and names["pairs"].shape == (4, 1)
-    exec(example("search-corpus"), names)
-    assert names["best"].shape == names["positions"].shape == (4, 2)
-    exec(example("documents-in-place"), names)
-    assert names["scores"].shape == (8, 3)
-    exec(example("sparse-index"), names)
-    assert (names["scores"].tolist(), names["positions"].tolist()) == ([[3.0, 2.0]], [[2, 0]])
-
-
-def test_the_example_of_compressed_documents_runs():
-    names: dict = {}
-    exec(example("compress"), names)
-    assert names["scores"].argmax(dim=1).tolist() == [0, 2] and names["some"].shape == (2, 2)
-    assert names["vectors"].values.dtype == torch.bfloat16
-    assert names["documents"].values.nbytes > 3 * names["small"].nbytes > 6 * names["smaller"].nbytes
-    exec(example("compressed-corpus"), names)
-    assert names["positions"][:, 0].tolist() == [7, 130] and names["coarse"].nbytes < names["fine"].nbytes / 6
-
-
-def test_the_example_of_an_index_of_plaid_runs():
-    pytest.importorskip("pylate")
-    names: dict = {}
-    exec(example("plaid"), names)
-    assert [found[0] for found in names["exhaustive"]] == [found[0] for found in names["pruned"]] == ["d7", "d130"]
+    for name, holds in examples.items():
+        exec(example(name).replace(MODERNBERT, repr(encoder("modernbert"))), names)
+        assert holds(SimpleNamespace(**names)), name
 
 
 def test_the_script_with_the_flag_trains(encoder):
-    pytest.importorskip("pylate")
-    pytest.importorskip("datasets")
-    script = training_example("pylate-script", "answerdotai/ModernBERT-base", encoder("modernbert"))
     names: dict = {}
-    exec(script, names)
+    exec(training_example("pylate-script", "answerdotai/ModernBERT-base", encoder("modernbert")), names)
     assert names["trainer"].state.global_step == 1
 
 
 def test_the_example_of_sparse_search_finds_documents(encoder):
-    pytest.importorskip("sentence_transformers")
-    from sentence_transformers import SparseEncoder
-    from sentence_transformers.sparse_encoder.models import MLMTransformer, SpladePooling
-
     SparseEncoder(modules=[MLMTransformer(encoder("bert")), SpladePooling()]).save("model")
     names: dict = {}
     exec(example("sparse-encoder", {'"naver/splade-v3"': '"model"'}), names)
@@ -88,14 +94,9 @@ def test_the_example_of_sparse_search_finds_documents(encoder):
 
 
 def test_the_examples_of_static_late_interaction_find_documents():
-    pytest.importorskip("sentence_transformers")
     model2vec = pytest.importorskip("model2vec", reason="needs model2vec: pip install model2vec")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {
-        word: number for number, word in enumerate(("[UNK]", "bees", "Bees", "dance", "dancing", "Bread", "bread"))
-    }
-    tokenizer = Tokenizer(models.WordLevel(words, "[UNK]"))
+    words = ("[UNK]", "bees", "Bees", "dance", "dancing", "Bread", "bread")
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     model2vec.StaticModel(torch.eye(7)[[0, 1, 1, 3, 3, 5, 5]].numpy(), tokenizer).save_pretrained("table")
     names: dict = {}
@@ -105,21 +106,7 @@ def test_the_examples_of_static_late_interaction_find_documents():
     assert names["scores"].shape == (2, 2)
 
 
-def test_the_example_of_the_head_of_splade_runs():
-    names: dict = {}
-    exec(example("splade-pool"), names)
-    assert names["values"].shape == (3, 1000) and names["weight"].grad is not None
-
-
-def test_the_losses_with_other_poolings_train(encoder):
-    pytest.importorskip("pylate")
-    names: dict = {}
-    exec(example("pooled-scores", {MODERNBERT: repr(encoder("modernbert"))}), names)
-    assert all(weight.grad is not None for weight in names["model"][1].parameters())
-
-
 def test_the_lines_that_switch_pylate_on(encoder):
-    pytest.importorskip("pylate")
     names: dict = {}
     lines = example("enable-pylate", {MODERNBERT: repr(encoder("modernbert"))}).splitlines()
     exec("\n".join(line[1:] for line in lines), names)
@@ -128,20 +115,12 @@ def test_the_lines_that_switch_pylate_on(encoder):
 
 
 def test_losses_that_the_hosts_lack(encoder):
-    pytest.importorskip("pylate")
-    from tests.support.models import features, load_model
-
-    model = load_model(encoder("modernbert"))
-    names = {"model": model}
-    texts = (
-        ["bees dance", "bread rises"],
-        ["Bees tell by dancing.", "Yeast makes gas."],
-        ["Sand.", "The moon was dusty."],
-    )
+    names = {"model": load_model(encoder("modernbert"))}
+    batch = batch_of(names["model"], queries=2)
     exec(example("contrastive-distillation"), names)
-    assert names["loss"](features(model, *texts), torch.rand(2, 2)).requires_grad
+    assert names["loss"](batch, torch.rand(2, 2)).requires_grad
     exec(example("matryoshka", {"(128, 64)": "(16, 8)"}), names)
-    assert names["loss"](features(model, *texts)).requires_grad
+    assert names["loss"](batch).requires_grad
 
 
 def test_the_example_of_files_of_impacts_builds_an_index(tmp_path):
@@ -154,10 +133,8 @@ def test_the_example_of_files_of_impacts_builds_an_index(tmp_path):
 
 
 def test_the_example_of_shares_searches_an_index(monkeypatch, tmp_path):
-    """One process, on a CPU."""
-    pytest.importorskip("sentence_transformers")
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost"}.items():
-        monkeypatch.setenv(name, str(value))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
     on_a_cpu = {
         "torch.cuda.set_device(place)": "",
         '"nccl"': f'"gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=ranks',
@@ -174,13 +151,9 @@ def test_the_example_of_shares_searches_an_index(monkeypatch, tmp_path):
 
 
 def test_a_token_table_becomes_a_static_model(encoder, tmp_path):
-    pytest.importorskip("pylate")
-    from pylate_fastmaxsim import StaticLateInteraction
-    from tests.support.models import load_model
-
     load_model(encoder("longrope", num_hidden_layers=0), do_query_expansion=False).save_pretrained("table")
     exec(example("from-pylate", {'"runs/static_late_interaction/model"': '"table"'}), {})
-    assert StaticLateInteraction.load("static").threshold == 0.6
+    assert pylate_fastmaxsim.StaticLateInteraction.load("static").threshold == 0.6
 
 
 @pytest.mark.cuda
@@ -189,20 +162,13 @@ def test_the_example_of_a_warmup_compiles(capsys):
     assert capsys.readouterr().out
 
 
-def losses_of(printed: str) -> set[str]:
-    return set(re.findall(r"loss ([\d.]+)", printed))
-
-
 def test_the_script_of_who_trains_with_pylate_prints_one_loss(capsys):
-    """With fewer layers and texts."""
-    pytest.importorskip("pylate")
     smaller = {"num_hidden_layers=4": "num_hidden_layers=2", "range(3)": "range(1)", "min(290": "min(60"}
     exec(example("pylate-gain", smaller), {})
     printed = capsys.readouterr().out
-    assert printed.count(" s a step") == 2 and len(losses_of(printed)) == 1
+    assert printed.count(" s a step") == 2 and len({*re.findall(r"loss ([\d.]+)", printed)}) == 1
 
 
 def test_the_script_of_who_searches_finds_the_same(capsys):
-    """Among fewer documents."""
     exec(example("search-gain", {"(2000,)": "(100,)"}), {})
     assert "the same documents: True" in capsys.readouterr().out

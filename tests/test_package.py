@@ -1,6 +1,8 @@
-"""The package's public names are listed, and loaded when they are first asked for; what it needs is declared."""
+"""The package's public names are listed, and loaded when they are first asked for; what it needs is declared, and examples run."""
 
 import ast
+import doctest
+import importlib
 import re
 import subprocess
 import sys
@@ -24,8 +26,7 @@ def test_a_name_is_loaded_when_it_is_first_asked_for_and_kept():
         "assert 'maxsim' in dir(pylate_fastmaxsim) and 'pylate_fastmaxsim.ops.maxsim' not in sys.modules\n"
         "function = pylate_fastmaxsim.maxsim\n"
         "assert vars(pylate_fastmaxsim)['maxsim'] is function is sys.modules['pylate_fastmaxsim.ops.maxsim'].maxsim\n"
-        "for name in pylate_fastmaxsim.__all__:\n"
-        "    assert getattr(pylate_fastmaxsim, name) is not None\n"
+        "assert None not in [getattr(pylate_fastmaxsim, name) for name in pylate_fastmaxsim.__all__]\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -40,8 +41,8 @@ ROOMS = {
     "files": "replace < lock record",
     "reporting": "numbers table figures environment < page",
     "kernels": (
-        "runtime < primitives < maxsim winner_backward projection attention layers sparse < xtr pooled compressed "
-        "splade"
+        "runtime < primitives < maxsim winner_backward projection attention layers sparse "
+        "< xtr pooled compressed splade"
     ),
     "retrieval": (
         "topk impacts < formats < corpus < search plaid sparse_files sparse_search < sparse_index < static < soundness"
@@ -57,18 +58,16 @@ ROOMS = {
         "validate < load < training < targets < mining comparison search < robustness"
     ),
 }
-# Pairs of modules that do not keep to it yet. The list only shrinks.
-EXCEPTIONS: set[tuple[str, str]] = set()
-HOSTS = {"pylate", "colpali_engine", "sentence_transformers", "transformers"}
 # Used where it is there; where not, a line of log or an error says what to install. PyTorch brings the release of `cuda`
 # that fits its own, and PyLate brings fastkmeans.
 OPTIONAL = {"cuda", "fastkmeans"}
 PACKAGE = Path(pylate_fastmaxsim.__file__).parent
 
 
-def imported(file):
-    """Modules that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+def imported(file, inside=True):
+    """Modules that a file imports, anywhere in it or outside of its functions."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree) if inside else tree.body:
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -84,7 +83,6 @@ def room_of(module, package):
 @pytest.mark.parametrize("package", ROOMS)
 def test_imports_run_one_way(package):
     level = {room: line for line, rooms in enumerate(ROOMS[package].split(" < ")) for room in rooms.split()}
-    wrong = set()
     for file in (PACKAGE / package).rglob("*.py"):
         module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
         room = room_of(module, package)
@@ -93,26 +91,22 @@ def test_imports_run_one_way(package):
         assert room in level, f"{module} stands in no room: name it in ROOMS."
         for other in imported(file):
             # What is no room is a name of the package itself.
-            if (below := room_of(other, package)) in level and below != room and level[below] >= level[room]:
-                wrong.add((module, other))
-    assert wrong == {pair for pair in EXCEPTIONS if room_of(pair[0], package)}
+            below = room_of(other, package)
+            assert below not in level or below == room or level[below] < level[room], (module, other)
 
 
 def test_only_what_stands_above_the_operators_knows_host_libraries():
     for file in PACKAGE.rglob("*.py"):
         room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if room not in ("integrations", "losses", "comparison", "recipes", "precompile", "cli", "run"):
-            assert not HOSTS & {module.partition(".")[0] for module in imported(file)}, file
+            hosts = {"pylate", "colpali_engine", "sentence_transformers", "transformers"}
+            assert not hosts & {module.partition(".")[0] for module in imported(file)}, file
 
 
 def test_comparing_needs_no_extra_until_it_reports():
-    """Scripts are compared where there is no extra."""
     for file in (PACKAGE / "comparison").glob("*.py"):
-        nodes = [node for node in ast.parse(file.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
-        for node in nodes:
-            names = [node.module] if isinstance(node, ast.ImportFrom) else [name.name for name in node.names]
-            packages = {name.partition(".")[0] for name in names}
-            assert packages <= sys.stdlib_module_names | {"torch", "numpy", "pylate_fastmaxsim"}, (file.name, packages)
+        packages = {module.partition(".")[0] for module in imported(file, inside=False)}
+        assert packages <= sys.stdlib_module_names | {"torch", "numpy", "pylate_fastmaxsim"}, (file.name, packages)
 
 
 def test_a_folder_at_any_depth_holds_at_most_twelve_files_of_its_own():
@@ -138,3 +132,17 @@ def test_what_is_imported_is_declared():
             if package not in sys.stdlib_module_names | OPTIONAL:
                 names = {name.replace("_", "-").lower() for name in known.get(package, [package])}
                 assert package == "pylate_fastmaxsim" or names & set(declared), (file, package)
+
+
+EXAMPLES = [
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if ">>>" in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("module", EXAMPLES)
+def test_examples_of_docstrings_run(module, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    failed, attempted = doctest.testmod(importlib.import_module(module))
+    assert failed == 0 and attempted > 0

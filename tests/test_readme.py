@@ -1,7 +1,7 @@
-"""README and docs/: tables are those of the committed results, links and names lead somewhere, examples run."""
+"""README and docs/: tables are those of the committed results, generated parts those of the code, and links and names lead somewhere."""
 
-from __future__ import annotations
-
+import ast
+import importlib
 import inspect
 import re
 import shlex
@@ -16,37 +16,26 @@ from pylate_fastmaxsim.integrations.hosts import find_replacements
 from pylate_fastmaxsim.integrations.options import OPTIONS
 from tests.support.examples import PAGES
 from tests.support.paths import ROOT
+from tools.references import log_lines, quoted_lines, updated
 
 README = PAGES["README.md"]
 EVERYTHING = "\n".join(text for name, text in PAGES.items() if name != "CHANGELOG.md")
 CODE = {language: re.findall(rf"```{language}\n(.*?)```", EVERYTHING, flags=re.DOTALL) for language in ("bash", "yaml")}
 
 
-def test_the_readme_is_read_to_its_end():
+def test_pages_are_read_to_their_end():
     assert len(README.encode()) <= 13_500
-
-
-def test_docs_are_at_most_sixteen_pages_and_200_kb():
-    pages = [text for name, text in PAGES.items() if name.startswith("docs/")]
-    assert len(pages) <= 16 and sum(len(text.encode()) for text in pages) <= 200_000
+    docs = [text.encode() for name, text in PAGES.items() if name.startswith("docs/")]
+    assert len(docs) <= 16 and sum(map(len, docs)) <= 200_000
 
 
 def test_tables_are_made_from_the_committed_results():
     from benchmarks.documents import tables, updated
 
     made = tables()
-    marks = {name: re.findall(r"<!-- (\w\S+-table) -->", text) for name, text in PAGES.items()}
-    assert {name: sorted(found) for name, found in marks.items() if found} == {
-        name: sorted(made[name]) for name in made
-    }
-    for name in made:
-        assert updated(name, PAGES[name], made[name]) == PAGES[name], "run: python -m benchmarks --render"
-
-
-def headings(name: str) -> set[str]:
-    # As GitHub names them: without punctuation.
-    titles = re.findall(r"^#+ (.+)$", PAGES[name], flags=re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    for name, page in PAGES.items():
+        assert sorted(re.findall(r"<!-- (\w\S+-table) -->", page)) == sorted(made.get(name, ())), name
+        assert name not in made or updated(name, page, made[name]) == page, "run: python -m benchmarks --render"
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -55,14 +44,16 @@ def test_links_lead_somewhere(name):
         file, _, heading = target.partition("#")
         found = ((ROOT / name).parent / file).resolve() if file else ROOT / name
         assert found.exists(), target
-        assert not heading or heading in headings(str(found.relative_to(ROOT))), target
+        if heading:
+            # As GitHub names them: without punctuation.
+            titles = re.findall(r"^#+ (.+)$", PAGES[str(found.relative_to(ROOT))], flags=re.MULTILINE)
+            assert heading in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in titles}, target
 
 
 def test_files_that_are_named_exist():
     files = [f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
-    for name in (name for name in PAGES if name != "CHANGELOG.md"):
-        for file in re.findall(r"`([\w/<>]+\.py)`", PAGES[name]):
-            assert any(each.endswith(f"/{file}") for each in files) or file in ("train.py",), (name, file)
+    for file in re.findall(r"`([\w/<>]+\.py)`", EVERYTHING):
+        assert any(each.endswith(f"/{file}") for each in files) or file == "train.py", file
 
 
 def test_commands_that_are_named_exist():
@@ -77,15 +68,6 @@ def test_commands_that_are_named_exist():
         assert module in {*SUITES, "SUITE"}, module
         for option in re.findall(r"--[a-z][a-z-]+", arguments):
             assert f'"{option}"' in taken, (module, option)
-
-
-def test_every_trial_is_listed_by_its_key():
-    from benchmarks.harness.records import load
-
-    trials = load(ROOT / "benchmarks" / "results" / "kernel_trials.json")
-    table = PAGES["benchmarks/README.md"].partition("| key | figures |")[2]
-    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.+?) \|", table, flags=re.MULTILINE)))
-    assert sorted(listed) == sorted(trials.keys() - {"environment", "note"})
 
 
 def test_options_are_those_of_enable():
@@ -108,19 +90,13 @@ def test_what_is_patched_is_named():
 
 
 def test_layers_to_wrap_are_those_of_transformers():
-    """And the launcher takes every option of the lines to paste."""
     pytest.importorskip("accelerate")
     from accelerate.commands.launch import launch_command_parser
-    from transformers.models.bert import modeling_bert
-    from transformers.models.gemma import modeling_gemma
-    from transformers.models.modernbert import modeling_modernbert
-    from transformers.models.qwen2_vl import modeling_qwen2_vl
-    from transformers.models.xlm_roberta import modeling_xlm_roberta
 
-    modules = (modeling_modernbert, modeling_bert, modeling_xlm_roberta, modeling_qwen2_vl, modeling_gemma)
     page = PAGES["docs/recipes.md"]
     layers = re.findall(r"\| `(\w+)` \|", page.partition("| encoder | layer to wrap |")[2].partition("\n\n")[0])
-    for module, layer in zip(modules, layers, strict=True):
+    for name, layer in zip(("modernbert", "bert", "xlm_roberta", "qwen2_vl", "gemma"), layers, strict=True):
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         assert issubclass(getattr(module, layer), torch.nn.Module)
     lines = re.findall(r"^accelerate launch (.+)$", page, flags=re.MULTILINE)
     assert len(lines) == 4
@@ -138,9 +114,10 @@ def test_command_lines_of_pages_are_parsed():
     lines = re.findall(r"^fastmaxsim (\w+) ?(.*)$", "\n".join(CODE["bash"]), flags=re.MULTILINE)
     assert len(lines) > 5
     for name, arguments in lines:
-        words = shlex.split(arguments)
-        parser = script_comparison_parser("compare") if ".py" in arguments else command_parser(name)
-        parser.parse_args(words) if ".py" in arguments else parser.parse_intermixed_args(words)
+        if ".py" in arguments:
+            script_comparison_parser("compare").parse_args(shlex.split(arguments))
+        else:
+            command_parser(name).parse_intermixed_args(shlex.split(arguments))
 
 
 def test_sections_of_recipes_in_pages_are_valid():
@@ -157,3 +134,42 @@ def test_sections_of_recipes_in_pages_are_valid():
             sections["mining"] = mining | sections["mining"]
         model = {"model": {"name_or_path": "bert"}}
         build_recipe({"name": "page", "output_dir": "page", "data": data, **model, **sections})
+
+
+def test_generated_parts_are_those_of_the_code():
+    for path, text in updated().items():
+        assert text == path.read_text(encoding="utf-8"), "run: python -m tools.references"
+
+
+def test_each_argument_has_a_meaning():
+    table = PAGES["docs/reference.md"].partition("<!-- commands -->")[2].partition("<!-- /commands -->")[0]
+    rows = re.findall(r"^\| (.*?) \| ?(.*?) ?\|$", table, flags=re.MULTILINE)
+    assert len(rows) > 40 and all(meaning for _, meaning in rows), rows
+
+
+def test_each_line_of_log_is_quoted_whole_and_has_a_meaning():
+    quoted = quoted_lines(PAGES["docs/limits.md"])
+    assert len(log_lines()) > 40
+    for line in log_lines():
+        assert quoted.count(line) == 1, line
+    for row in re.findall(r"^\| `.+$", PAGES["docs/limits.md"], flags=re.MULTILINE):
+        _, why, what_to_do = row.removesuffix("|").split(" |")[:3]
+        assert why.strip() or what_to_do.strip(), row
+
+
+def test_what_is_quoted_is_in_the_code():
+    """Reasons and errors too, which are no lines of log of their own; ... stands for names."""
+    texts = [
+        node.value
+        for file in (ROOT / "pylate_fastmaxsim").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    whole = set(log_lines())
+    for part in (
+        part.strip()
+        for line in quoted_lines(PAGES["docs/limits.md"])
+        if line not in whole
+        for part in line.split("...")
+    ):
+        assert any(part in text for text in texts), part

@@ -1,14 +1,9 @@
 """The suites of operators: what is wrong or fails shows. That implementations are exact: test_suites.py."""
 
-from __future__ import annotations
-
-import sys
-from types import ModuleType, SimpleNamespace
-
 import pytest
 import torch
 
-from benchmarks.operators import compressed_cases, splade_head
+from benchmarks.operators import splade_head
 from benchmarks.operators.compressed_operators import PACKED, fastest
 from benchmarks.operators.measure import errors, timed
 
@@ -16,6 +11,7 @@ CPU = torch.device("cpu")
 
 
 def test_wrong_scores_and_gradients_are_errors():
+    torch.manual_seed(0)
     leaf = torch.rand(4, 5, requires_grad=True)
     exact = leaf.detach().double().requires_grad_()
     few = (torch.tensor([[0], [3]]), torch.tensor([1, 4]))
@@ -26,7 +22,7 @@ def test_wrong_scores_and_gradients_are_errors():
     assert found(2 * leaf) == {"scores": pytest.approx(0, abs=1e-6), "own gradient": pytest.approx(0, abs=1e-6)}
     assert found(4 * leaf) == {"scores": pytest.approx(1), "own gradient": pytest.approx(1)}
     # A gradient beside the pairs that have one.
-    assert found(2 * leaf + 0.1 * leaf.sum())["own gradient"] > 0.1
+    assert found(2 * leaf + leaf.sum())["own gradient"] > 0.1
     assert found(leaf * torch.nan)["scores"] is None
     assert found((2 * leaf).detach()).keys() == {"scores"}
 
@@ -51,27 +47,6 @@ def test_a_batch_that_does_not_fit_is_a_result_and_no_larger_one_is_tried():
     cells = {f"{name}/stock": {"name": name} for name in ("64x256", "256x256", "16x256, 250k", "32x256, 250k")}
     assert len(list(splade_head.measured_by(Full(), cells))) == 3
     assert Full.asked == ["64x256", "256x256", "16x256, 250k"]
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-def test_mirrored_bytes_hold_the_first_number_in_their_low_bits(bits):
-    codec = compressed_cases.codec(bits, 32, 8, CPU)
-    mirrored = compressed_cases.mirrored_bytes(torch.arange(256, dtype=torch.uint8)).int()
-    for place in range(8 // bits):
-        bucket = (mirrored >> (place * bits)) & (2**bits - 1)
-        assert torch.equal(codec.weights[bucket], codec.byte_values[:, place])
-
-
-def test_the_lists_of_autotuned_kernels_are_cut(monkeypatch):
-    kernel = type("Autotuner", (), {})()
-    tiles = [(16, 16, 2), (64, 64, 4), (16, 32, 2), (128, 64, 8)]
-    kernel.configs = [SimpleNamespace(kwargs={"BLOCK_Q": q, "BLOCK_D": d}, num_warps=w) for q, d, w in tiles]
-    module = ModuleType("some_peer")
-    module.kernel, module.other = kernel, object()
-    monkeypatch.setitem(sys.modules, "some_peer", module)
-    kept = compressed_cases.limit_autotuning("some_peer")
-    assert [config.kwargs["BLOCK_Q"] for config in kernel.configs] == [64, 128, 16]
-    assert list(kept) == ["some_peer.kernel"] and len(kept["some_peer.kernel"]) == compressed_cases.AUTOTUNED_CONFIGS
 
 
 def test_formats_are_beside_the_fastest_peer():

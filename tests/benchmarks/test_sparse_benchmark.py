@@ -1,13 +1,11 @@
 """The benchmark of sparse search: its data, the baselines and its table."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from benchmarks.retrieval import sparse_data
 from benchmarks.retrieval.sparse_baselines import CuSparse, ScatterAdd
-from benchmarks.retrieval.sparse_search import agreement, exact, markdown
+from benchmarks.retrieval.sparse_search import agreement, exact
 from pylate_fastmaxsim import SparseBatch, reference
 from tests.support.interpreter import interpreted  # noqa: F401
 
@@ -15,7 +13,6 @@ CPU = torch.device("cpu")
 
 
 def collection(count: int = 70) -> list[SparseBatch]:
-    """Chunks of different sizes."""
     (chunk,) = sparse_data.documents(count, CPU)
     return [chunk.select(torch.arange(50)), chunk.select(torch.arange(50, count))]
 
@@ -42,24 +39,13 @@ def test_the_exact_result_is_that_of_the_whole():
     assert agreement((whole[0][:, :10], whole[1][:, 10:20]), whole)["recall"] == 0
 
 
-@pytest.mark.parametrize("kind", [CuSparse, pytest.param(ScatterAdd, marks=pytest.mark.interpret)])
-def test_baselines_find_the_same(kind, monkeypatch, request):
-    if kind is not CuSparse:
-        request.getfixturevalue("interpreted")
+@pytest.mark.interpret
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("kind", [CuSparse, ScatterAdd])
+def test_baselines_find_the_same(kind, monkeypatch):
     monkeypatch.setattr("benchmarks.retrieval.sparse_baselines.DOCUMENTS_PER_MATRIX", 10)  # a matrix for each chunk
     documents = collection()
     asked = sparse_data.queries(documents, 5)
     found, expected = kind(documents).search(asked, 20), exact(asked, documents, 20)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
     assert agreement(found, expected)["recall"] > 0.99
-
-
-def test_the_table_has_what_was_measured_and_what_failed():
-    found = {
-        "index/k=1000": {"ms": 20},
-        "scatter/k=1000": {"ms": 480},
-        "cusparse/k=1000": {"failure": "OutOfResources: shared memory"},
-    }
-    made = dict.fromkeys(("device", "torch", "triton", "date", "host"), "-") | {"setting": {"queries": 500}}
-    printed = markdown({"cells": {"8800000": {"measured": found, "environment": made}}})
-    assert "| 8,800,000 | k = 1000 | 20 ms | 480 ms | OutOfResources: shared memory | 24.0x | | 635 ms |" in printed

@@ -1,7 +1,5 @@
 """Batches of training steps have the size that they say, for every loss; and the search for the largest batch."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

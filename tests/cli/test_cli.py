@@ -1,5 +1,3 @@
-"""The command line: what it prints, what it returns, and that it works without its extra where it can."""
-
 import json
 import signal
 import subprocess
@@ -29,10 +27,8 @@ print(sys.argv[1:], hasattr(colbert_scores, "__wrapped__"))
 
 def launched(*arguments, code=""):
     """Run the command in a process of its own, after ``code``."""
-    program = (
-        f"import sys\nsys.argv = ['fastmaxsim', *sys.argv[1:]]\n{code}\nfrom pylate_fastmaxsim.cli import main\nmain()"
-    )
-    command = [sys.executable, "-c", program, *map(str, arguments)]
+    code = f"import sys\nsys.argv[0] = 'fastmaxsim'\n{code}\nfrom pylate_fastmaxsim.cli import main\nmain()"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
@@ -45,18 +41,12 @@ def test_version_and_help():
 # Commands whose only line names what is wrong with them, and which leave nothing behind.
 REFUSED = """
 train RECIPE --set training.max_step=3 | training.max_step
-train RECIPE --set data.columns=[query,document] | data.columns
-compare RECIPE --set training.max_step=3 | training.max_step
 compare RECIPE --set data.columns=[query,document] | data.columns
 train LONG.yaml |
 compare RECIPE --output LONG |
 mine RECIPE --set output_dir=LONG |
-robustness LONG --beir LONG |
-search LONG --beir LONG --run run |
-search FOLDER --beir LONG |
 search FOLDER --corpus LONG.jsonl --queries LONG.jsonl |
 evaluate LONG --beir LONG --json LONG |
-recipes copy quickstart LONG |
 """
 
 
@@ -82,17 +72,14 @@ def test_an_option_is_not_the_value_of_another(arguments, tmp_path, monkeypatch)
 
 def test_train_says_what_was_in_force_and_why(tmp_path):
     file = write(tmp_path, tiny(tmp_path, training={"max_steps": 1}, fast={"enabled": True}))
-    for value, enabled, why_off, shown in (
-        ("0", False, "PYLATE_FASTMAXSIM=0", "off (PYLATE_FASTMAXSIM=0)"),
-        ("1", True, None, "on"),
-    ):
+    for value, why_off, shown in (("0", "PYLATE_FASTMAXSIM=0", "off (PYLATE_FASTMAXSIM=0)"), ("1", None, "on")):
         done = fastmaxsim(["train", file, "--set", "name=my-run", "--no-resume"], env={"PYLATE_FASTMAXSIM": value})
         assert done.exit_code == 0, done.output
         assert "my-run: trained" in done.stdout and "nDCG@10" in done.stdout
         (row,) = [line for line in done.stdout.splitlines() if "pylate-fastmaxsim" in line]
         assert row.strip("│ ").split("│")[1].strip() == shown
         fast = json.loads((tmp_path / "out" / "train.json").read_text())["fast"]
-        assert (fast["enabled"], fast["why_off"]) == (enabled, why_off)
+        assert (fast["enabled"], fast["why_off"]) == (why_off is None, why_off)
     done = fastmaxsim(["train", file], env={"PYLATE_FASTMAXSIM": "maybe"})
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith("fastmaxsim: PYLATE_FASTMAXSIM must be 1, true, ") and done.stderr.count("\n") == 1
@@ -103,9 +90,6 @@ def test_brackets_and_colons_in_names_and_paths_mean_nothing(tmp_path, monkeypat
     folder = tmp_path / "rows[1]"
     folder.mkdir()
     recipe = tiny(folder, "lr[=1e-3] :x:", training={"max_steps": 1, "save_steps": None}) | {"name": "[/x] :smiley:"}
-    # What the name would match as a pattern.
-    (tmp_path / "rows1").mkdir()
-    (tmp_path / "rows1" / "pairs.jsonl").write_text('{"query": "other", "positive": "rows"}\n')
     file = write(folder, recipe)
     done = fastmaxsim(["train", file])
     assert done.exit_code == 0, done.output
@@ -151,17 +135,17 @@ builtins.__import__ = interrupted
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("missing", "sentence"),
+    ("missing", "said"),
     [
-        ("yaml", "fastmaxsim: yaml is missing"),
-        ("sentence_transformers", "fastmaxsim: sentence_transformers is missing"),
-        ("pylate", "fastmaxsim: model.kind colbert needs PyLate"),
+        ("yaml", "yaml is"),
+        ("sentence_transformers", "sentence_transformers is"),
+        ("pylate", "model.kind colbert needs"),
     ],
 )
-def test_without_the_recipes_extra_it_says_what_to_install(missing, sentence):
+def test_without_the_recipes_extra_it_says_what_to_install(missing, said):
     done = launched("train", RECIPES / "quickstart.yaml", code=f"sys.modules['{missing}'] = None")
     assert done.returncode in (1, 2) and done.stderr.count("\n") == 1
-    assert sentence in done.stderr and "pylate-fastmaxsim[pylate,recipes]" in done.stderr
+    assert f"fastmaxsim: {said}" in done.stderr and "pylate-fastmaxsim[pylate,recipes]" in done.stderr
 
 
 @pytest.mark.process

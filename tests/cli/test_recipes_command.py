@@ -1,5 +1,3 @@
-"""Recipes that come with the package: listed, copied, run by name, and all of it from a wheel."""
-
 import os
 import subprocess
 import sys
@@ -13,6 +11,7 @@ pytest.importorskip("rich")
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import describe, is_recipe, load_recipe, shipped_recipes
+from tests.support.case_tables import cases
 from tests.support.command_line import fastmaxsim
 
 
@@ -44,14 +43,14 @@ def test_a_recipe_is_found_by_name_behind_a_file_of_that_name(tmp_path, monkeypa
     assert not is_recipe("quickstart")  # a model in this folder
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("quickstar", "there is no recipe quickstar; `fastmaxsim recipes` lists"),
-        ("recipes/quickstart.yaml", "there is no file recipes/quickstart.yaml; to run .* write quickstart."),
-        ("other.yaml", "Cannot read the recipe other.yaml: "),
-    ],
-)
+ABSENT = """
+quickstar | there is no recipe quickstar; `fastmaxsim recipes` lists
+recipes/quickstart.yaml | there is no file recipes/quickstart.yaml; to run .* write quickstart.
+other.yaml | Cannot read the recipe other.yaml:
+"""
+
+
+@pytest.mark.parametrize(("name", "sentence"), cases(ABSENT))
 def test_a_recipe_that_is_not_there_gets_one_sentence(name, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecipeError, match=sentence):
@@ -70,28 +69,23 @@ def test_a_wheel_holds_the_recipes(tmp_path):
     subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "installed", wheel], check=True, timeout=120)
     (tmp_path / "work").mkdir()
 
+    program = (
+        "import pylate_fastmaxsim, sys\nassert 'installed' in pylate_fastmaxsim.__file__\n"
+        "from pylate_fastmaxsim.cli import main\nmain()"
+    )
+    options = {"cwd": tmp_path / "work", "env": {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}}
+    options |= {"capture_output": True, "text": True, "timeout": 300}
+
     def installed(*arguments):
-        program = (
-            "import pylate_fastmaxsim, sys\nassert 'installed' in pylate_fastmaxsim.__file__\n"
-            "from pylate_fastmaxsim.cli import main\nmain()"
-        )
-        return subprocess.run(
-            [sys.executable, "-c", program, *arguments],
-            cwd=tmp_path / "work",
-            env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        return subprocess.run([sys.executable, "-c", program, *arguments], **options)
 
     assert installed("recipes").stdout == fastmaxsim(["recipes"]).output
-    few = {
-        "data": "{source: docstrings, packages: [numpy], max_rows: 40}",
-        "model.build": "{vocab_size: 512, hidden_size: 16, num_hidden_layers: 1, intermediate_size: 16}",
-        "training.max_steps": "1",
-        "training.per_device_train_batch_size": "4",
-        "evaluation.rows": "0",
-    }
-    done = installed("train", "quickstart", *(part for key in few for part in ("--set", f"{key}={few[key]}")))
+    few = """
+    data={source: docstrings, packages: [numpy], max_rows: 40}
+    model.build={vocab_size: 512, hidden_size: 16, num_hidden_layers: 1, intermediate_size: 16}
+    training={max_steps: 1, per_device_train_batch_size: 4}
+    evaluation.rows=0
+    """
+    done = installed("train", "quickstart", *(f"--set={line.strip()}" for line in few.strip().splitlines()))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "work" / "runs" / "quickstart" / "model").is_dir()

@@ -1,33 +1,23 @@
-"""A comparison as a table, a picture and a page."""
-
 import io
 import json
 import math
 import re
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from pylate_fastmaxsim.comparison import report
 from pylate_fastmaxsim.comparison.figures import draw_sweep
-from pylate_fastmaxsim.comparison.report import (
-    comparison_table,
-    headline,
-    sweep_rows,
-    sweep_sentence,
-    write_comparison,
-    write_pictures,
-)
+from pylate_fastmaxsim.comparison.report import comparison_table, headline, sweep_rows, sweep_sentence, write_comparison
 from pylate_fastmaxsim.comparison.turns import Run, Turns
-from pylate_fastmaxsim.comparison.verdict import contrast, summarize_turns
+from pylate_fastmaxsim.comparison.verdict import contrast, summarize_steps, summarize_turns
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.reporting.figures import svg
 from pylate_fastmaxsim.reporting.numbers import without_nan
 from tests.support.command_line import fastmaxsim
-from tests.support.comparisons import Page, steps, summarized
+from tests.support.comparisons import Page, steps
 from tests.support.tiny_recipe import tiny, write
 
 MEBIBYTE = 2**20
@@ -36,9 +26,8 @@ WALL = {"wall_seconds": {"stock": 2.0, "fast": 1.0, "whole": 4.0}}  # what compa
 
 
 def finished(seconds: float = 1.0, ndcg: float | None = 0.5, encoded: int = 50, **more) -> dict:
-    """A run of six steps as the report takes it."""
     result = {"status": "finished", "memory": {"before": 100, "peak": 200}, "ndcg@10": ndcg}
-    return summarized(result | more, steps([seconds] * 6, encoded=encoded))
+    return result | more | summarize_steps(steps([seconds] * 6, encoded=encoded))
 
 
 def compared(stock: dict, fast: dict, name: str = "x") -> dict:
@@ -47,26 +36,23 @@ def compared(stock: dict, fast: dict, name: str = "x") -> dict:
 
 
 def shown(comparison: dict) -> str:
-    """The table on one line."""
     console = Console(width=200, file=io.StringIO())
     console.print(comparison_table(comparison))
     return " ".join(console.file.getvalue().split())
 
 
-def page_of(comparison: dict, folder: Path) -> Page:
-    write_pictures(comparison, folder / "compare.json")
+def page_of(comparison: dict, folder) -> Page:
+    report.write_pictures(comparison, folder / "compare.json")
     return Page((folder / "compare.html").read_text())
 
 
 def test_a_comparison_with_a_run_out_of_memory_is_drawn(tmp_path):
     held = {"before": 100, "peak": 200, "held": 77 * MEBIBYTE}
-    fast = finished(memory=held, environment={"device": "some GPU", "device_memory": 80 * 2**30})
+    environment = {"device": "some GPU", "device_memory": 80 * 2**30}
+    fast = finished(memory=held, environment=environment, warnings=["said twice"])
     gone = {"status": "out of memory"}
-    for stock in (
-        summarized(gone, steps([2.0] * 3, encoded=80)),
-        summarized(gone, []),
-        finished(2.0, 0.4, 80, memory=held),
-    ):
+    whole = finished(2.0, 0.4, 80, memory=held, warnings=["said twice", "no metrics"])
+    for stock in (gone | summarize_steps(steps([2.0] * 3, encoded=80)), gone | summarize_steps([]), whole):
         comparison = compared(stock, fast)
         page, table = page_of(compared(stock, fast, "<script>x"), tmp_path), shown(comparison)
         assert "<script>x" in page.text and "80.0 GiB" in page.text
@@ -74,40 +60,25 @@ def test_a_comparison_with_a_run_out_of_memory_is_drawn(tmp_path):
             assert "held by PyTorch's allocator" in text and "77 MiB" in text
         if stock["status"] == "finished":
             assert comparison["summary"]["speedup"] == 2.0 and comparison["summary"]["peak_memory"] == 1.0
+            assert "expandable_segments:True" in table
             assert "2.00x as fast" in table and "+0.1000" in table and "x on some GPU" in table
+            assert "both runs: said twice" in page.text and "stock run: no metrics" in page.text
         else:
             assert comparison["summary"]["speedup"] is None and "out of memory" in table
     assert contrast(stock, stock)["largest_loss_difference"] == 0.0
-    assert "unknown device" in shown(compared(stock, stock))
-
-
-def test_an_allocator_that_holds_much_more_than_is_used_is_spoken_of():
-    for held, said in ((125, False), (126, True)):
-        run = finished(memory={"before": 1, "peak": 100, "held": held})
-        assert ("expandable_segments:True" in shown(compared(run, run))) == said
+    plain = shown(compared(finished(), finished()))
+    assert "unknown device" in plain and "expandable_segments" not in plain
 
 
 def test_what_was_measured_is_shown_before_it_is_drawn_whatever_its_name(tmp_path, monkeypatch):
-    comparison = compared(finished(ndcg=None), finished(ndcg=None), "$\\nosuch$ run")
-    page_of(comparison, tmp_path)
+    comparison = compared(finished(ndcg=None), finished(ndcg=0.25), "$\\nosuch$ run")
+    assert comparison["summary"]["ndcg@10_difference"] is None  # one has diverged
+    assert "0.2500" in page_of(comparison, tmp_path).text and "0.2500" in shown(comparison)
     monkeypatch.setattr(comparing, "compare", lambda *arguments: comparison)
     monkeypatch.setattr(report, "write_pictures", lambda *arguments: 1 / 0)
     (tmp_path / "out").mkdir()
     done = fastmaxsim(["compare", str(write(tmp_path, tiny(tmp_path)))])
     assert isinstance(done.exception, ZeroDivisionError) and "median step" in done.stdout
-
-
-def test_of_two_runs_one_of_which_diverged_there_is_what_there_is(tmp_path):
-    result = {"status": "finished", "memory": {"before": 100, "peak": 200}, "warnings": ["said twice"]}
-    stock, fast = (summarized({**result, "ndcg@10": found}, steps([1.0] * 3, encoded=50)) for found in (None, 0.25))
-    stock["warnings"] = [*stock["warnings"], "no metrics"]
-    summary = contrast(stock, fast)
-    assert summary["ndcg@10_difference"] is None
-    comparison = {"recipe": {"name": "x"}, "runs": {"stock": stock, "fast": fast}, "summary": summary | WALL}
-    write_pictures(comparison, tmp_path / "compare.json")
-    page = (tmp_path / "compare.html").read_text()
-    assert "0.2500" in page and "0.2500" in shown(comparison)
-    assert "both runs: said twice" in page and "stock run: no metrics" in page
 
 
 @pytest.mark.parametrize(("modes", "lost"), [(("fast",), math.nan), (("stock", "fast"), math.inf)])
@@ -141,23 +112,20 @@ def test_a_sweep_says_how_far_each_path_went():
     assert sweep_sentence(empty).endswith(said)
     assert sweep_rows(empty)[2] == ("4,096", *["no batch of this size", "-"] * 2)
     assert "out of memory" not in svg(partial(draw_sweep, empty, None), 8, 4)
-    points = {
-        "stock": list(map(point, sizes, ("finished", "out of memory", "not run"))),
-        "fast": list(map(point, sizes, ("finished",) * 3)),
-    }
+    points = {"stock": list(map(point, sizes, ("finished", "out of memory", "not run")))}
+    points["fast"] = list(map(point, sizes, ("finished",) * 3))
     said = "Stock takes a batch of 64 and runs out of memory at 256. Fast takes every batch tried, up to 1,024."
     assert sweep_sentence(points) == said
     assert sweep_rows(points)[2:] == [
         ("256", "out of memory", "-", "0.250 s", "1,024 MiB"),
         ("1,024", "not run", "-", "0.250 s", "1,024 MiB"),
     ]
-    drawn = svg(partial(draw_sweep, points, 2**31), 8, 4)
-    assert drawn.count("<!-- out of memory -->") == 2
+    assert svg(partial(draw_sweep, points, 2**31), 8, 4).count("<!-- out of memory -->") == 2
 
 
 def test_a_script_has_fewer_rows_than_a_recipe(tmp_path):
     measured = [{"loss": 0.5, "seconds": seconds} for seconds in (9.0, 1.0, 1.0)]
-    run = summarized({"status": "finished", "memory": {"before": 100, "peak": 200 * MEBIBYTE}}, measured)
+    run = {"status": "finished", "memory": {"before": 100, "peak": 200 * MEBIBYTE}} | summarize_steps(measured)
     comparison = compared(run, run, "train.py")
     comparison["summary"] = contrast(run, run)
     titles = [row[0] for row in comparison_table(comparison).rows]
@@ -186,8 +154,7 @@ def test_the_ratio_is_that_of_blocks_and_of_a_busy_machine_there_is_no_verdict(t
     assert step == ("median step", "4.000 s", "1.000 s", "4.00x as fast") and cpu[-1] == "4x"
     assert headline(calm).endswith(": 4.00x as fast per step, 100% of the peak memory")
     busy = judged([2, 3, 4], [1, 1, 1], "cpu", True)
-    said = "x on unknown device: no verdict on the speed, the machine was busy, 100% of the peak memory"
-    assert headline(busy) == said
+    assert ": no verdict on the speed, the machine was busy, 100% of the peak memory" in headline(busy)
     for text in (shown(busy), page_of(busy, tmp_path).text):
         assert "busy with something else: half of the 3 pairs of blocks have ratios from 2.50 to 3.50." in text
         said = "There is no verdict on the speed; the ratio was about 3. The device does not take both processes"

@@ -1,14 +1,11 @@
 """``fastmaxsim compare train.py``: real scripts, and what is left of them."""
 
 import os
-import re
 import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -151,39 +148,6 @@ def test_a_loop_of_ones_own_is_measured_and_out_of_memory_is_a_result(tmp_path):
     assert "Nothing was accelerated" in nothing and ended == "training ended after 7 of 30 steps."
 
 
-WORKERS = """
-import os, torch
-
-class Rows(torch.utils.data.Dataset):
-    def __len__(self):
-        return 999
-
-    def __getitem__(self, row):
-        print("worker", os.getpid(), flush=True)
-        return torch.ones(1)
-
-weight = torch.ones(1, requires_grad=True)
-optimizer = torch.optim.SGD([weight], lr=0.5)
-for row in torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context="fork"):
-    (weight * row).sum().backward()
-    optimizer.step()
-"""
-
-
-@pytest.mark.process
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_workers_of_a_data_loader_end_with_their_script(tmp_path):
-    folder = tmp_path / "here"
-    folder.mkdir()
-    assert accelerated(folder, WORKERS, 6)["steps"] == 6
-    worker = re.search("worker (.+)", (tmp_path / "here-scratch" / "fast.log").read_text())[1]
-    # They look for their parent every five seconds; one that was killed has no command line.
-    deadline = time.monotonic() + 2
-    while (line := Path("/proc", worker, "cmdline")).exists() and line.read_bytes():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 DISTRIBUTED = """
 import os
 import torch
@@ -216,46 +180,34 @@ def test_two_processes_of_a_launcher_step_by_the_same_turns_until_one_is_out_of_
 
 
 @pytest.mark.process
-def test_a_script_that_fails_ends_as_it_does_alone(tmp_path):
-    done = compare(tmp_path, "def f():\n    raise KeyError('gone')\nf()\n")
-    alone = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", alone.stderr)
-
-
-@pytest.mark.process
 @pytest.mark.parametrize(
-    ("end", "code", "said"), [("sys.exit(3)", 3, "usage: --lr\n"), ("os._exit(0)", 1, "exit code 0")]
+    "end", ["raise KeyError('gone')", "print('usage', file=sys.stderr), sys.exit(3)", "os._exit(0)"]
 )
-def test_a_script_that_ends_by_a_code_has_said_why(end, code, said, tmp_path):
-    done = compare(tmp_path, f"import os, sys\nprint('usage: --lr', flush=True)\n{end}\n")
-    assert (done.returncode, done.stdout) == (code, "")
-    assert done.stderr == said if code == 3 else said in done.stderr
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="names a folder that nobody can write into")
-def test_a_folder_that_cannot_be_written_into_is_one_sentence(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        script.compare_script(["--output", "/proc", __file__])
-    assert "'/proc/" in capsys.readouterr().err.splitlines()[-1]
+def test_a_script_that_fails_ends_as_it_does_alone(end, tmp_path):
+    done = compare(tmp_path, f"import os, sys\ndef f():\n    {end}\nf()\n")
+    alone = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (alone.returncode or 1, "")
+    # A script that ends too early by itself has no error of its own.
+    assert done.stderr == alone.stderr if alone.returncode else "exit code 0" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["absent.py"], "there is no script absent.py."),
-        ([], "name what to run: SCRIPT.py, or -m MODULE"),
-        (["--steps", "5", __file__], "argument --steps: must be a whole number of at least 6, got '5'"),
+        (["absent.py"], ": there is no script absent.py."),
+        ([], ": name what to run: SCRIPT.py, or -m MODULE"),
+        (["--steps", "5", __file__], ": argument --steps: must be a whole number of at least 6, got '5'"),
+        (["--output", "/proc", __file__], "'/proc/"),
     ],
 )
 def test_nothing_to_compare_is_one_sentence(words, error, capsys):
     with pytest.raises(SystemExit, match="2"):
         script.compare_script(words)
-    assert capsys.readouterr().err.splitlines()[-1] == f"fastmaxsim compare: error: {error}"
+    assert error in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """``ranks(*machines)``: two ranks of a launcher whose store is that of this process, each on its machine."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)  # finds a free port
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
@@ -275,11 +227,8 @@ def ranks(monkeypatch):
     del store
 
 
-def test_several_machines_are_refused(ranks):
+def test_ranks_of_one_machine_exchange_values_and_hear_who_is_out_of_memory(ranks):
     assert ranks("here", "there") == [SEVERAL_MACHINES] * 2
-
-
-def test_ranks_exchange_values_and_hear_who_is_out_of_memory(ranks):
     first, second = ranks("here", "here")
     with ThreadPoolExecutor(1) as pool:
         heard = pool.submit(lambda: [second.gather(3), second.environment()])

@@ -1,38 +1,23 @@
-"""Processes take turns: who steps when, what is counted, and what is left when one of them fails."""
-
-from __future__ import annotations
-
 import math
-import os
-import sys
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 
 from pylate_fastmaxsim.comparison import turns
-from pylate_fastmaxsim.comparison.turns import Child, ChildFailed, OutOfMemoryElsewhere, python, take_turns
+from pylate_fastmaxsim.comparison.turns import Child, ChildFailed, python, take_turns
 from pylate_fastmaxsim.comparison.verdict import timed_steps
-
-
-def child(folder: Path, name: str, **options) -> Child:
-    """A process that does what :mod:`stepping` does."""
-    return Child(python(f"from tests.support import stepping; stepping.main(**{options!r})"), folder / f"{name}.log")
-
-
-def children_alive() -> list[str]:
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 
 @pytest.mark.process
 @pytest.mark.smoke
 def test_two_processes_step_by_turns_in_exchanged_order(tmp_path):
     trace = tmp_path / "trace"
-    children = {
-        "stock": child(tmp_path, "stock", steps=16, work=80, trace=str(trace)),
-        "fast": child(tmp_path, "fast", steps=16, work=20, trace=str(trace)),
-    }
-    done = take_turns(children)
+
+    def child(work: int) -> Child:
+        code = f"from tests.support import stepping; stepping.main(16, {work}, {str(trace)!r})"
+        return Child(python(code), tmp_path / f"{work}.log")
+
+    done = take_turns({"stock": child(80), "fast": child(20)})
     # Warm-up of both, then blocks of 3: stock fast, fast stock, stock fast, fast stock, of which the last have 2 steps.
     assert [len(list(steps)) for _, steps in groupby(trace.read_text().split())] == [5, 5, 3, 6, 6, 5, 2]
     for run in done.runs.values():
@@ -43,51 +28,32 @@ def test_two_processes_step_by_turns_in_exchanged_order(tmp_path):
         assert run.memory["peak"] >= run.memory["before"] > 2**20
         assert sum(block["seconds"] for block in run.blocks) < run.wall_seconds
         assert all(0 < block["cpu_seconds"] <= block["seconds"] + 0.05 for block in run.blocks)
-    # Four times the work of each step.
     stock, fast = (sum(block["cpu_seconds"] for block in run.blocks) for run in done.runs.values())
     assert stock > 2 * fast
     assert not done.restarted
 
 
-@pytest.mark.process
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_one_that_fails_ends_the_other(tmp_path):
-    before = children_alive()
-    children = {"stock": child(tmp_path, "stock", steps=9), "fast": child(tmp_path, "fast", steps=9, fails_at=2)}
-    with pytest.raises(ChildFailed) as failed:
-        take_turns(children)
-    assert (failed.value.name, failed.value.returncode) == ("fast", 1)
-    assert failed.value.log.read_text() == "nothing works\n"
-    assert children_alive() == before
-
-
 class Script:
-    """Stands for processes: what each does is decided by a test, and nothing takes time.
-
-    ``orders`` are all that were given, with the names.
-    """
+    """Stands for processes: what each does is decided by a test, and nothing takes time."""
 
     def __init__(self, steps: int = 20, seconds: float = 0.1, peak: int = 10, memory: int = 100) -> None:
         self.steps, self.seconds, self.peak, self.memory = steps, seconds, peak, memory
-        self.orders: list[tuple[str, int | None]] = []
-        self.alive: list[Scripted] = []
+        self.orders, self.alive = [], []
 
-    def runs_out(self, process: Scripted) -> bool:
+    def runs_out(self, process) -> bool:
         return False
 
-    def fails(self, process: Scripted) -> bool:
-        return False
+    fails = runs_out
 
-    def __call__(self, name: str, child: Child, again: bool, on_wait) -> Scripted:
+    def __call__(self, name: str, child: Child, again: bool, on_wait):
         self.alive.append(Scripted(self, name, again, on_wait))
         return self.alive[-1]
 
 
 class Scripted:
     def __init__(self, script: Script, name: str, again: bool, on_wait) -> None:
-        self.script, self.name, self.again, self.on_wait, self.taken = script, name, again, on_wait, 0
-        self.done = False
-        self.answers = [{"ready": True}]
+        self.script, self.name, self.again, self.on_wait = script, name, again, on_wait
+        self.taken, self.done, self.answers = 0, False, [{"ready": True}]
 
     def give_turn(self, steps: float) -> None:
         wanted = None if steps == math.inf else steps
@@ -122,9 +88,7 @@ class Scripted:
 
 @pytest.fixture
 def play(monkeypatch):
-    """``play(script)``: take turns with scripted processes."""
-
-    def played(script: Script, names=("stock", "fast"), log: Path | None = None, **options):
+    def played(script: Script, names=("stock", "fast"), log=None, **options):
         monkeypatch.setattr(turns, "_Process", script)  # private: real processes take real time and memory
         done = take_turns(dict.fromkeys(names, Child([], log)), **options)
         assert not script.alive
@@ -140,25 +104,12 @@ def pairs(run) -> list[tuple[int, int]]:
 def test_blocks_have_two_seconds_of_the_fastest_where_that_leaves_six(play):
     long = Script(steps=1000)
     play(long)
-    assert long.orders[:6] == [
-        *[("stock", 1), ("stock", 4)],
-        *[("fast", 1), ("fast", 4)],
-        *[("stock", 20), ("fast", 20)],
-    ]
-    assert long.orders[6:8] == [("fast", 20), ("stock", 20)]
-    short = Script(steps=65)
-    done = play(short)
+    assert long.orders[:4] == [("stock", 1), ("stock", 4), ("fast", 1), ("fast", 4)]
+    assert long.orders[4:8] == [("stock", 20), ("fast", 20), ("fast", 20), ("stock", 20)]
+    done = play(Script(steps=65))
     assert pairs(done.runs["stock"]) == pairs(done.runs["fast"]) == [(pair, 10) for pair in range(6)]
     few = play(Script(steps=2)).runs["fast"]
     assert [(block["pair"], block["steps"]) for block in few.blocks] == [(None, 1), (0, 1)]
-
-
-def test_a_third_process_is_in_each_round(play):
-    script = Script(steps=29)
-    done = play(script, names=("stock", "fast", "other"))
-    counted = [name for name, steps in script.orders if steps == 4]
-    assert counted[3:9] == ["stock", "fast", "other", "other", "fast", "stock"]
-    assert pairs(done.runs["other"]) == [(pair, 4) for pair in range(6)]
 
 
 @pytest.mark.parametrize("reason", ["the second runs out beside the first", "both together take nearly all"])
@@ -186,7 +137,6 @@ def test_a_gpu_that_takes_one_process_at_a_time(play, tmp_path):
     script.log.write_text("torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable")
     done = play(script)
     assert done.restarted and [run.status for run in done.runs.values()] == ["finished", "finished"]
-    # Another failure is one.
     script.log.write_text("torch.AcceleratorError: CUDA error: misaligned address")
     with pytest.raises(ChildFailed, match="The fast run ended with exit code 1"):
         play(script)
@@ -205,34 +155,14 @@ def test_one_that_runs_out_of_memory_alone_is_a_result(play):
 
 
 def test_all_ranks_go_the_same_way(play):
-    script = Script()
-
-    def gather(value):
+    def gather_of_a_faster_one(value):
         return [value, 7] if type(value) is int else [value, value]
 
-    # Another rank is faster.
-    assert pairs(play(script, gather=gather).runs["fast"])[:2] == [(0, 7), (1, 7)]
-
-    def waits_in_vain(process):
-        if process.taken > 1:
-            raise OutOfMemoryElsewhere
-
-    script.runs_out = waits_in_vain
-    assert play(script, names=("fast",)).runs["fast"].status == "out of memory"
-    script.runs_out = lambda process: False
+    assert pairs(play(Script(), gather=gather_of_a_faster_one).runs["fast"])[:2] == [(0, 7), (1, 7)]
+    script = Script()
 
     def gather_of_one_that_ran_out(value):
         return [value, "out of memory" if value == "finished" and script.orders[-1] == ("fast", 4) else value]
 
-    script.orders.clear()
-    script.orders.append(("", None))
+    script.orders[:] = [("", None)]
     assert play(script, names=("fast",), gather=gather_of_one_that_ran_out).runs["fast"].status == "out of memory"
-
-
-def test_a_terminal_shows_whose_turn_it_is_and_the_end_of_its_log(play, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    log, clear = tmp_path / "stock.log", "\r\x1b[K"
-    log.write_text("said\nSearching:  10%|█  | 2/20\rSearching:  45%|███  | 9/20\n")
-    play(Script(), names=("stock",), log=log)
-    first, *_, last = capsys.readouterr().err.split(clear)[1:]
-    assert (first, last) == ("0 s, stock: Searching:  45%|███  | 9/20", "")

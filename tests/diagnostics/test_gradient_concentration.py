@@ -23,13 +23,14 @@ def gini(norms):
     return float((norms[:, None] - norms).abs().mean() / (2 * norms.mean()))
 
 
-@pytest.mark.parametrize("share", [[0, 0, 0, 1], [1, 1, 1, 1], [0, 1, 1, 2], [3]])
-def test_of_shares_known_by_hand(share):
+@pytest.mark.parametrize(
+    ("share", "expected"), [([0, 0, 0, 1], 3 / 4), ([1, 1, 1, 1], 0), ([0, 1, 1, 2], 3 / 8), ([3], 0)]
+)
+def test_of_shares_known_by_hand(share, expected):
     """Query tokens are unit vectors of the axes, as often as their document token is to win."""
     length = len(share)
     queries = torch.eye(length).repeat_interleave(torch.tensor(share), dim=0)[None]
     found = gradient_concentration(queries, torch.eye(length)[None], torch.tensor([[0]]), pooling=Max())
-    expected = {(0, 0, 0, 1): 3 / 4, (1, 1, 1, 1): 0, (0, 1, 1, 2): 3 / 8, (3,): 0}[tuple(share)]
     assert found.gini == pytest.approx(expected) and found.gini_uncorrected == pytest.approx(expected - 1 / length)
     won = sum(map(bool, share))
     assert (found.of, found.documents, found.winners_per_document) == ("score", 1, won)
@@ -52,21 +53,16 @@ def test_against_autograd_of_the_definition(pooling, of):
     leaf = documents.values.clone().requires_grad_()
     scores = reference.pooled_scores(queries, documents.with_values(leaf), candidates, pooling=pooling)
     if of == "score":
-        gradients = [
-            (int(candidates[query, slot]), torch.autograd.grad(scores[query, slot], leaf, retain_graph=True)[0])
-            for query in range(4)
-            for slot in range(2)
-        ]
+        pairs = zip(candidates.flatten().tolist(), scores.flatten(), strict=True)
+        gradients = [(document, torch.autograd.grad(s, leaf, retain_graph=True)[0]) for document, s in pairs]
     else:
-        (gradient,) = torch.autograd.grad(scores, leaf, weights)
-        gradients = [(document, gradient) for document in range(6)]
-    norms = []
+        gradients = list(enumerate(torch.autograd.grad(scores, leaf, weights) * 6))
+    live, norms = keep.split(documents.lengths.tolist()), []
     for document, gradient in gradients:
-        begin = int(documents.starts[document])
-        rows = torch.arange(begin, begin + int(documents.lengths[document]))
-        norms.append(gradient[rows[keep[rows]]].norm(dim=1))
+        own = gradient.split(documents.lengths.tolist())[document]
+        norms.append(own[live[document]].norm(dim=1))
     with_gradient = [norm for norm in norms if norm.sum() > 0]
-    ginis = torch.tensor([gini(norm) for norm in with_gradient])
+    ginis = torch.tensor(list(map(gini, with_gradient)))
     assert found.documents == len(with_gradient)
     assert found.gini == pytest.approx(float(ginis.mean()), abs=1e-6)
     lengths = torch.tensor([float(len(norm)) for norm in with_gradient])
@@ -81,10 +77,7 @@ def test_winners(pooling, k, of):
     candidates = None if of == "loss" else torch.tensor([[2, 0], [0, 2]])
     loss_gradient = None if of == "score" else torch.zeros(2, 4 if of == "loss" else 2)
     found = gradient_concentration(queries, documents, candidates, pooling=pooling, loss_gradient=loss_gradient)
-    sequences = [
-        [batch.values[begin : begin + length] for begin, length in zip(batch.starts, batch.lengths, strict=True)]
-        for batch in (queries, documents)
-    ]
+    sequences = [batch.values.split(batch.lengths.tolist()) for batch in (queries, documents)]
     won, tokens = {}, {}
     for query, row in enumerate(candidates.tolist() if candidates is not None else [[0, 1, 2]] * 2):
         for document in row:
@@ -144,13 +137,13 @@ def test_nan_in_a_document_shows():
 
 def test_bad_arguments():
     vectors = torch.ones(2, 3, 4)
-    with pytest.raises(ValueError, match="^gradient_concentration: pass candidates for .* or loss_gradient"):
-        gradient_concentration(vectors, vectors, pooling=Max())
-    with pytest.raises(ValueError, match=r"^gradient_concentration: loss_gradient must .*, \(2, 2\), got \(2, 1\)"):
-        gradient_concentration(vectors, vectors, pooling=Max(), loss_gradient=torch.ones(2, 1))
-    with pytest.raises(ValueError, match="^gradient_concentration: candidates must be from 0 to Nd - 1 = 1, got -1"):
-        gradient_concentration(vectors, vectors, torch.tensor([[0], [-1]]), pooling=Max())
-    with pytest.raises(TypeError, match="^gradient_concentration: pooling must be"):
-        gradient_concentration(vectors, vectors, torch.tensor([[0], [1]]), pooling="max")
-    with pytest.raises(ValueError, match="^gradient_concentration: padded queries must be"):
-        gradient_concentration(vectors[0], vectors, torch.tensor([[0], [1]]), pooling=Max())
+    right = {"queries": vectors, "documents": vectors, "candidates": torch.tensor([[0], [1]]), "pooling": Max()}
+    for changed, said in (
+        ({"candidates": None}, "pass candidates for .* or loss_gradient"),
+        ({"candidates": None, "loss_gradient": torch.ones(2, 1)}, r"loss_gradient must .*, \(2, 2\), got \(2, 1\)"),
+        ({"candidates": torch.tensor([[0], [-1]])}, "candidates must be from 0 to Nd - 1 = 1, got -1"),
+        ({"pooling": "max"}, "pooling must be"),
+        ({"queries": vectors[0]}, "padded queries must be"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^gradient_concentration: {said}"):
+            gradient_concentration(**right | changed)

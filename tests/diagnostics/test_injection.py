@@ -1,23 +1,9 @@
-"""Rankings of attacked documents: as if the tokens stood in them, by every pooling, and by hand."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
 from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK, pooled_scores
 from pylate_fastmaxsim.diagnostics import injection
-from pylate_fastmaxsim.diagnostics.injection import (
-    EVERYWHERE,
-    RANDOM,
-    TARGETED,
-    injected_tokens,
-    injection_sweep,
-    joined,
-    pooled,
-    state_of,
-    weighting_of,
-)
+from pylate_fastmaxsim.diagnostics.injection import EVERYWHERE, RANDOM, TARGETED, injected_tokens, injection_sweep
 from pylate_fastmaxsim.diagnostics.robustness import grades_of, retrieval_metrics
 
 POOLINGS = (Max(), TopK(3), Softmax(0.3), LogSumExp(0.2))
@@ -46,18 +32,14 @@ def test_rankings_are_those_of_documents_that_hold_the_tokens(case, pooling, mon
     monkeypatch.setattr(injection, "QUERIES_AT_ONCE", 2)
     monkeypatch.setattr(injection, "SIMILARITIES_AT_ONCE", 60)
     rows = injection_sweep(queries, documents, grades, [Max(), pooling], counts=(0, 2, 5), seed=3)
-    tokens = injected_tokens(queries, 5, seed=3)
+    tokens, own = injected_tokens(queries, 5, seed=3), documents.values.split(documents.lengths.tolist())
     for row in (row for row in rows if row["pooling"] == pooling):
         scores = []
         for query in range(3):
             some = (tokens.random if row["attack"] == RANDOM else tokens.targeted)[query, : row["tokens"]]
             attacked = [
-                documents.values[start : start + length]
-                if row["attack"] != EVERYWHERE and not grades[query, place] <= 0
-                else torch.cat((documents.values[start : start + length], some))
-                for place, (start, length) in enumerate(
-                    zip(documents.starts.tolist(), documents.lengths.tolist(), strict=True)
-                )
+                torch.cat((each, some)) if row["attack"] == EVERYWHERE or grades[query, place] <= 0 else each
+                for place, each in enumerate(own)
             ]
             batch = TokenBatch.from_list(attacked)
             scores.append(pooled_scores(queries.select(torch.tensor([query])), batch, pooling=pooling)[0])
@@ -69,9 +51,8 @@ def test_winners_and_weights_by_hand():
     query, document = torch.eye(4)[:2], torch.eye(4)[1:3]
     queries = TokenBatch.from_padded(torch.eye(4)[None, :3], torch.tensor([[1, 1, 0]]))
     documents = TokenBatch.from_list([query, document])
-    rows = injection_sweep(
-        queries, documents, grades_of([[0]], 2), [Max(), TopK(2), Softmax(0.5)], counts=(0, 2), noise=0.0
-    )
+    poolings = [Max(), TopK(2), Softmax(0.5)]
+    rows = injection_sweep(queries, documents, grades_of([[0]], 2), poolings, counts=(0, 2), noise=0.0)
     found = {(row["attack"], row["tokens"], row["pooling"]): row for row in rows}
     # One query token's winner is new; the other's is as good as before, and the earlier one stays.
     for attack in (TARGETED, EVERYWHERE):
@@ -114,11 +95,12 @@ def test_counts_are_refused_that_are_no_numbers_of_tokens(case):
 @pytest.mark.parametrize("first, more", [(0, 0), (0, 2), (2, 0), (1, 1), (6, 4)])
 def test_states_join_to_that_of_all_tokens(pooling, first, more):
     similarities = 2 * torch.rand(5, first + more, generator=torch.Generator().manual_seed(1)) - 1
-    weighting = weighting_of(pooling)
-    both, share = joined(weighting, *(state_of(weighting, part) for part in similarities.split([first, more], dim=1)))
-    expected = pooled(pooling, state_of(weighting, similarities))
-    torch.testing.assert_close(pooled(pooling, both), expected)
+    weighting = injection.weighting_of(pooling)
+    parts = (injection.state_of(weighting, part) for part in similarities.split([first, more], dim=1))
+    both, share = injection.joined(weighting, *parts)
+    expected = injection.pooled(pooling, injection.state_of(weighting, similarities))
+    torch.testing.assert_close(injection.pooled(pooling, both), expected)
     assert ((share == 0) if not more else (share == 1) if not first else (share >= 0) & (share <= 1)).all()
     if first + more:
-        padded = torch.nn.functional.pad(similarities, (0, 3), value=-torch.inf)
-        torch.testing.assert_close(pooled(pooling, state_of(weighting, padded)), expected)
+        padded = injection.state_of(weighting, torch.nn.functional.pad(similarities, (0, 3), value=-torch.inf))
+        torch.testing.assert_close(injection.pooled(pooling, padded), expected)

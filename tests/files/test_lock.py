@@ -1,5 +1,3 @@
-"""A lock that one process at a time holds."""
-
 import multiprocessing
 import os
 import time

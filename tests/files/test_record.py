@@ -1,5 +1,3 @@
-"""Descriptions of folders, which know when they are damaged."""
-
 import pytest
 
 from pylate_fastmaxsim.files.record import read_again_if_replaced, read_record, write_record

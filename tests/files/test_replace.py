@@ -1,5 +1,3 @@
-"""Files and folders that are replaced: before, during and after, with kills and power cuts at each event."""
-
 import os
 import stat
 from pathlib import Path
@@ -13,7 +11,6 @@ from tests.support.power_cut import states, written
 
 
 def seen(folder: Path) -> dict[str, str]:
-    """Texts by name, without what is unfinished."""
     files = (file for file in sorted(folder.rglob("*")) if file.is_file() and SCRATCH not in str(file))
     return {str(file.relative_to(folder)): file.read_text() for file in files}
 
@@ -39,11 +36,8 @@ def test_the_old_or_the_new_is_there_whole(writer, old, tmp_path):
     before = {}
     if old:
         before = {"folder/a": "old", "folder/c": "old"} if writer == "folder" else {"file": "old"}
-    root = written(
-        {name: None if not text else text.encode() for name, text in before.items()}
-        | ({"folder": None} if old and writer == "folder" else {}),
-        tmp_path / "root",
-    )
+    content = {name: text.encode() for name, text in before.items()}
+    root = written(content | ({"folder": None} if old and writer == "folder" else {}), tmp_path / "root")
     found = states(root, lambda: WRITERS[writer](root), cuts=20)
     assert seen(root) == NEW[writer] and not list(root.glob(f"{SCRATCH}*"))
     assert {kind for kind, _ in found} == {"kill", "cut", "end"}

@@ -1,16 +1,16 @@
 """Attention of packed texts and the operators of encoder layers on a CPU: against plain PyTorch, dropout, and graphs."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch.nn.functional import gelu, layer_norm, linear
-from transformers.models.modernbert.modeling_modernbert import apply_rotary_pos_emb
 
 from pylate_fastmaxsim import reference
 from pylate_fastmaxsim.ops.attention import rotary_self_attention, text_attention
 from pylate_fastmaxsim.ops.encoder_layers import geglu_linear, norm_with_residual
 from tests.support.attention_cases import (
-    borders,
     case,
     definition,
     distances,
@@ -43,29 +43,16 @@ def plain_rotary(x, weight, bias, cos, sin, cu_seqlens, key_cu_seqlens, max_leng
     return torch.nn.functional.pad(states, (0, 0, 0, 0, 0, len(x) - len(states)))
 
 
-def glu(rows=9, dtype=torch.float64, bias=True):
-    return glu_case(rows, 24, "cpu", dtype, bias)
-
-
-def norm(rows=9, dtype=torch.float64, bias=True):
-    return norm_case(rows, 24, "cpu", dtype, bias)
-
-
-def norm_of_stream(rows=9, dtype=torch.float64, bias=True):
-    arguments = list(norm(rows, dtype, bias))
-    arguments[4] = None
-    return tuple(arguments)
+def norm(rows, dtype, bias, branch=True):
+    arguments = norm_case(rows, 24, "cpu", dtype, bias)
+    return arguments if branch else (*arguments[:4], None, arguments[5])
 
 
 LAYERS = {
-    "glu": (geglu_linear, plain_glu, glu),
+    "glu": (geglu_linear, plain_glu, lambda rows, dtype, bias: glu_case(rows, 24, "cpu", dtype, bias)),
     "norm": (norm_with_residual, plain_norm, norm),
-    "norm without branch": (norm_with_residual, plain_norm, norm_of_stream),
-    "rotary attention": (
-        rotary_self_attention,
-        plain_rotary,
-        lambda rows=14, **options: rotary_arguments(rows, **options),
-    ),
+    "norm without branch": (norm_with_residual, plain_norm, partial(norm, branch=False)),
+    "rotary attention": (rotary_self_attention, plain_rotary, rotary_arguments),
 }
 of_all = pytest.mark.parametrize("function, plain, made", LAYERS.values(), ids=LAYERS)
 
@@ -73,36 +60,23 @@ of_all = pytest.mark.parametrize("function, plain, made", LAYERS.values(), ids=L
 @of_all
 @pytest.mark.parametrize("bias", [False, True])
 def test_as_plain_pytorch(function, plain, made, bias):
-    arguments = made(bias=bias)
+    arguments = made(14, torch.float64, bias)
     found, wanted = (gradients(each, arguments) for each in (function, plain))
     torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
     # Each gradient alone.
-    results = len(found) - sum(isinstance(each, torch.Tensor) and each.requires_grad for each in arguments)
     places = [place for place, each in enumerate(arguments) if isinstance(each, torch.Tensor) and each.requires_grad]
-    for kept, place in enumerate(places):
+    for place, gradient in zip(places, found[-len(places) :], strict=True):
         alone = [each.detach() if isinstance(each, torch.Tensor) else each for each in arguments]
         alone[place].requires_grad_()
-        assert torch.equal(gradients(function, alone)[results], found[results + kept])
+        assert torch.equal(gradients(function, alone)[-1], gradient)
 
 
 @of_all
 def test_one_graph(function, plain, made):
-    """Also a norm with a branch of another dtype."""
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
     for rows in (14, 19):
-        arguments = made(rows, dtype=None if made is norm else torch.float32, bias=made is not norm_of_stream)
+        arguments = made(rows, None if made is norm else torch.float32, plain is not plain_norm or made is norm)
         torch.testing.assert_close(gradients(compiled, arguments), gradients(function, arguments))
-
-
-def test_positions_as_in_modernbert():
-    qkv = torch.randn(4, 3 * 3 * 16).bfloat16()
-    cos, sin = (values[:4].float() for values in rotary_arguments()[3:5])
-    texts = borders([4], "cpu")
-    _, _, turned = torch.ops.pylate_fastmaxsim.rotary_self_attention(
-        qkv, torch.eye(qkv.shape[1]).bfloat16(), None, cos, sin, texts, texts, 4, 3, 1.0, -1
-    )
-    query, key, value = qkv.view(4, 3, 3, 16).unbind(1)
-    assert torch.equal(turned, torch.stack([*apply_rotary_pos_emb(query, key, cos, sin), value], dim=1))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
@@ -115,9 +89,9 @@ def test_text_attention_is_the_definition(dropout):
         torch.manual_seed(3)
         return text_attention(*shown, dropout=dropout)
 
-    keep = weights_kept(batch, seeded) if dropout else None
     states = seeded(batch)
     found = [states.detach(), *torch.autograd.grad(states, leaves, gradient_of(states))]
+    keep = weights_kept(batch, seeded) if dropout else None
     assert max(distances(found, definition(batch, keep, dropout))) < 1e-12
 
 

@@ -1,9 +1,10 @@
 """Bad input of operators, and the sentence that each gets."""
 
-from __future__ import annotations
-
+import importlib
 import logging
+import operator
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,7 +23,6 @@ from pylate_fastmaxsim import (
     splade_pool,
     xtr_scores,
 )
-from pylate_fastmaxsim.cpu import projection as cpu_projection
 from pylate_fastmaxsim.ops import operands
 from pylate_fastmaxsim.ops.attention import rotary_self_attention, text_attention
 from pylate_fastmaxsim.ops.encoder_layers import geglu_linear, norm_with_residual
@@ -41,6 +41,11 @@ def wrong_rotary(place, value):
     arguments = list(rotary_arguments())
     arguments[place] = value
     return rotary_self_attention(*arguments)
+
+
+def hidden(**options):
+    tensors = {"queries": torch.ones(1, 1, 2), "documents": torch.ones(2, 3, 4), "weight": torch.ones(2, 4)}
+    return maxsim_from_hidden(**tensors | options)
 
 
 # Name of the call, the call, type of the error, and what it says behind the name.
@@ -67,7 +72,6 @@ REFUSED = [
     ("maxsim_from_hidden", lambda: maxsim_from_hidden(Q, INT8, WEIGHT), TypeError, "documents are a CompressedBatch.*decompress"),
     ("xtr_scores", lambda: xtr_scores(Q, D, 0), ValueError, "k must be at least 1, got 0"),
     *(("xtr_scores", lambda k=k: xtr_scores(Q, D, k), TypeError, f"k must be an integer, at least 1, got {k!r}.") for k in (2.5, "3", True)),
-    ("xtr_scores", lambda: xtr_scores(Q, D[..., :3], 1), ValueError, "queries have d = 4 and documents d = 3"),
     ("xtr_scores", lambda: xtr_scores(Q, D, 1, normalizer="paper"), ValueError, 'normalizer must be "positive" or "retrieved", got .paper'),
     ("xtr_scores", lambda: xtr_scores(Q, D, 1, zero_floor=torch.ones(5).bool(), normalizer="retrieved"), ValueError, 'zero_floor goes with normalizer="positive" only'),
     ("xtr_scores", lambda: xtr_scores(Q, D, 1, [[0], [0]]), TypeError, "candidates must be a tensor .* got list"),
@@ -77,7 +81,6 @@ REFUSED = [
     ("LogSumExp", lambda: LogSumExp(1e40), ValueError, r"temperature must be a number from 1e-30 to 1e30, got 1e\+40"),
     ("LogSumExp", lambda: LogSumExp("1"), TypeError, "temperature must be a number from 1e-30 to 1e30, got '1'"),
     *(("pooled_scores", lambda p=p: pooled_scores(ONE, ONE, pooling=p), TypeError, r"pooling must be Max\(\)") for p in ("max", TopK)),
-    ("PooledScores", lambda: PooledScores("max"), TypeError, r"pooling must be Max\(\), .* got 'max'"),
     ("PooledScores", lambda: PooledScores(own_documents=True)(Q, D[:3]), ValueError, "with own_documents=True there must be as many queries as documents .* got 2 and 3; a contrastive loss takes"),
     ("splade_pool", lambda: splade_pool([[1.0]], WEIGHT), TypeError, "hidden states must be a TokenBatch or a tensor .N, L, d., got list"),
     ("splade_pool", lambda: splade_pool(INT8, WEIGHT), TypeError, "hidden states are a CompressedBatch"),
@@ -100,6 +103,12 @@ REFUSED = [
     ("project_normalize", lambda: project_normalize(Q[0], WEIGHT.double()), ValueError, ".* must have one dtype"),
     ("project_normalize", lambda: project_normalize(Q[0].int(), WEIGHT.int()), ValueError, "hidden states must be bfloat16"),
     ("project_normalize", lambda: project_normalize(Q[0], WEIGHT, torch.ones(3)), ValueError, r"bias must be torch.float32 \[d\] with d = 5"),
+    ("maxsim_from_hidden", lambda: hidden(queries=[[[1.0, 2.0]]]), TypeError, "queries must be a TokenBatch or a tensor"),
+    ("project_normalize", lambda: hidden(weight=[[1.0] * 4] * 2), TypeError, "weight must be a tensor .* got list"),
+    ("project_normalize", lambda: hidden(normalize=None), TypeError, "normalize must be True or False, got None."),
+    ("maxsim_from_hidden", lambda: hidden(project="neither"), ValueError, "project must be .* got 'neither'"),
+    ("maxsim_from_hidden", lambda: hidden(candidates=torch.zeros(3, 1, dtype=torch.int64)), ValueError, r"candidates must be int64 \[Nq, K\] with"),
+    ("maxsim_from_hidden", lambda: hidden(documents_mask=torch.ones(2, 2)), ValueError, r"documents_mask must be \[N, L\] = \[2, 3\]"),
     ("text_attention", lambda: text_attention(*attention_case([3]), dropout=-0.1), ValueError, "dropout must be from 0 to less than 1"),
     ("text_attention", lambda: text_attention(*attention_case([3]), dropout=1.0), ValueError, "dropout must be from 0 to less than 1"),
     ("rotary_self_attention", lambda: wrong_rotary(8, 9), ValueError, "weight must be .* d = 16, 32, 64 or 128, got shape"),
@@ -116,28 +125,7 @@ def test_bad_input_is_one_sentence(name, call, error, message):
         call()
 
 
-@pytest.mark.parametrize(
-    "options, error, message",
-    [
-        ({"queries": [[[1.0, 2.0]]]}, TypeError, "queries must be a TokenBatch or a tensor"),
-        ({"weight": [[1.0] * 4] * 2}, TypeError, "weight must be a tensor .* got list"),
-        ({"bias": [0.0, 0.0]}, TypeError, "bias must be a tensor .* got list"),
-        ({"normalize": None}, TypeError, "normalize must be True or False, got None."),
-        ({"project": "neither"}, ValueError, "project must be .* got 'neither'"),
-        ({"candidates": torch.zeros(3, 1, dtype=torch.int64)}, ValueError, r"candidates must be int64 \[Nq, K\] with"),
-        ({"candidates": [[0]]}, TypeError, "candidates must be a tensor"),
-        ({"zero_floor": torch.zeros(3)}, ValueError, r"zero_floor must be bool \[Nd\] with Nd = 2"),
-        ({"documents_mask": torch.ones(2, 2)}, ValueError, r"documents_mask must be \[N, L\] = \[2, 3\]"),
-    ],
-)
-def test_what_does_not_fit_is_found_before_anything_is_projected(options, error, message, monkeypatch):
-    monkeypatch.setattr(cpu_projection, "forward", None)
-    tensors = {"queries": torch.ones(1, 1, 2), "documents": torch.ones(2, 3, 4), "weight": torch.ones(2, 4)}
-    with pytest.raises(error, match=f"^(maxsim_from_hidden|project_normalize): {message}"):
-        maxsim_from_hidden(**tensors | options)
-
-
-@pytest.mark.parametrize("function", [maxsim, lambda *inputs: xtr_scores(*inputs[:2], 3, *inputs[2:])])
+@pytest.mark.parametrize("function", [maxsim, partial(xtr_scores, k=3)], ids=["maxsim", "xtr_scores"])
 def test_sequences_that_share_rows_are_refused_where_gradients_are_wanted(function):
     queries, documents = batches(queries=(3, 2), documents=(4, 0, 3), masked=False)
     queries, documents = queries.select(torch.tensor([0, 0, 1])), documents.select(torch.tensor([0, 1, 2, 1, 1]))
@@ -172,24 +160,19 @@ class _Subclass(torch.Tensor):
     pass
 
 
-@pytest.mark.parametrize("name", ["maxsim", "xtr_scores"])
+@pytest.mark.parametrize("function", [maxsim, partial(xtr_scores, k=3)], ids=["maxsim", "xtr_scores"])
 @pytest.mark.parametrize("out_of_range", [-1, 5])
-def test_candidates_out_of_range_are_refused_wherever_they_are_used(name, out_of_range):
-    def function(queries, documents, candidates):
-        if name == "maxsim":
-            return maxsim(queries, documents, candidates)
-        return xtr_scores(queries, documents, 3, candidates)
-
+def test_candidates_out_of_range_are_refused_wherever_they_are_used(function, out_of_range):
     candidates = torch.tensor([[0], [out_of_range]])
-    for call, *inputs in (
+    for call, queries, documents, chosen in (
         (function, Q, D, candidates),
         (torch.compile(function, backend="aot_eager", fullgraph=True), Q, D, candidates),
         (function, Q, D, candidates.as_subclass(_Subclass)),
         (function, Q.clone().requires_grad_(), D, candidates),
         (function, Q[:, :0], D[:, :0], candidates),  # nothing to score
     ):
-        with pytest.raises(ValueError, match=f"^{name}: candidates must be from 0 to Nd - 1 = 4, got "):
-            call(*inputs)
+        with pytest.raises(ValueError, match=r"^(maxsim|xtr_scores): candidates must be from 0 to Nd - 1 = 4, got "):
+            call(queries, documents, candidates=chosen)
 
 
 def test_numbers_of_numpy_and_those_that_a_kernel_cannot_count_are_taken():
@@ -197,28 +180,25 @@ def test_numbers_of_numpy_and_those_that_a_kernel_cannot_count_are_taken():
     assert torch.equal(xtr_scores(D[:2], D, 2**63), xtr_scores(D[:2], D, 100))
 
 
-@pytest.mark.parametrize("capability, suffices", [((7, 5), False), ((8, 0), True), ((12, 1), True)])
-def test_older_gpus_are_scored_by_pytorch_and_that_is_said_once(capability, suffices, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "capability, triton, said",
+    [
+        ((7, 5), True, ["capability 8.0 or newer"]),
+        ((8, 0), True, []),
+        ((12, 1), True, []),
+        ((9, 0), False, ["Triton cannot be imported"]),
+    ],
+)
+def test_without_kernels_pytorch_scores_and_that_is_said_once(capability, triton, said, monkeypatch, caplog):
+    if not triton:
+        monkeypatch.setitem(sys.modules, "pylate_fastmaxsim.kernels.maxsim.launch", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    operands.has_kernels.cache_clear()
+    # The module again, with caches that end with the test.
+    monkeypatch.setattr("pylate_fastmaxsim.ops.operands", operands)
+    monkeypatch.delitem(sys.modules, "pylate_fastmaxsim.ops.operands")
+    module = importlib.import_module("pylate_fastmaxsim.ops.operands")
     with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
-        assert [operands.has_kernels(torch.device("cuda", 0)) for _ in range(2)] == [suffices] * 2
-    operands.has_kernels.cache_clear()
-    assert [("capability 8.0 or newer" in message) for message in caplog.messages] == [True] * (not suffices)
-
-
-def test_without_triton_cuda_tensors_are_scored_by_pytorch_and_that_is_said_once(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "pylate_fastmaxsim.kernels.maxsim.launch", None)
-    monkeypatch.delattr("pylate_fastmaxsim.kernels.maxsim.launch", raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    device = torch.device("cuda", 0)
-    for cached in (operands.has_kernels, operands._has_triton):  # the cache of the latter outlives a test
-        cached.cache_clear()
-    with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
-        assert not operands.has_kernels(device) and not operands.has_kernels(device)
-    for cached in (operands.has_kernels, operands._has_triton):
-        cached.cache_clear()
-    assert len(caplog.records) == 1 and "Triton cannot be imported" in caplog.text
+        assert [module.has_kernels(torch.device("cuda", 0)) for _ in range(2)] == [not said] * 2
+    assert len(caplog.messages) == len(said) and all(map(operator.contains, caplog.messages, said))

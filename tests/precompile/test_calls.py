@@ -1,7 +1,5 @@
 """The calls of a warm-up launch every program that batches of the same sizes launch."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys
@@ -37,7 +35,6 @@ def test_on_a_gpu_batches_compile_nothing_after_it(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     done = warmup(ON_GPU)
     assert done.kernels == len(list(tmp_path.rglob("*.cubin"))) > 100
-    # In a process of its own, which has compiled nothing yet.
     script = [sys.executable, "-m", "tests.support.scored_batches"]
     run = subprocess.run(script, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr

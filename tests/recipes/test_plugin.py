@@ -1,5 +1,3 @@
-"""The plugin as a recipe switches it."""
-
 from dataclasses import asdict
 
 from pylate_fastmaxsim.integrations.options import current_options

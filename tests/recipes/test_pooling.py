@@ -30,9 +30,6 @@ def test_the_first_step_has_the_start_and_the_last_the_end(section, values):
     # Exactly, as a recipe says it.
     assert poolings[-1] == final_pooling(section) == pooling_at(section, 7, 5) == pooling_at(section, 0, 1)
     assert values[-1] == getattr(section, section.name)
-
-
-def test_without_a_section_it_is_the_maximum():
     assert pooling_at(None, 3, 5) == final_pooling(None) == Max()
 
 
@@ -49,7 +46,8 @@ def embeddings() -> list[torch.Tensor]:
 @pytest.mark.parametrize("pooling", [Max(), TopK(3), TopK(20), Softmax(0.3), LogSumExp(0.3)])
 def test_scores_and_gradients_are_those_of_the_operator(pooling, own_documents):
     results = []
-    for metric in (PlainPooledScores(pooling, own_documents), PooledScores(pooling, own_documents=own_documents)):
+    plain = PlainPooledScores(pooling, own_documents)
+    for metric in (plain, PooledScores(pooling, own_documents=own_documents)):
         given = embeddings()
         scores = metric(*given)
         scores.sin().sum().backward()

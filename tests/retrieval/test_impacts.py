@@ -31,7 +31,6 @@ def test_batches_hold_what_is_behind_the_start(files, start):
 
 
 def test_a_bad_line_comes_after_the_batches_before_it(files):
-    """A stream cannot know it earlier. Wrong arguments are named at once, before an index is begun."""
     (files / "b.jsonl").write_text("{}")
     batches = read_impacts(files, 8, 2)
     assert [ids for ids, _ in (next(batches), next(batches))] == [["d0", "d1"], ["d2", "d3"]]

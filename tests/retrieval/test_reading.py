@@ -1,7 +1,5 @@
 """Batches of a corpus that a thread reads ahead, for a GPU."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 

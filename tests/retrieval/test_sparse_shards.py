@@ -1,7 +1,5 @@
 """Ranks that each hold a share of an index find, together, the same bits as one that holds all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from pylate_fastmaxsim import SparseBatch, SparseIndex
 from pylate_fastmaxsim.kernels.sparse import postings
 from tests.support.ranks import run_cases
-from tests.support.sparse_vectors import sorted_scores, sparse_vectors
+from tests.support.sparse_vectors import assert_same, sorted_scores, sparse_vectors
 
 VOCABULARY = 30
 
@@ -44,9 +42,8 @@ def _same_as_whole(folder: str) -> None:
         assert len(index) == len(documents)
         for queries in (sparse_vectors(11, VOCABULARY, seed=1), sparse_vectors(0, VOCABULARY, seed=1)):
             for k in (1, 5, 50):
-                found = index.search(queries.to(index.device), k)
-                for ours, theirs in zip(found, sorted_scores(queries, documents, k, {*removed}), strict=True):
-                    assert torch.equal(ours.cpu(), theirs[:, : len(documents)])
+                expected = sorted_scores(queries, documents, k, {*removed})
+                assert_same(index.search(queries.to(index.device), k), [each[:, : len(documents)] for each in expected])
     sizes = [None] * dist.get_world_size()
     dist.all_gather_object(sizes, _index(folder, 4.625).nbytes)
     whole = _index(folder, 4.625, shard=None).nbytes
@@ -69,14 +66,12 @@ def _different_questions(folder: str) -> None:
 def _what_a_shard_cannot_do(folder: str) -> None:
     index, queries = _index(folder, 4.625, shard=(0, 99)), sparse_vectors(3, VOCABULARY, seed=1)
     changed = "an index that was loaded as a shard cannot be"
+    queries = queries.to(index.device)
     for call, said in (
         (lambda: index.add([]), f"add: {changed}"),
         (lambda: index.remove([0]), f"remove: {changed}"),
         (lambda: index.save(folder), f"save: {changed}"),
-        (
-            lambda: index.search(queries.to(index.device), 5),
-            "search: the index was loaded for rank 0 of 99, but this is",
-        ),
+        (lambda: index.search(queries, 5), "search: the index was loaded for rank 0 of 99, but this is"),
         (lambda: _index(folder, 4.625, shard=(2, 2)), "load: shard must be a rank from 0 and a larger number of ranks"),
     ):
         with pytest.raises(ValueError, match=f"^SparseIndex.{said}"):

@@ -1,8 +1,8 @@
 """Static late interaction: its sparse vectors are MaxSim's maxima, bounds bound, and certified results are MaxSim's."""
 
-from __future__ import annotations
-
+import itertools
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -16,32 +16,17 @@ from tests.support.static_cases import CUTS, check, maxsim, tables, texts
 
 @pytest.fixture(autouse=True)
 def few_candidates(monkeypatch):
-    """So that a first search is seldom enough."""
     monkeypatch.setattr(certificate, "MORE_THAN_ASKED", 1)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize(("threshold", "cap"), CUTS)
-def test_vectors_bounds_and_certified_results_are_those_of_the_definition(threshold, cap):
-    check("cpu", threshold, cap)
+def test_vectors_bounds_and_certified_results_are_those_of_the_definition(threshold, cap, device):
+    check(device, threshold, cap)
 
 
 def test_a_document_without_tokens_may_be_the_worst():
     check("cpu", "lowest", None, positive=True)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(("threshold", "cap"), CUTS)
-def test_the_same_on_a_gpu(threshold, cap):
-    check("cuda", threshold, cap)
-
-
-def everything(threshold, cap, **options):
-    """Documents and certified results of a model."""
-    made = StaticLateInteraction(*tables("cpu"), threshold=threshold, neighbours=cap, **options)
-    asked, collection = texts(6, 9, seed=1), texts(30, 20, seed=2)
-    batch = made.documents(collection)
-    found = [made.search(asked, collection, 7)] if made.bm25_weights else made.search(asked, collection, 7, exact=True)
-    return batch, found
 
 
 def same(ours: SparseBatch, other: SparseBatch) -> bool:
@@ -50,24 +35,23 @@ def same(ours: SparseBatch, other: SparseBatch) -> bool:
 
 @pytest.mark.parametrize(("threshold", "cap"), [("lowest", None), (-0.2, None), (0.4, None), (0.4, 3)])
 def test_sizes_of_blocks_and_the_way_do_not_matter(threshold, cap, monkeypatch):
-    """Neither do how deep the first search for candidates is, nor whether a table of neighbours is used."""
-    batch, found = everything(threshold, cap)
-    for share in (0.0, 1.0):
+    made = StaticLateInteraction(*tables("cpu"), threshold=threshold, neighbours=cap)
+    asked, collection = texts(6, 9, seed=1), texts(30, 20, seed=2)
+    batch, found = made.documents(collection), made.search(asked, collection, 7, exact=True)
+    for share, size in itertools.product((0.0, 1.0), (1, 1000)):
         monkeypatch.setattr(documents, "LARGEST_SHARE", share)
-        for size in (1, 1000):
-            monkeypatch.setattr(documents, "SIMILARITIES_AT_ONCE", size)
-            monkeypatch.setattr(documents, "WEIGHTS_AT_ONCE", size)
-            monkeypatch.setattr(documents, "ENTRIES_AT_ONCE", size)
-            monkeypatch.setattr(certificate, "ENTRIES_AT_ONCE", size)
-            monkeypatch.setattr(certificate, "PAIRS_AT_ONCE", size)
-            monkeypatch.setattr(certificate, "MORE_THAN_ASKED", 2 * size)
-            monkeypatch.setattr(model, "BATCH", 1 + size % 50)
-            again, results = everything(threshold, cap)
-            # float64 rounds in the order of a block, which float32 seldom shows.
-            assert torch.equal(again.terms, batch.terms) and torch.equal(again.offsets, batch.offsets)
-            torch.testing.assert_close(again.weights, batch.weights, rtol=2e-7, atol=1e-9)
-            assert torch.equal(results[1], found[1])
-            torch.testing.assert_close(results[0], found[0], rtol=2e-7, atol=0)
+        for name in ("SIMILARITIES_AT_ONCE", "WEIGHTS_AT_ONCE", "ENTRIES_AT_ONCE"):
+            monkeypatch.setattr(documents, name, size)
+        for name in ("ENTRIES_AT_ONCE", "PAIRS_AT_ONCE", "MORE_THAN_ASKED"):
+            monkeypatch.setattr(certificate, name, size)
+        monkeypatch.setattr(model, "BATCH", 1 + size % 50)
+        made = StaticLateInteraction(*tables("cpu"), threshold=threshold, neighbours=cap)
+        again, results = made.documents(collection), made.search(asked, collection, 7, exact=True)
+        # float64 rounds in the order of a block, which float32 seldom shows.
+        assert torch.equal(again.terms, batch.terms) and torch.equal(again.offsets, batch.offsets)
+        torch.testing.assert_close(again.weights, batch.weights, rtol=2e-7, atol=1e-9)
+        assert torch.equal(results[1], found[1])
+        torch.testing.assert_close(results[0], found[0], rtol=2e-7, atol=0)
 
 
 def test_a_model_at_another_threshold_is_that_of_the_threshold():
@@ -81,16 +65,14 @@ def test_a_model_at_another_threshold_is_that_of_the_threshold():
 
 
 def test_removed_documents_are_not_found_where_all_are_scored():
-    """Nothing exceeds the threshold, so that no document shares a term."""
     made = StaticLateInteraction(*tables("cpu"), threshold=1.5)
     asked, collection = texts(12, 9, seed=1), texts(60, 25, seed=2)
     index = SparseIndex.build([made.documents(collection)])
-    gone = [0, 3, 17]
-    index.remove(gone)
+    index.remove([0, 3, 17])
     _, positions = made.search(asked, index, 70, exact=True, tokens=collection)
-    left = [place for place in range(len(collection)) if place not in gone]
+    left = sorted({*range(len(collection))} - {0, 3, 17})
     for row in positions.tolist():
-        assert sorted(row[: len(left)]) == left and row[len(left) :] == [-1] * len(gone)
+        assert sorted(row[: len(left)]) == left and row[len(left) :] == [-1] * 3
     assert int(made.search(asked, index, 5)[1].max()) == -1
 
 
@@ -111,17 +93,13 @@ def test_a_document_that_shares_no_term_and_scores_the_same_comes_first():
 
 
 def test_how_many_documents_are_scored_again_depends_on_the_threshold():
-    """At the lowest threshold no more than the first candidates, and all where nothing is stored."""
     asked, collection = texts(12, 9, seed=1), texts(400, 25, seed=2)
     rescored = []
     for threshold in ("lowest", 0.6, 1.5):
         made = StaticLateInteraction(*tables("cpu"), threshold=threshold)
-        index, vectors = SparseIndex.build([made.documents(collection)]), made.queries(asked)
-        found = certificate.certified_search(
-            index.search, vectors, made.bound(vectors), collection, index.live_positions(),
-            made.query_vectors, made.document_vectors, 5,
-        )  # fmt: skip
-        rescored.append(found[2][2:].double())
+        with mock.patch.object(model, "certified_search", wraps=certificate.certified_search) as search:
+            made.search(asked, collection, 5, exact=True)
+        rescored.append(certificate.certified_search(*search.call_args.args)[2][2:].double())
     assert rescored[0].median() == 5 + certificate.MORE_THAN_ASKED
     assert rescored[0].mean() < rescored[1].mean() < rescored[2].mean() == len(collection)
 
@@ -130,18 +108,14 @@ def test_weights_of_both_sides_are_those_of_maxsim_with_scaled_vectors():
     """Norms as weights give MaxSim of the vectors as they are. Tokens of a skiplist are left out."""
     raw = tables("cpu")
     asked, collection = texts(12, 9, seed=1), texts(60, 25, seed=2)
-    plain = StaticLateInteraction(*raw, threshold="lowest", normalize=False)
-    expected = maxsim(plain, asked, collection)
     own = torch.rand(2, cases.VOCABULARY, generator=torch.Generator().manual_seed(1))
     own[:, 9] = 0
-    for weights, scale in ((("norms", "norms"), (1, 1)), ((own[0], own[1]), own[:, :, None])):
-        unit = [torch.nn.functional.normalize(table, dim=1) for table in raw]
-        scaled = raw if weights[0] == "norms" else [table * each for table, each in zip(unit, scale, strict=True)]
+    weighted = [torch.nn.functional.normalize(raw[side], dim=1) * own[side, :, None] for side in (0, 1)]
+    for (of_queries, of_documents), scaled in ((("norms", "norms"), raw), (own, weighted)):
         expected = maxsim(StaticLateInteraction(*scaled, threshold=0, normalize=False), asked, collection)
+        options = {"query_weights": of_queries, "document_weights": of_documents}
         for threshold in ("lowest", 0.3):
-            made = StaticLateInteraction(
-                *raw, threshold=threshold, query_weights=weights[0], document_weights=weights[1]
-            )
+            made = StaticLateInteraction(*raw, threshold=threshold, **options)
             scores, positions = made.search(asked, collection, 62, exact=True)
             torch.testing.assert_close(scores, expected.gather(1, positions).float(), rtol=1e-5, atol=1e-5)
             assert bool((scores.diff(dim=1) <= 0).all()) and positions.sort().values.tolist() == [[*range(62)]] * 14

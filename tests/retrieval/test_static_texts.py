@@ -1,7 +1,5 @@
 """Static models of texts: BM25 beside a library of it, tables of Sentence Transformers and model2vec, and their files."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -19,7 +17,6 @@ WORDS = ["bees", "wasps", "bread", "yeast", "[UNK]", "[PAD]"]
 
 
 def word_tokenizer() -> Tokenizer:
-    """Of words, which also pads and truncates, as that of many a model does."""
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.enable_padding(pad_id=5, pad_token="[PAD]")
@@ -37,7 +34,6 @@ def words(name: str) -> list[list[str]]:
 
 
 def test_threshold_1_ranks_as_bm25():
-    """As bm25s with Lucene's idf, for the same tokens, with vectors and without."""
     bm25s = pytest.importorskip("bm25s", reason="needs a library of BM25: pip install bm25s")
     if not CRANFIELD.exists():
         pytest.skip(f"needs the collection in {CRANFIELD}")
@@ -55,9 +51,8 @@ def test_threshold_1_ranks_as_bm25():
     table = torch.randn(len(vocabulary), 16, generator=torch.Generator().manual_seed(0))
     of_vectors = StaticLateInteraction(table, threshold=1, query_weights="idf", document_weights=BM25(k1, b))
     for model in (of_vectors, StaticLateInteraction.bm25(None, len(vocabulary), k1, b)):
-        scores, positions = model.fit([collection.part(0, 900), collection.part(900, 1400)]).search(
-            asked, collection, 50
-        )
+        model.fit([collection.part(0, 900), collection.part(900, 1400)])
+        scores, positions = model.search(asked, collection, 50)
         # Where the library's scores are equal up to rounding, the order is any.
         torch.testing.assert_close(expected.gather(1, positions), scores.double(), rtol=1e-5, atol=0)
         torch.testing.assert_close(expected.sort(descending=True).values[:, :50], scores.double(), rtol=1e-5, atol=0)
@@ -107,33 +102,32 @@ def test_the_table_of_a_model2vec_encodes_as_it_does(quantized):
     sentences = ["bees honey bread yeast", "honey"]
     expected = [torch.as_tensor(each).float() for each in host.encode_as_sequence(sentences)]
     # Unknown words are left out.
-    for texts_of_side, skipped in ((model.queries(sentences), model.query_skiplist), (None, model.skiplist)):
-        assert skipped == [4]
-        tokens = model.token_ids(sentences).without(skipped, len(WORDS))
-        found = model.query_vectors[tokens.ids.long()].split(tokens.lengths.tolist())
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs)
-        assert texts_of_side is None or texts_of_side.offsets.diff().tolist() == tokens.lengths.tolist()
+    assert model.query_skiplist == model.skiplist == [4]
+    tokens = model.token_ids(sentences).without([4], len(WORDS))
+    found = model.query_vectors[tokens.ids.long()].split(tokens.lengths.tolist())
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert model.queries(sentences).offsets.diff().tolist() == tokens.lengths.tolist()
 
 
-@pytest.mark.parametrize("weights", ["bm25", "own", "cap"])
-def test_a_saved_model_is_the_same(weights, tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"threshold": 0.3, "query_weights": "idf", "document_weights": BM25(1.2, 0.3)},
+        {"threshold": "lowest", "query_weights": torch.rand(6), "document_weights": torch.rand(6)},
+        {"threshold": 0.1, "neighbours": 2, "skiplist": [4], "query_skiplist": [1]},
+    ],
+    ids=["bm25", "own", "cap"],
+)
+def test_a_saved_model_is_the_same(options, tmp_path):
     sentences = ["bees bread", "yeast bread bread", "wasps"]
-    options = {
-        "bm25": {"threshold": 0.3, "query_weights": "idf", "document_weights": BM25(1.2, 0.3)},
-        "own": {"threshold": "lowest", "query_weights": torch.rand(6), "document_weights": torch.rand(6)},
-        "cap": {"threshold": 0.1, "neighbours": 2, "skiplist": [4], "query_skiplist": [1]},
-    }[weights]
     model = StaticLateInteraction(vectors(), vectors().flip(0), word_tokenizer(), **options)
-    if weights == "bm25":
+    if model.bm25_weights:
         model.fit(sentences)
-    model.save(tmp_path)
-    model.save(tmp_path)
+    for _ in range(2):
+        model.save(tmp_path)
     loaded = StaticLateInteraction.load(tmp_path)
     assert vars(loaded)["thresholds"].equal(model.thresholds)  # they take a product of the tables
     for ours, other in ((model, loaded), (model.to("cpu"), loaded.to("cpu"))):
-        for found, again in zip(
-            ours.search(sentences, sentences, 3), other.search(sentences, sentences, 3), strict=True
-        ):
-            assert torch.equal(found, again)
+        assert all(map(torch.equal, *(each.search(sentences, sentences, 3) for each in (ours, other))))
         assert ours.documents(sentences).weights.equal(other.documents(sentences).weights)

@@ -1,8 +1,7 @@
 """Folders of each kind that are written: killed, cut off from power, on a full disk, and beside readers."""
 
-from __future__ import annotations
-
 import errno
+import itertools
 import os
 import random
 import signal
@@ -10,12 +9,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from pylate_fastmaxsim.retrieval.formats import checksums, writer
+from pylate_fastmaxsim.retrieval.formats import writer
 from tests.support.full_disk import no_file_above
 from tests.support.power_cut import states, written
 from tests.support.stored import BEFORE, COUNT, KINDS, SIZE, Corpora, Kind, Saved, contents, interrupt, shrink
@@ -33,46 +34,36 @@ def interrupted(kind: Kind, folder: Path, fail_at: int = BEFORE + SIZE, fail: Ca
         kind.write(folder, fail_at=fail_at, fail=fail)
 
 
-def begun(kind: Kind, folder: Path) -> None:
-    """All that may be there before the first document counts."""
-    writer.clear(folder)
-    for name in ("codec.safetensors", "values.bin", "bounds.bin"):
-        (folder / name).write_bytes(b"unfinished")
-
-
-def with_left_overs(kind: Kind, folder: Path) -> None:
-    """Of a call that was killed before it noted what it had written."""
-    kind.write(folder, BEFORE)
-    for file in folder.glob("*.bin"):
-        if not file.name.startswith("checksums-"):
-            file.write_bytes(file.read_bytes() + bytes(3000))
-
-
-STARTS: dict[str, Callable[[Kind, Path], object]] = {
-    "new": lambda kind, folder: None,
-    "complete": lambda kind, folder: (kind.write(folder, 9), kind.write(folder, BEFORE)),
-    "interrupted": interrupted,
-    "complete and interrupted": lambda kind, folder: (kind.write(folder, BEFORE), interrupted(kind, folder)),
-    "begun": begun,
-    "left-overs": with_left_overs,
-}
-
-
 def starts_of(kind: Kind) -> list[str]:
     if isinstance(kind, Saved):  # what a save has begun in a new folder, another index does not go on with
         return ["complete"]
-    return [*STARTS][: 6 if isinstance(kind, Corpora) else 4 if kind.goes_on else 2]
+    begun = ["interrupted", "complete and interrupted"] if kind.goes_on else []
+    return ["new", "complete", *begun, *(["begun", "left-overs"] if isinstance(kind, Corpora) else [])]
 
 
 @pytest.fixture(params=[(name, start) for name in KINDS for start in starts_of(KINDS[name])], ids="-".join)
 def case(request, tmp_path, monkeypatch) -> tuple[Kind, Path, int | None]:
     """A kind, a folder of it, and how many documents that holds."""
     (name, start), root = request.param, tmp_path / "root"
+    kind = KINDS[name]
     root.mkdir()
-    STARTS[start](KINDS[name], root)
-    if "interrupted" in start:  # so that a journal counts less than the corpus that is finished next
+    if start == "complete":
+        kind.write(root, 9)
+    if held := BEFORE if start.startswith(("complete", "left-overs")) else None:
+        kind.write(root, BEFORE)
+    if "interrupted" in start:
+        interrupted(kind, root)
+        # So that a journal counts less than the corpus that is finished next.
         monkeypatch.setattr(writer, "SECONDS_BETWEEN_NOTES", 60.0)
-    return KINDS[name], root, BEFORE if start in ("complete", "complete and interrupted", "left-overs") else None
+    if start == "begun":  # all that may be there before the first document counts
+        writer.clear(root)
+        for name in ("codec.safetensors", "values.bin", "bounds.bin"):
+            (root / name).write_bytes(b"unfinished")
+    if start == "left-overs":  # of a call that was killed before it noted what it had written
+        for file in root.glob("*.bin"):
+            if not file.name.startswith("checksums-"):
+                file.write_bytes(file.read_bytes() + bytes(3000))
+    return kind, root, held
 
 
 @pytest.fixture(params=KINDS)
@@ -107,16 +98,8 @@ def test_after_a_kill_or_a_power_cut_the_old_or_the_new_is_there(case, tmp_path)
 @contextmanager
 def no_room_at_sync(calls: int) -> Iterator[None]:
     """The system says so when it is to have bytes on the disk."""
-    fsync, left = os.fsync, [calls]
-
-    def full(descriptor: int) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fsync(descriptor)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch.object(os, "fsync", side_effect=itertools.chain([None] * calls, itertools.repeat(full))):
         yield
 
 
@@ -141,44 +124,17 @@ def test_on_a_full_disk_the_old_stays_whole(full, case, tmp_path):
     assert failed == 4 if full is no_file_above else failed
 
 
-@pytest.mark.parametrize("calls", range(0, 21, 4))
-@pytest.mark.parametrize("name", ["bfloat16", "int8", "fp8", "residual"])
-def test_an_interruption_between_the_files_of_a_batch_loses_that_batch_only(name, calls, tmp_path):
-    append, left = checksums.AppendedFile.append, [calls]
-
-    def append_or_fail(self, content):
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        append(self, content)
-
-    KINDS[name].write(tmp_path, 1)
-    with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
-        patch.setattr(checksums.AppendedFile, "append", append_or_fail)
-        KINDS[name].write(tmp_path)
-    KINDS[name].write(tmp_path)
-    assert KINDS[name].held(tmp_path) == COUNT
-
-
-def raised(error: type[BaseException]) -> Callable[[], None]:
-    def fail() -> None:
-        raise error("the encoder fails")
-
-    return fail
-
-
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.goes_on])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, ValueError])
 def test_after_an_error_the_same_call_goes_on(error, name, tmp_path):
     kind, new = KINDS[name], tmp_path / "new"
     kind.asked.clear()
     for fail_at in (BEFORE, BEFORE, COUNT - 2):
-        interrupted(kind, new, fail_at, raised(error))
+        interrupted(kind, new, fail_at, mock.Mock(side_effect=error("the encoder fails")))
         assert kind.held(new) is None
     kind.write(new)
     # A batch that begins before the number is written.
-    ends = [kind.kept_in * (written // kind.kept_in) for written in (0, 16, 16, 28)]
-    assert kind.asked == ends
+    assert kind.asked == [kind.kept_in * (written // kind.kept_in) for written in (0, 16, 16, 28)]
     kind.write(tmp_path / "whole")
     assert contents(new) == contents(tmp_path / "whole")
 
@@ -205,25 +161,22 @@ def test_a_process_that_is_killed_loses_no_finished_block(name, tmp_path):
 
 def test_readers_beside_a_writer_see_one_generation(kind, tmp_path):
     kind.write(tmp_path, 5)
-    found, wrong, ended = [], [], threading.Event()
+    ended = threading.Event()
 
-    def read() -> None:
+    def read() -> list[int | None]:
+        found = []
         while not ended.is_set():
-            try:
-                found.append(kind.held(tmp_path))
-            except BaseException as error:  # shown below
-                wrong.append(error)
+            found.append(kind.held(tmp_path))
+        return found
 
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    for reader in readers:
-        reader.start()
-    for end in range(5, COUNT + 1, 2):
-        kind.write(tmp_path, end)
-        ended.wait(0.02)
-    ended.set()
-    for reader in readers:
-        reader.join()
-    assert not wrong and len(found) > 5 and len(set(found)) > 1 and None not in found
+    with ThreadPoolExecutor(3) as readers, ExitStack() as last:
+        last.callback(ended.set)
+        reading = [readers.submit(read) for _ in range(3)]
+        for end in range(5, COUNT + 1, 2):
+            kind.write(tmp_path, end)
+            ended.wait(0.02)
+    found = [count for each in reading for count in each.result()]
+    assert len(found) > 5 and len(set(found)) > 1 and None not in found
     assert kind.held(tmp_path) == COUNT
 
 

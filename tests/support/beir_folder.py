@@ -1,10 +1,9 @@
 """A small collection in BEIR's layout."""
 
-import json
 from pathlib import Path
 
 from pylate_fastmaxsim.recipes.data.collection import JUDGEMENT_COLUMNS
-from tests.support.tiny_recipe import text
+from tests.support.tiny_recipe import json_lines, text
 
 QUERIES, DOCUMENTS = 6, 150
 
@@ -31,8 +30,7 @@ def write_folder(folder: Path, file: str = "qrels/test.tsv", **changed: list[dic
     content = tables() | changed
     (folder / file).parent.mkdir(parents=True)
     for name in ("corpus", "queries"):
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in content[name])
-        (folder / f"{name}.jsonl").write_bytes(lines.encode(errors="surrogateescape"))
+        json_lines(folder / f"{name}.jsonl", content[name])
     lines = [list(content["qrels"][0]), *(row.values() for row in content["qrels"])]
     (folder / file).write_text("".join("\t".join(map(str, line)) + "\n" for line in lines))
     return folder

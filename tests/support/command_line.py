@@ -1,7 +1,5 @@
 """Run ``fastmaxsim`` in this process."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -1,7 +1,5 @@
 """A step of a loss, with and without the flag: the loss with its gradients, and whether two are equal."""
 
-from __future__ import annotations
-
 import torch
 
 import pylate_fastmaxsim

@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 
 from pylate_fastmaxsim.comparison.gate import Gate
 from pylate_fastmaxsim.comparison.turns import Run, Turns
-from pylate_fastmaxsim.comparison.verdict import summarize_steps
 
 
 class Page(HTMLParser):
@@ -39,11 +38,6 @@ def steps(seconds: list[float], encoded: int) -> list[dict]:
         {"loss": 1 / (place + 1), "seconds": s, "documents": 4, "live": 30, "query_tokens": 20, "encoded": encoded}
         for place, s in enumerate(seconds)
     ]
-
-
-def summarized(result: dict, steps: list[dict]) -> dict:
-    """A run as the report of a comparison takes it."""
-    return {**result, **summarize_steps(steps)}
 
 
 def run_of(steps: list[dict], **more) -> Run:

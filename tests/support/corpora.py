@@ -1,7 +1,5 @@
 """Documents for corpora on disk, and what a corpus holds."""
 
-from __future__ import annotations
-
 import torch
 
 from pylate_fastmaxsim import TokenBatch

@@ -1,7 +1,5 @@
 """A host's function as a fork, an edited checkout or a newer release has it."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The pages of documentation, and their examples: blocks of code below ``<!-- example: NAME -->``, which tests run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

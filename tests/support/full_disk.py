@@ -1,7 +1,5 @@
 """A disk that is full at a size, for files that this process writes."""
 
-from __future__ import annotations
-
 import io
 import resource
 from collections.abc import Iterator

@@ -17,9 +17,6 @@ from tests.support.tiny_recipe import few_steps, hub_dataset, text
 RECIPE = RECIPES / "colbert_kd_mine.yaml"
 TABLES = ("train", "queries", "documents")
 
-# Parts of 40 documents, 15 in each, and of 40 rows, 9 in each.
-SEARCH, POSITIVES, TEACHER = ["search"] * 3, ["positives"] * 5, ["teacher"] * 5
-
 
 def answers(word: str = "") -> list[str]:
     return [f"{word}{text(i, 2 + i % 20)} {i}" for i in range(40)]

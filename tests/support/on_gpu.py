@@ -1,7 +1,5 @@
 """What the tests of kernels on a GPU share: a guard against waiting, and CUDA graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Small indexes of PLAID, written by the libraries themselves, and what they hold, decompressed by the book."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -41,7 +39,7 @@ def write_fast_plaid(folder: Path, documents: list[torch.Tensor], bits: int, doc
 
 
 def merge_chunks(folder: Path) -> None:
-    """Make of an index of fast-plaid 1.4.6 what fast-plaid 1.7.0 makes of it when it loads it, byte for byte."""
+    """Make of an index of fast-plaid 1.4.6 what fast-plaid 1.7.0 makes of it when it loads it."""
     metadata = json.loads((folder / "metadata.json").read_text())
     lengths = [json.loads((folder / f"doclens.{chunk}.json").read_text()) for chunk in range(metadata["num_chunks"])]
     flat = sum(lengths, [])
@@ -49,18 +47,12 @@ def merge_chunks(folder: Path) -> None:
         files = [folder / f"{chunk}.{name}.npy" for chunk, documents in enumerate(lengths) if documents]
         chunks = [np.load(file) for file in files]
         padding = np.zeros((max(flat) - flat[-1], *chunks[0].shape[1:]), chunks[0].dtype)
-        merged = np.concatenate([*chunks, padding])
-        shape = f"({', '.join(map(str, merged.shape))}{',' if merged.ndim == 1 else ''})"
-        header = f"{{'descr': '{merged.dtype.str}', 'fortran_order': False, 'shape': {shape}, }}".ljust(181) + "\n"
-        prologue = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
-        (folder / f"merged_{name}.npy").write_bytes(prologue + merged.tobytes())
-        manifest = {
-            file.name: {"rows": len(rows), "merged": True, "mtime": None}
-            for file, rows in zip(files, chunks, strict=True)
-        }
-        (folder / f"merged_{name}.manifest.json").write_text(json.dumps(manifest))
-        for file in files:
+        np.save(folder / f"merged_{name}.npy", np.concatenate([*chunks, padding]))
+        manifest = {}
+        for file, rows in zip(files, chunks, strict=True):
+            manifest[file.name] = {"rows": len(rows), "merged": True, "mtime": None}
             file.unlink()
+        (folder / f"merged_{name}.manifest.json").write_text(json.dumps(manifest))
     (folder / "metadata.json").write_text(json.dumps(metadata | {"frozen": True, "mutable": True}, indent=2))
 
 
@@ -72,9 +64,8 @@ def write_stanford(root: Path, documents: list[torch.Tensor], bits: int, removed
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         Indexer(config=config).index(name="index", collection=[d.numpy() for d in documents], overwrite=True)
         # In place of a Searcher, which compiles C++ for a minute.
-        added = SimpleNamespace(
-            codes=torch.empty(0, dtype=torch.int32), residuals=torch.empty(0, DIM * bits // 8, dtype=torch.uint8)
-        )
+        codes, residuals = torch.empty(0, dtype=torch.int32), torch.empty(0, DIM * bits // 8, dtype=torch.uint8)
+        added = SimpleNamespace(codes=codes, residuals=residuals)
         ranker = SimpleNamespace(doclens=torch.tensor([len(d) for d in documents]), embeddings=added)
         updater = IndexUpdater(config, SimpleNamespace(index=str(folder), ranker=ranker))
         updater.removed_pids = removed
@@ -87,16 +78,15 @@ def stored_vectors(folder: Path) -> list[np.ndarray]:
     metadata = json.loads((folder / "metadata.json").read_text())
     is_fast = (folder / "centroids.npy").exists()
     bits = metadata["nbits"] if is_fast else metadata["config"]["nbits"]
-    if is_fast:
-        centroids, weights = np.load(folder / "centroids.npy"), np.load(folder / "bucket_weights.npy")
-    else:
-        centroids, weights = (torch.load(folder / "centroids.pt").numpy(), torch.load(folder / "buckets.pt")[1].numpy())
+
+    def read(name: str) -> np.ndarray:
+        return np.load(folder / f"{name}.npy") if is_fast else torch.load(folder / f"{name}.pt").numpy()
+
+    centroids = read("centroids")
+    weights = read("bucket_weights") if is_fast else torch.load(folder / "buckets.pt")[1].numpy()
     documents = []
     for chunk in range(metadata["num_chunks"]):
-        if is_fast:
-            codes, packed = (np.load(folder / f"{chunk}.{name}.npy") for name in ("codes", "residuals"))
-        else:
-            codes, packed = (torch.load(folder / f"{chunk}.{name}.pt").numpy() for name in ("codes", "residuals"))
+        codes, packed = (read(f"{chunk}.{name}") for name in ("codes", "residuals"))
         digits = np.unpackbits(packed, axis=1).reshape(len(packed), DIM, bits)
         buckets = (digits.astype(int) << np.arange(bits)).sum(axis=2)  # the lowest bit comes first
         sums = centroids.astype(np.float64)[codes] + weights.astype(np.float16).astype(np.float64)[buckets]

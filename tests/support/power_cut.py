@@ -20,23 +20,19 @@ EVENTS = "fsync", "replace", "rename", "unlink", "remove", "mkdir", "rmdir"
 
 
 @dataclass(eq=False)
-class File:
-    """Content now, and as of the last fsync (None: never)."""
+class Node:
+    """The content of a file, or what stands under each name of a folder: now, and as of the last fsync (None: never)."""
 
-    now: bytes | None = None
-    synced: bytes | None = None
+    now: bytes | dict[str, Node] | None = None
+    synced: bytes | dict[str, Node] | None = None
 
 
-@dataclass(eq=False)
-class Folder:
-    """What stands under each name now, and as of the last fsync."""
-
-    now: dict[str, File | Folder] = field(default_factory=dict)
-    synced: dict[str, File | Folder] = field(default_factory=dict)
+def is_folder(node: Node) -> bool:
+    return isinstance(node.now, dict)
 
 
 # Names that change at once, as of a rename: the folder, the name, and what stands there afterwards.
-Change = list[tuple[Folder, str, "File | Folder | None"]]
+Change = list[tuple[Node, str, "Node | None"]]
 State = dict[str, "bytes | None"]  # content by path, None for folders
 
 
@@ -45,9 +41,9 @@ class Disk:
     """What is under a folder, now and for certain."""
 
     root: Path
-    top: Folder = field(default_factory=Folder)
+    top: Node = field(default_factory=lambda: Node({}, {}))
     pending: list[Change] = field(default_factory=list)
-    nodes: dict[int, File | Folder] = field(default_factory=dict)  # by inode
+    nodes: dict[int, Node] = field(default_factory=dict)  # by inode
 
     def look(self) -> None:
         """Note what has changed since the last look."""
@@ -62,13 +58,13 @@ class Disk:
             changes = [each for each in changes if each not in group]
             self.pending.append([(folder, name, new) for folder, name, _, new in group])
 
-    def _look(self, path: Path, folder: Folder, found: dict, changes: list) -> None:
+    def _look(self, path: Path, folder: Node, found: dict, changes: list) -> None:
         names = {}
         for each in sorted(path.iterdir()):
-            inode, node = each.stat().st_ino, None
-            node = self.nodes.get(inode) or found.get(inode) or (Folder() if each.is_dir() else File())
+            inode = each.stat().st_ino
+            node = self.nodes.get(inode) or found.get(inode) or (Node({}, {}) if each.is_dir() else Node())
             names[each.name] = found[inode] = node
-            if isinstance(node, Folder):
+            if is_folder(node):
                 self._look(each, node, found, changes)
             else:
                 node.now = each.read_bytes()
@@ -80,7 +76,7 @@ class Disk:
     def sync(self, descriptor: int) -> None:
         node = self.top if os.fstat(descriptor).st_ino == self.root.stat().st_ino else None
         node = node or self.nodes.get(os.fstat(descriptor).st_ino)
-        if isinstance(node, File):
+        if node is not None and not is_folder(node):
             node.synced = node.now
         elif node is not None:
             for change in self.pending:
@@ -93,46 +89,40 @@ class Disk:
         """As if the disk had been written long ago."""
         self.pending = []
         for node in (self.top, *self.nodes.values()):
-            node.synced = dict(node.now) if isinstance(node, Folder) else node.now
+            node.synced = dict(node.now) if is_folder(node) else node.now
 
     def after_a_kill(self) -> State:
         return dict(_paths(self.top, lambda folder: folder.now, lambda file: file.now))
 
     def after_a_power_cut(self, chance: random.Random) -> State:
         """One of the states that may be found."""
-        share = chance.choice((0.0, 0.5, 1.0))
-        names = {
-            id(folder): dict(folder.synced) for folder in (self.top, *self.nodes.values()) if isinstance(folder, Folder)
-        }
+        share, names, contents = chance.choice((0.0, 0.5, 1.0)), {}, {}
         for change in self.pending:
             if chance.random() < share:
                 for folder, name, new in change:
                     _set(names.setdefault(id(folder), dict(folder.synced)), name, new)
-        contents: dict[int, bytes] = {}
-        return dict(
-            _paths(
-                self.top,
-                lambda folder: names.get(id(folder), folder.synced),
-                lambda file: contents.setdefault(id(file), _content(file, chance)),
-            )
-        )
+
+        def content(file: Node) -> bytes:
+            return contents.setdefault(id(file), _content(file, chance))
+
+        return dict(_paths(self.top, lambda folder: names.get(id(folder), folder.synced), content))
 
 
-def _set(names: dict, name: str, new: File | Folder | None) -> None:
+def _set(names: dict, name: str, new: Node | None) -> None:
     if new is None:
         names.pop(name, None)
     else:
         names[name] = new
 
 
-def _paths(folder: Folder, names: Callable, content: Callable, inside: str = "") -> Iterator[tuple[str, bytes | None]]:
+def _paths(folder: Node, names: Callable, content: Callable, inside: str = "") -> Iterator[tuple[str, bytes | None]]:
     for name, node in sorted(names(folder).items()):
-        yield inside + name, content(node) if isinstance(node, File) else None
-        if isinstance(node, Folder):
+        yield inside + name, None if is_folder(node) else content(node)
+        if is_folder(node):
             yield from _paths(node, names, content, f"{inside}{name}/")
 
 
-def _content(file: File, chance: random.Random) -> bytes:
+def _content(file: Node, chance: random.Random) -> bytes:
     if file.synced == file.now:
         return file.now
     lost = file.now[: chance.randint(0, len(file.now))]
@@ -149,33 +139,25 @@ def watched(root: Path, before: Callable[[Disk], None]) -> Iterator[Disk]:
     disk = Disk(root)
     disk.look()
     disk.sync_all()
-    # Events within an event, as of rmtree, count as well.
-    stock = {name: getattr(os, name) for name in EVENTS}
+    fsync = os.fsync
 
-    def event(name: str) -> Callable:
+    def event(stock: Callable) -> Callable:
         def call(*args, **kwargs):
             disk.look()
             before(disk)
-            result = stock[name](*args, **kwargs)
-            if name == "fsync":
+            result = stock(*args, **kwargs)
+            if stock is fsync:
                 disk.sync(*args)
             disk.look()
             return result
 
         return call
 
-    exchange = replace._exchange
-
-    def exchanged(new: Path, old: Path) -> None:
-        disk.look()
-        before(disk)
-        exchange(new, old)
-        disk.look()
-
-    with (
-        mock.patch.multiple(os, **{name: event(name) for name in EVENTS}),
-        mock.patch.object(replace, "_exchange", exchanged),
-    ):
+    # Events within an event, as of rmtree, count as well.
+    events = {name: event(getattr(os, name)) for name in EVENTS}
+    # The system's exchange of two folders, for which os has no function whose calls could be seen.
+    exchanged = event(replace._exchange)
+    with mock.patch.multiple(os, **events), mock.patch.object(replace, "_exchange", exchanged):
         yield disk
     disk.look()
 
@@ -199,11 +181,9 @@ def states(root: Path, write: Callable[[], None], cuts: int, seed: int = 0) -> l
     chance, found = random.Random(seed), {}
 
     def before(disk: Disk) -> None:
-        for kind, state in [
-            ("kill", disk.after_a_kill()),
-            *(("cut", disk.after_a_power_cut(chance)) for _ in range(cuts)),
-        ]:
-            found.setdefault(tuple(sorted(state.items())), (kind, state))
+        left = [("kill", disk.after_a_kill()), *(("cut", disk.after_a_power_cut(chance)) for _ in range(cuts))]
+        for kind, state in left:
+            found.setdefault(frozenset(state.items()), (kind, state))
 
     with watched(root, before) as disk:
         write()

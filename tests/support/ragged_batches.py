@@ -4,9 +4,6 @@ import torch
 
 from pylate_fastmaxsim import TokenBatch
 
-# Of five queries, for the six documents of :func:`batches`.
-CANDIDATES = torch.tensor([[0, 1], [2, 2], [5, 0], [3, 3], [4, 1]])
-
 
 def ragged(
     generator: torch.Generator,

@@ -5,8 +5,7 @@ from pathlib import Path
 import sentence_transformers
 
 from tests.support.page_recipes import PAGES
-from tests.support.splade_recipe import tiny_splade
-from tests.support.tiny_recipe import tiny
+from tests.support.tiny_recipe import ONE_LAYER, tiny
 
 # PyLate and the release of Sentence Transformers that has MultiVectorEncoder are not installed together.
 LATE = "multi_vector" if hasattr(sentence_transformers, "MultiVectorEncoder") else "colbert"
@@ -14,10 +13,17 @@ KINDS = (LATE, "splade")  # of texts
 TRAINED = (*KINDS, *PAGES)
 
 
-def tiny_of(kind: str, directory: Path, *arguments: str, **options) -> dict:
-    """As ``tiny``, of a kind of model."""
-    if kind == "multi_vector":
-        from tests.support.multi_vector_recipe import tiny_multi_vector
-
-        return tiny_multi_vector(directory, *arguments, **options)
-    return {"colbert": tiny, "splade": tiny_splade}[kind](directory, *arguments, **options)
+def tiny_of(kind: str, directory: Path, output: str = "out", **sections) -> dict:
+    """As ``tiny``, of a kind of model. Only a ColBERT has dropout; regularizers of a SPLADE show in the loss."""
+    recipe = tiny(directory, output, **sections)
+    if kind == "colbert":
+        return recipe
+    own = (
+        {"max_seq_length": 24} if kind == "splade" else {"embedding_size": 8, "query_length": 8, "document_length": 24}
+    )
+    build = {"vocab_size": 600, "dropout": 0.0, **ONE_LAYER}
+    recipe["model"] = {"kind": kind, "build": build, **own, **sections.get("model", {})}
+    if kind == "splade":
+        regularizers = {"query_weight": 0.01, "document_weight": 0.02}
+        recipe["loss"] = {"regularizers": regularizers, **sections.get("loss", {})}
+    return recipe

@@ -16,10 +16,10 @@ from pylate_fastmaxsim.recipes.training.train import train
 from tests.support.command_line import fastmaxsim
 
 
-def command(name: str, recipe: Path, *overrides: str):
+def command(name: str, recipe: Path, *overrides: str, **options):
     """Run ``fastmaxsim NAME RECIPE`` in this process; the result has ``exit_code``, ``stdout`` and ``stderr``."""
     sets = [argument for override in overrides for argument in ("--set", override)]
-    return fastmaxsim([name, str(recipe), *sets])
+    return fastmaxsim([name, str(recipe), *sets], **options)
 
 
 def train_with(recipe, *callbacks: TrainerCallback) -> dict:

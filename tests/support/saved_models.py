@@ -24,8 +24,8 @@ def save_retriever(kind: str, folder: Path, encoder: str, **options: Any) -> str
     if kind == STATIC:
         save_static(folder, encoder, **options)
     elif HOST == "multi_vector":
-        section = MODELS["multi_vector"](name_or_path=encoder, embedding_size=16, document_length=32, **options)
-        model = load_model(section, "cpu", seed=0)
+        keys = {"name_or_path": encoder, "embedding_size": 16, "document_length": 32, **options}
+        model = load_model(MODELS["multi_vector"](**keys), "cpu", seed=0)
         model.prompts = {"query": "[Q] ", "document": "[D] "}
         model.save_pretrained(str(folder))
     else:

@@ -1,7 +1,5 @@
 """The ways to wrap a model on several CPU processes."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,9 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
 
-
-def data_parallel(model, **options):
-    return DistributedDataParallel(model, **options)
+data_parallel = DistributedDataParallel
 
 
 def fully_sharded(model):

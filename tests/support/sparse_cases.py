@@ -1,7 +1,5 @@
 """Sparse collections of every kind that a search must get right, and a search of them by the blocks of a GPU's index."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 
@@ -11,6 +9,7 @@ from torch import Tensor
 from pylate_fastmaxsim import reference
 from pylate_fastmaxsim.kernels.sparse import launch, postings
 from pylate_fastmaxsim.sparse import SparseBatch
+from tests.support.sparse_vectors import assert_same
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,8 @@ def weight_of(kind: str, row: int, draw: random.Random) -> float:
         return 2.0 ** draw.uniform(-20, 20)
     if kind == "rising":  # the later the better, so that every threshold comes too late
         return 1.0 + row
-    return {"equal": 1.0, "huge": 2.0 ** draw.uniform(60, 66), "tiny": 1e-30 * draw.random() + 1e-38}.get(
-        kind, draw.random() + 1e-3
-    )
+    kinds = {"equal": 1.0, "huge": 2.0 ** draw.uniform(60, 66), "tiny": 1e-30 * draw.random() + 1e-38}
+    return kinds.get(kind, draw.random() + 1e-3)
 
 
 def batch_of(count: int, case: Case, draw: random.Random) -> SparseBatch:
@@ -65,7 +63,6 @@ def batch_of(count: int, case: Case, draw: random.Random) -> SparseBatch:
 
 
 def drawn(case: Case, seed: int = 0) -> tuple[SparseBatch, SparseBatch]:
-    """Queries and documents."""
     draw = random.Random(seed)
     return batch_of(case.queries, case, draw), batch_of(case.documents, case, draw)
 
@@ -83,20 +80,16 @@ def blocks_of(documents: SparseBatch, device: str, engine, live: Tensor | None =
 def assert_found(blocks: launch.DeviceBlocks, queries: SparseBatch, k: int, expected, at_least=None) -> None:
     """Scores and positions, bit for bit."""
     own = queries.to(blocks.device)
-    for found, wanted in zip(blocks.search(own.offsets, own.terms, own.weights, k, at_least), expected, strict=True):
-        assert torch.equal(found.cpu(), wanted)
+    assert_same(blocks.search(own.offsets, own.terms, own.weights, k, at_least), expected)
 
 
 def check(case: Case, device: str, engine, seed: int = 0) -> None:
-    """A search finds what the definition does."""
     queries, documents = drawn(case, seed)
-    assert_found(
-        blocks_of(documents, device, engine), queries, case.k, reference.sparse_top(queries, documents, case.k)
-    )
+    expected = reference.sparse_top(queries, documents, case.k)
+    assert_found(blocks_of(documents, device, engine), queries, case.k, expected)
 
 
 def check_removed(device: str, engine) -> None:
-    """Documents that are not live are not found, nor do they raise a threshold."""
     case = CASES["few sizes"]
     queries, documents = drawn(case)
     live = torch.rand(len(documents), generator=torch.Generator().manual_seed(0)) < 0.5
@@ -107,20 +100,16 @@ def check_removed(device: str, engine) -> None:
 
 
 def check_at_least(device: str, engine) -> None:
-    """With scores that are known to be reached, what reaches them is found all the same, equal ones too."""
     case = CASES["few sizes"]
     queries, documents = drawn(case)
     expected = reference.sparse_top(queries, documents, case.k)
     assert_found(blocks_of(documents, device, engine), queries, case.k, expected, expected[0][:, -1].to(device))
 
 
-# Their sums in float64 round to different float32 numbers in the two directions.
-ORDERED = [1.0, 2.0**-24, 2.0**-53, 2.0**-53]
-
-
 def check_order(device: str, engine) -> None:
-    """Scores are sums in the order of terms."""
-    rows = [list(enumerate(ORDERED)), list(enumerate(reversed(ORDERED)))]
+    # Their sums in float64 round to different float32 numbers in the two directions.
+    weights = [1.0, 2.0**-24, 2.0**-53, 2.0**-53]
+    rows = [list(enumerate(weights)), list(enumerate(reversed(weights)))]
     documents = SparseBatch.from_lists(rows, 4)
     queries = SparseBatch.from_lists([[(term, 1.0) for term in range(4)]], 4)
     expected = torch.tensor([[1.0 + 2.0**-23, 1.0]]), torch.tensor([[1, 0]])

@@ -1,7 +1,5 @@
 """Sparse vectors in awkward numbers for tests, and search by sorting all of SciPy's scores."""
 
-from __future__ import annotations
-
 import numpy as np
 import scipy.sparse
 import torch
@@ -10,21 +8,13 @@ from pylate_fastmaxsim import SparseBatch
 
 
 def sparse_vectors(
-    count: int,
-    vocabulary: int,
-    seed: int,
-    *,
-    most: int = 6,
-    every: int = 3,
-    dtype: torch.dtype = torch.float32,
+    count: int, vocabulary: int, seed: int, *, every: int = 3, dtype: torch.dtype = torch.float32
 ) -> SparseBatch:
-    """Vectors of up to ``most`` terms, some without any. In one of ``every`` there is term 0. Many weights are equal."""
+    """Vectors of up to 6 terms, some without any. In one of ``every`` there is term 0. Many weights are equal."""
     numbers = np.random.default_rng(seed)
     rows = []
     for row in range(count):
-        terms = numbers.choice(
-            min(vocabulary, 1 << 20), size=min(vocabulary, numbers.integers(most + 1)), replace=False
-        )
+        terms = numbers.choice(min(vocabulary, 1 << 20), size=min(vocabulary, numbers.integers(7)), replace=False)
         terms = {0, *terms.tolist()} if row % every == 0 else {*terms.tolist()}
         weights = [0.0, 0.5, 1.0, 1.0, 1.5, float(np.float16(numbers.random()))]
         # Spread over all of a huge vocabulary.
@@ -60,7 +50,11 @@ def sorted_scores(
     best = np.take_along_axis(scores, order, axis=1)
     order[best < 0], best[best < 0] = -1, 0
     padding = ((0, 0), (0, k - order.shape[1]))
-    return (
-        torch.from_numpy(np.pad(best, padding)),
-        torch.from_numpy(np.pad(order, padding, constant_values=-1)),
-    )
+    best, order = np.pad(best, padding), np.pad(order, padding, constant_values=-1)
+    return torch.from_numpy(best), torch.from_numpy(order)
+
+
+def assert_same(found, expected) -> None:
+    """Scores and positions, bit for bit, on any device."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours.cpu(), theirs), (ours, theirs)

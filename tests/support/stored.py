@@ -1,14 +1,14 @@
 """Folders of every kind that the package writes, all written, gone on with and checked in one way."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import xxhash
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -18,7 +18,7 @@ from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.formats import checksums, writer
 from tests.support.corpora import FORMATS, unit_documents, vectors
-from tests.support.sparse_vectors import sorted_scores, sparse_vectors
+from tests.support.sparse_vectors import assert_same, sorted_scores, sparse_vectors
 
 COUNT, BEFORE, SIZE = 29, 13, 4  # documents in all, of a folder that is added to, and of a batch
 
@@ -95,7 +95,7 @@ class Corpora(Kind):
 class Built(Kind):
     """A sparse index that is built in its folder."""
 
-    open, kept_in, removed = SparseIndex.load, 8, frozenset()
+    open, kept_in, removed = SparseIndex.load, 8, ()
 
     def __init__(self, backwards: bool = False) -> None:
         super().__init__()
@@ -109,17 +109,16 @@ class Built(Kind):
         SparseIndex.build(batches, folder=folder)
 
     def checked(self, index: SparseIndex) -> int:
-        documents = self.batch(0, len(index))
-        removed = {each for each in self.removed if each < len(index)}
-        expected = sorted_scores(self.documents, documents, min(9, len(index)), removed)
-        assert all(map(torch.equal, index.search(self.documents, 9), expected))
-        return len(index)
+        count, documents = len(index), self.batch(0, len(index))
+        removed = {each for each in self.removed if each < count}
+        assert_same(index.search(self.documents, 9), sorted_scores(self.documents, documents, min(9, count), removed))
+        return count
 
 
 class Saved(Built):
     """A sparse index that is loaded, added to and saved, without one document."""
 
-    goes_on, removed = False, frozenset({3})
+    goes_on, removed = False, (3,)
 
     def write_batches(self, folder: Path, batches: Callable) -> None:
         held = 0
@@ -142,31 +141,30 @@ class Model(Kind):
         super().__init__()
         self.first = 100 if backwards else 0
 
-    def _vectors(self, number: int) -> torch.Tensor:
-        return torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
-
     def write(self, folder: Path, end: int = COUNT, **_: object) -> None:
         number = self.first + end
         words = {f"{word}{number}": place for place, word in enumerate("abcd")}
         tokenizer = Tokenizer(WordLevel(words, unk_token=f"a{number}"))
-        options = {"threshold": float(number), "normalize": False}
-        StaticLateInteraction(self._vectors(number), None, tokenizer, **options).save(folder)
+        vectors = torch.full((4, 8), float(number))
+        StaticLateInteraction(vectors, None, tokenizer, threshold=float(number), normalize=False).save(folder)
 
     def checked(self, model: StaticLateInteraction) -> int:
         number = int(model.threshold)
-        assert torch.equal(model.query_vectors, self._vectors(number))
-        assert model.tokenizer.token_to_id(f"d{number}") == 3
+        assert model.query_vectors.eq(number).all() and model.tokenizer.token_to_id(f"d{number}") == 3
         return number
 
 
 # By name, how to make one. ``backwards``: another one, of files that are as large.
-MAKERS: dict[str, Callable[..., Kind]] = {
-    **{name: partial(Corpora, format) for name, format in FORMATS.items()},
-    "sparse": Built,
-    "saved": Saved,
-    "static": Model,
-}
+MAKERS: dict[str, Callable[..., Kind]] = {name: partial(Corpora, format) for name, format in FORMATS.items()}
+MAKERS |= {"sparse": Built, "saved": Saved, "static": Model}
 KINDS = {name: make() for name, make in MAKERS.items()}
+
+
+def checksums_of(*contents: bytes) -> np.ndarray:
+    """Of the chunks of files, one file after the other."""
+    size = checksums.CHUNK
+    chunks = (content[begin : begin + size] for content in contents for begin in range(0, len(content), size))
+    return np.array([xxhash.xxh3_64_intdigest(chunk) for chunk in chunks], np.uint64)
 
 
 def files(folder: Path) -> list[Path]:

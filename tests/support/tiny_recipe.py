@@ -29,8 +29,9 @@ def split_overrides(written: str) -> list[str]:
 
 
 def json_lines(file: Path, rows: list) -> str:
-    """Write a file of rows in JSON; its name."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """Write a file of rows in JSON, with lone surrogates as bytes that are no UTF-8; its name."""
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    file.write_bytes(lines.encode(errors="surrogateescape"))
     return str(file)
 
 
@@ -63,9 +64,6 @@ def tiny(directory: Path, output: str = "out", rows: list[dict] | None = None, *
     }
     for section, values in sections.items():
         recipe[section] = {**recipe.get(section, {}), **values}
-    if recipe["model"].get("kind") == "splade":
-        for key in ("embedding_size", "query_length", "document_length"):
-            del recipe["model"][key]
     return recipe
 
 
@@ -77,14 +75,9 @@ def write(directory: Path, recipe: dict, name: str = "tiny") -> Path:
 
 def list_rows(count: int = 40) -> list[dict]:
     """Rows with lists of positives and of negatives, which differ in length."""
-    return [
-        {
-            "question": text(n, 4),
-            "pos": [f"{text(n, 9)} {n}"] * (1 + n % 2),
-            "neg": [text(n + k, 7) for k in range(1 + n % 3)],
-        }
-        for n in range(count)
-    ]
+    positives = [[f"{text(n, 9)} {n}"] * (1 + n % 2) for n in range(count)]
+    negatives = [[text(n + k, 7) for k in range(1 + n % 3)] for n in range(count)]
+    return [{"question": text(n, 4), "pos": positives[n], "neg": negatives[n]} for n in range(count)]
 
 
 def hub_dataset(folder: Path, **subsets: list[dict]) -> Path:
@@ -101,27 +94,25 @@ def hub_dataset(folder: Path, **subsets: list[dict]) -> Path:
 
 def kd_subsets(rows: int = 24, ways: int = 5, documents: int = 60) -> dict[str, list[dict]]:
     """The three tables of a distillation data set, with ids that are not row numbers."""
+
+    def taught(row: int) -> dict:
+        ids = [f"d{(row * 7 + way * 11) % documents}" for way in range(ways)]
+        scores = [1.0 - way / ways - row / 100 for way in range(ways)]
+        return {"query_id": f"q{rows - row}", "document_ids": ids, "scores": scores}
+
+    texts = {f"d{row}": f"{text(row, 2 + row % 25)} {row}" for row in reversed(range(documents))}
     return {
-        "train": [
-            {
-                "query_id": f"q{rows - row}",
-                "document_ids": [f"d{(row * 7 + way * 11) % documents}" for way in range(ways)],
-                "scores": [1.0 - way / ways - row / 100 for way in range(ways)],
-            }
-            for row in range(rows)
-        ],
+        "train": list(map(taught, range(rows))),
         "queries": [{"query_id": f"q{row}", "text": text(row, 5)} for row in range(rows + 1)],
-        "documents": [
-            {"document_id": f"d{row}", "text": f"{text(row, 2 + row % 25)} {row}"} for row in reversed(range(documents))
-        ],
+        "documents": [{"document_id": name, "text": words} for name, words in texts.items()],
     }
+
+
+FEW_STEPS = """model.embedding_size=8 model.query_length=12 model.document_length=32
+training.per_device_train_batch_size=8 training.max_steps=2 training.use_cpu=true training.dataloader_num_workers=0
+training.logging_steps=1 training.report_to=none"""
 
 
 def few_steps(output: Path, *overrides: str) -> list[str]:
     """Overrides under which a shipped recipe trains for two steps on a CPU."""
-    model = {"embedding_size": 8, "query_length": 12, "document_length": 32}
-    training = {"per_device_train_batch_size": 8, "max_steps": 2, "use_cpu": "true", "dataloader_num_workers": 0}
-    training |= {"logging_steps": 1, "report_to": "none"}
-    sections = {"model": model, "training": training}.items()
-    options = [f"{section}.{key}={value}" for section, values in sections for key, value in values.items()]
-    return [f"output_dir={output}", *options, *overrides]
+    return [f"output_dir={output}", *FEW_STEPS.split(), *overrides]

@@ -1,7 +1,5 @@
 """``fastmaxsim`` that ends where it takes too long, with what every thread was doing."""
 
-from __future__ import annotations
-
 import faulthandler
 
 from pylate_fastmaxsim.cli import main

@@ -1,7 +1,5 @@
 """Whole training runs with the Sentence Transformers trainer."""
 
-from __future__ import annotations
-
 import torch
 from datasets import Dataset
 from pylate.models import ColBERT

@@ -1,7 +1,5 @@
 """The random sweep of tools/fuzz.py: it is clean, repeats itself, and reports a fault that is planted."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

@@ -1,7 +1,5 @@
 """Sources of releases that are not installed: what a file says is compared with the table, for all that the index has."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile
@@ -26,7 +24,6 @@ LEFT_OUT = {
 
 
 def wheel_of(folder: Path, package: str, edits: dict[str, tuple[str, str]]) -> zipfile.Path:
-    """The installed package as a wheel, with some text of its files edited."""
     root = Path(import_module(package).__file__).parent
     with zipfile.ZipFile(folder / "edited.whl", "w") as wheel:
         for file in root.rglob("*.py"):
@@ -62,7 +59,6 @@ def pip(*arguments: object) -> str:
 
 
 def releases(package: str) -> list[str]:
-    """Those on the index that a host takes in."""
     listed = pip("index", "versions", package).partition("Available versions: ")[2].partition("\n")[0].split(", ")
     ranges = [(Version(host.first), Version(host.below)) for host in HOSTS if host.package == package.replace("-", "_")]
     return [each for each in listed if any(first <= Version(each) < below for first, below in ranges)]

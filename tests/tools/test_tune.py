@@ -7,19 +7,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
 from pylate_fastmaxsim.kernels.runtime import arch
 from pylate_fastmaxsim.kernels.winner_backward import launch
 from pylate_fastmaxsim.kernels.winner_backward.tiles import QueryGradientTiles
 from tools import tune
-from tools.tile_search import CANDIDATES, Measured, Search, TuningError, choices, search
+from tools.tile_search import CANDIDATES, Measured, TuningError, search
 
 ROW = QueryGradientTiles(4, 128, 8, 2)
 VALUES = {"block_rows": (1, 2, 4, 8), "unroll": (4, 8, 16), "num_warps": (1, 2, 4)}
-
-
-def never():
-    return False
 
 
 class Pretended:
@@ -39,7 +34,7 @@ class Pretended:
 def test_the_search_finds_the_fastest_and_measures_it_again_after_the_row_of_the_table():
     best = QueryGradientTiles(8, 128, 16, 1)
     measure = Pretended(best)
-    found = search(ROW, VALUES, measure, never)
+    found = search(ROW, VALUES, measure, lambda: False)
     assert found.best.tiles == best and found.table.tiles == ROW and found.finished
     assert found.best.relative_to(found.table) < 1
     assert measure.asked[-2:] == [ROW, best]
@@ -48,9 +43,11 @@ def test_the_search_finds_the_fastest_and_measures_it_again_after_the_row_of_the
 
 def test_what_is_wrong_is_reported_and_never_chosen():
     best = QueryGradientTiles(8, 128, 8, 2)
-    found = search(ROW, VALUES, Pretended(best, wrong=[best]), never)
+    found = search(ROW, VALUES, Pretended(best, wrong=[best]), lambda: False)
     assert found.best.tiles != best and found.best.problem is None
     assert [one.problem for one in found.measured if one.tiles == best] == ["wrong gradient"]
+    with pytest.raises(TuningError, match="own QueryGradientTiles.* fails on this GPU: wrong gradient"):
+        search(ROW, VALUES, Pretended(ROW, wrong=[ROW]), lambda: False)
 
 
 def test_a_gain_that_does_not_come_again_changes_nothing():
@@ -60,7 +57,7 @@ def test_a_gain_that_does_not_come_again_changes_nothing():
         asked.append(tiles)
         return Measured(tiles, (1.0 if tiles == ROW or tiles in asked[:-1] else 0.5,))
 
-    found = search(ROW, VALUES, measure, never)
+    found = search(ROW, VALUES, measure, lambda: False)
     assert found.best is found.table and asked[-2] == ROW
 
 
@@ -69,35 +66,6 @@ def test_the_budget_ends_the_search_with_what_was_found():
     found = search(ROW, VALUES, measure, lambda: len(measure.asked) >= 4)
     assert not found.finished and len(found.measured) == 4
     assert found.best.tiles == ROW._replace(block_rows=8)
-
-
-def test_a_row_of_the_table_that_fails_is_an_error():
-    with pytest.raises(TuningError, match="own QueryGradientTiles.* fails on this GPU: wrong gradient"):
-        search(ROW, VALUES, Pretended(ROW, wrong=[ROW]), never)
-
-
-@pytest.mark.parametrize("dim", [1, 48, 128, 1024])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_candidates_are_fields_of_the_tables(dim, dtype, monkeypatch):
-    monkeypatch.setattr(arch, "architecture", lambda device: 90)
-    assert set(CANDIDATES) == set(tune.SHAPES)
-    for family in CANDIDATES:
-        row = tune.table_row(family, dim, dtype)
-        for name, values in choices(family, dim).items():
-            for value in values:
-                assert getattr(row._replace(**{name: value}), name) == value
-
-
-def test_the_row_can_be_pasted_and_says_where():
-    best = Measured(ForwardTiles(64, 64, 128, 4, 8, 3, None), (1.0, 4.0))
-    own = Measured(ForwardTiles(256, 64, 128, 4, 8, 3, None), (2.0, 4.0))
-    out = Measured(own.tiles._replace(num_warps=4), problem="OutOfResources: shared memory")
-    found = Search(own, best, [own, out, best], True)
-    comment, row = tune.row_text("_FORWARD", 86, "half", 128, found).splitlines()
-    assert comment == '# _FORWARD[86, "half"]: 1.41 times as fast as the table\'s row'
-    assert eval(row, vars(tune.tables_of("forward"))) == ((128, best.tiles),)
-    lines = tune.measured_text("forward", found, tune.IN_BATCH).splitlines()
-    assert [line.split("  ")[0] for line in lines[1:]] == ["block_m=64", "the table's row", "num_warps=4"]
 
 
 @pytest.mark.parametrize("architecture, dim, dtype", [(90, 128, torch.bfloat16), (80, 1024, torch.float32)])

@@ -1,5 +1,3 @@
-"""Stock against fast: both really run, and what goes wrong in one of them is said or shown."""
-
 import importlib.util
 import json
 import math
@@ -46,9 +44,7 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path, monke
         assert run["memory"]["peak"] >= run["memory"]["before"] > 50 * MEBIBYTE
     # Stock and fast begin with the same model, which is evaluated once.
     assert 0 < fast["untrained"]["ndcg@10"] <= 1 and "untrained" not in stock
-    # Rows of 4 to 21 words in 64 places: most of what stock encodes is padding, little of what fast does.
-    assert stock["padding"] > 0.5 > fast["padding"] >= 0 and fast["warnings"] == []
-    assert comparison["summary"]["largest_loss_difference"] < 1e-4
+    assert comparison["summary"]["largest_loss_difference"] < 1e-4 and fast["warnings"] == []
     turns = comparison["summary"]["turns"]
     # 2 steps of warm-up and two blocks of 3.
     assert comparison["summary"]["speedup"] == turns["ratio"] > 0 and turns["pairs"] == 2 and turns["cpu_ratio"] > 0
@@ -57,19 +53,17 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path, monke
     # What only one of them did counts for neither, but for the whole.
     assert 0 < wall["stock"] + wall["fast"] < wall["whole"] - taken and "untrained_seconds" not in stock
     assert f"The whole comparison took {wall['whole']:.0f} s." in " ".join(done.stdout.split())
-    assert comparison["recipe"]["name"] == "tiny"
     with Image.open(tmp_path / "out" / "compare.png") as picture:
         assert picture.width > 1000
-    assert "median step" in done.stdout and "compare.png" in done.stdout and "compare.html" in done.stdout
+    assert all(said in done.stdout for said in ("median step", "compare.png", "compare.html"))
     page = Page((tmp_path / "out" / "compare.html").read_text())
     assert len(page.titles) == 6 and "Where a step's time goes" in page.titles and len(page.images) == 3
     assert f"{wall['stock']:.1f} s" in page.text and f"{wall['fast']:.1f} s" in page.text
     assert f"{fast['untrained']['ndcg@10']:.4f}" in page.text and f"{fast['ndcg@10']:.4f}" in page.text
     assert version("transformers") in page.text and "document_length: 64" in page.text
     assert not list((tmp_path / "out").glob("checkpoint-*"))
-    assert {path.name for path in (tmp_path / "out" / "compare").iterdir()} == {
-        f"{mode}.{kind}" for mode in MODES for kind in ("log", "steps.jsonl")
-    }
+    files = {f"{mode}.{kind}" for mode in MODES for kind in ("log", "steps.jsonl")}
+    assert {path.name for path in (tmp_path / "out" / "compare").iterdir()} == files
     lines = (tmp_path / "out" / "compare" / "fast.steps.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in lines] == fast["losses"]
 
@@ -89,9 +83,8 @@ def test_a_run_out_of_memory_is_a_result_and_ends_the_sweep(tmp_path, monkeypatc
     assert points["stock"] == [(8, "out of memory"), (16, "not run")]
     assert points["fast"] == [(8, "finished"), (16, "finished")]
     assert ran == ["stock", "fast", "stock-8", "fast-8", "fast-16"]
-    assert sweep_sentence(comparison["sweep"]) == (
-        "Stock runs out of memory at 8, the smallest batch tried. Fast takes every batch tried, up to 16."
-    )
+    said = "Stock runs out of memory at 8, the smallest batch tried. Fast takes every batch tried, up to 16."
+    assert sweep_sentence(comparison["sweep"]) == said
     assert json.loads((tmp_path / "out" / "compare.json").read_text()) == comparison
 
 
@@ -127,15 +120,15 @@ def test_on_a_gpu_nothing_is_padded_and_stock_runs_out_of_memory_first(tmp_path)
     recipe = tiny(tmp_path, data={"files": None, "source": "docstrings", "packages": packages, "max_rows": batch + 400})
     recipe["model"] |= {"query_length": 32, "document_length": 300}
     recipe["training"] |= {"use_cpu": False, "max_steps": 3}
-    small = command("compare", write(tmp_path, recipe), "training.per_device_train_batch_size=64")
-    assert small.exit_code == 0, small.output
-    runs = json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]
-    assert runs["fast"]["padding"] == 0 < runs["stock"]["padding"]
-    assert runs["fast"]["memory"]["peak"] < runs["stock"]["memory"]["peak"]
-    large = command("compare", write(tmp_path, recipe), f"training.per_device_train_batch_size={batch}")
-    assert large.exit_code == 0, large.output
-    runs = json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]
-    assert (runs["stock"]["status"], runs["fast"]["status"]) == ("out of memory", "finished")
+
+    def compared(size: int) -> list[dict]:
+        done = command("compare", write(tmp_path, recipe), f"training.per_device_train_batch_size={size}")
+        assert done.exit_code == 0, done.output
+        return list(json.loads((tmp_path / "out" / "compare.json").read_text())["runs"].values())
+
+    stock, fast = compared(64)
+    assert fast["padding"] == 0 < stock["padding"] and fast["memory"]["peak"] < stock["memory"]["peak"]
+    assert [run["status"] for run in compared(batch)] == ["out of memory", "finished"]
 
 
 @pytest.mark.process
@@ -151,22 +144,21 @@ def test_a_run_that_fails_otherwise_shows_its_last_line_of_error(tmp_path, monke
     assert not (tmp_path / "out" / "compare.json").exists()
 
 
-def _wait_for(done) -> None:
-    deadline = time.monotonic() + 120
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_comparison_that_is_ended_ends_its_run_and_until_then_no_other_may_begin(number, tmp_path):
+    def wait_for(done) -> None:
+        deadline = time.monotonic() + 120
+        while not done():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
     file = write(tmp_path, tiny(tmp_path, training={"max_steps": 1_000_000}))
     program = [sys.executable, "-m", "pylate_fastmaxsim.cli", "compare", str(file)]
     process = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        _wait_for((tmp_path / "out" / "compare" / "stock.log").exists)
+        wait_for((tmp_path / "out" / "compare" / "stock.log").exists)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         second = command("compare", file, "training.max_steps=1")
         assert second.exit_code == 2 and "output_dir: another command compares in " in second.stderr
@@ -177,7 +169,7 @@ def test_a_comparison_that_is_ended_ends_its_run_and_until_then_no_other_may_beg
     assert "Traceback" not in errors
     # Of SIGKILL the system ends it, a moment later. What has ended and nobody asked for has no program either.
     assert children
-    _wait_for(lambda: not any(Path(f"/proc/{child}/exe").exists() for child in children))
+    wait_for(lambda: not any(Path(f"/proc/{child}/exe").exists() for child in children))
 
 
 @pytest.mark.process

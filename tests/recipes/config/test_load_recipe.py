@@ -1,5 +1,3 @@
-"""How a recipe is read: its keys, overrides and paths."""
-
 from pylate_fastmaxsim.recipes.config.schema import PoolingSection
 from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
 from tests.support.tiny_recipe import tiny, write

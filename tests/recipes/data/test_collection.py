@@ -1,7 +1,3 @@
-"""Collections in BEIR's layout: from files and from the Hub's layouts, and one sentence for what does not fit."""
-
-from pathlib import Path
-
 import pytest
 import yaml
 
@@ -12,7 +8,7 @@ from tests.support.case_tables import cases
 from tests.support.tiny_recipe import hub_dataset
 
 
-def write_hub(folder: Path, layout: str) -> Path:
+def write_hub(folder, layout: str):
     content = tables()
     qrels = content.pop("qrels")
     if layout == "BeIR":
@@ -69,11 +65,10 @@ def test_a_collection_that_does_not_fit_gets_one_sentence(table, row, sentence, 
 
 def test_what_is_missing_is_named(tmp_path):
     folder = write_folder(tmp_path / "data")
-    with pytest.raises(RecipeError, match="the folder .* must hold qrels/dev.tsv or qrels.tsv"):
-        beir.load_collection(str(folder), "dev")
-    (folder / "queries.jsonl").unlink()
-    with pytest.raises(RecipeError, match="the folder .* must hold queries.jsonl or queries.parquet"):
-        beir.load_collection(str(folder))
+    for split, said in (("dev", "qrels/dev.tsv or qrels.tsv"), ("test", "queries.jsonl or queries.parquet")):
+        with pytest.raises(RecipeError, match=f"the folder .* must hold {said}"):
+            beir.load_collection(str(folder), split)
+        (folder / "queries.jsonl").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("separator", [" ", "\t", "   "])

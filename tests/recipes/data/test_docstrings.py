@@ -1,5 +1,3 @@
-"""Pairs of docstrings: a sentence that is a query, and the rest that is its document."""
-
 import statistics
 
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs, split_docstring
@@ -20,10 +18,8 @@ def test_pairs_are_many_uneven_and_the_same_each_time():
 
 def test_a_docstring_is_split_after_its_first_sentence_and_without_its_signature():
     rest = "The rest of it is long enough to be a document, i.e. it has at least a dozen words."
-    assert split_docstring(f"\n    take(a, axis=None)\n\n    Take the elements of\n    an array.  {rest}\n") == (
-        "Take the elements of an array.",
-        rest,
-    )
+    signed = f"\n    take(a, axis=None)\n\n    Take the elements of\n    an array.  {rest}\n"
+    assert split_docstring(signed) == ("Take the elements of an array.", rest)
     assert split_docstring(f"Take the elements of an array\n\n{rest}") == ("Take the elements of an array", rest)
     assert split_docstring(f"Take it. {rest}") is None
     assert split_docstring(f"Take the elements of an array. {rest} Take the elements of an array, again.") is None

@@ -1,9 +1,7 @@
-"""Rows as people have them: types of files, ids of a collection, lists of positives and negatives, and names of columns."""
-
 import json
-from pathlib import Path
 
 import pytest
+import yaml
 from datasets import Dataset
 from pylate.utils import ColBERTCollator
 
@@ -14,29 +12,28 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.models.load import kind_of
-from pylate_fastmaxsim.recipes.training.inputs import load_data
-from pylate_fastmaxsim.recipes.training.train import train
+from tests.support.case_tables import cases
 from tests.support.id_files import document, rows_of_ids, write_collection, write_lines
 from tests.support.recipe_kinds import KINDS, tiny_of
 from tests.support.tiny_recipe import json_lines, text, tiny, write
 
 # Quotes and names of missing values are texts, and an id is no number.
 ROWS = [{"query": f"00{n}", "positive": text(n, 6), "negative": ['"NA', "null", "a, b"][n % 3]} for n in range(12)]
-TAUGHT = [{"query": text(i, 4), "documents": [text(i, 5), text(i + 1, 6)], "scores": [1.0, 0.5]} for i in range(12)]
 
 
-def columns_of(section: str, *files: str, **keys) -> Dataset:
+def columns_of(*files: str, section: str = "data", **keys) -> Dataset:
     return load_columns(DataSection("files", files=list(files), **keys), section)
 
 
-def rows_of(folder: Path, rows: list[dict], *overrides: str, kind: str = "colbert", **sections) -> Dataset:
+def rows_of(folder, rows: list[dict], *overrides: str, kind: str = "colbert", **sections) -> Dataset:
     recipe = load_recipe(write(folder, tiny_of(kind, folder, rows=rows, **sections)), overrides)
     return load_rows(recipe, kind_of(recipe.model))
 
 
-@pytest.mark.parametrize(
-    "name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.csv.gz", "a.tsv", "a.tsv.gz", "bare.tsv"]
-)
+TYPES = "a.parquet a.jsonl a.jsonl.gz a.json a.csv a.csv.gz a.tsv a.tsv.gz bare.tsv"
+
+
+@pytest.mark.parametrize("name", TYPES.split())
 def test_all_types_of_files_have_the_same_rows(name, tmp_path):
     file, rows = tmp_path / name, Dataset.from_list(ROWS)
     if file.suffix == ".parquet":
@@ -49,15 +46,15 @@ def test_all_types_of_files_have_the_same_rows(name, tmp_path):
         write_lines(file, ["\t".join(line) for line in [*names, *(row.values() for row in ROWS)]])
     else:
         write_lines(file, [json.dumps(ROWS)] if file.suffix == ".json" else list(map(json.dumps, ROWS)))
-    assert columns_of("data", str(file)).to_list() == ROWS
+    assert columns_of(str(file)).to_list() == ROWS
 
 
 def test_a_line_of_names_is_known_by_what_it_begins_with_or_by_the_columns(tmp_path):
     corpus = write_lines(tmp_path / "corpus.tsv", ["text\tsource", *(f"{text(n, 5)}\t{n}" for n in range(3))])
-    assert columns_of("data", corpus, columns=["text"])[:]["text"] == [text(n, 5) for n in range(3)]
+    assert columns_of(corpus, columns=["text"])[:]["text"] == [text(n, 5) for n in range(3)]
     # A collection to mine in, as MS MARCO has it.
     collection = write_lines(tmp_path / "collection.tsv", [f"{n}\t{text(n, 5)}" for n in range(3)])
-    assert columns_of("mining.corpus", collection).to_list() == [{"text": text(n, 5)} for n in range(3)]
+    assert columns_of(collection, section="mining.corpus").to_list() == [{"text": text(n, 5)} for n in range(3)]
 
 
 def test_each_of_several_files_is_read_by_its_own_names(tmp_path):
@@ -65,18 +62,14 @@ def test_each_of_several_files_is_read_by_its_own_names(tmp_path):
     contents = {"a.csv": ["query,positive", f"q,{long}"], "b.csv": ["", "positive,query", "p,q"]}
     contents |= {"c.tsv": ["q\tp"], "d.tsv": ["query\tpositive", "q\tp"]}
     files = [write_lines(tmp_path / name, lines) for name, lines in contents.items()]
-    read = columns_of("data", *files[:2]).to_list()
-    assert read == [{"query": "q", "positive": long}, {"query": "q", "positive": "p"}]
-    with pytest.raises(
-        RecipeError, match="^data.files: the first line must name the columns in all files or in none, "
-    ):
-        columns_of("data", *files[2:])
+    assert columns_of(*files[:2]).to_list() == [{"query": "q", "positive": long}, {"query": "q", "positive": "p"}]
+    with pytest.raises(RecipeError, match="^data.files: the first line must name the columns in all files or in none"):
+        columns_of(*files[2:])
 
 
 def test_the_index_that_pandas_writes_is_no_column(tmp_path):
     Dataset.from_list([{"query": "q", "positive": "p", "__index_level_0__": 3}]).to_parquet(tmp_path / "a.parquet")
-    read = columns_of("data", str(tmp_path / "a.parquet"), collection="c.tsv")
-    assert read.column_names == ["query", "positive"]
+    assert columns_of(str(tmp_path / "a.parquet"), collection="c.tsv").column_names == ["query", "positive"]
 
 
 @pytest.mark.parametrize("name", ["triples.tsv", "triples.tsv.gz", "triples.jsonl", "named.tsv", "rows.jsonl"])
@@ -84,18 +77,14 @@ def test_the_index_that_pandas_writes_is_no_column(tmp_path):
 def test_triples_of_ids_have_the_texts_of_a_collection(name, others, tmp_path):
     lines = ["qid\tpid\tnegative"] * (name == "named.tsv")
     for query, positive, negative in [(100 - n, 500 - n, 500 - 2 * n) for n in range(12)]:
+        row = [query, positive, negative]
         if name == "rows.jsonl":
             row = {"qid": query, "positive_ids": [str(positive)], "negative_ids": [negative] * 3}
-            lines.append(json.dumps(row))
-        else:
-            lines.append(
-                f"[{query}, {positive}, {negative}]" if ".jsonl" in name else f"{query}\t{positive}\t{negative}"
-            )
+        lines.append(json.dumps(row) if ".jsonl" in name else "\t".join(map(str, row)))
     overrides = ["data.negatives_per_query=1"] if name == "rows.jsonl" else []
     rows = rows_of_ids(tmp_path, name, lines, *overrides, **write_collection(tmp_path, *others))
-    assert [rows[n] for n in range(12)] == [
-        {"query": f"query {n}", "positive": document(n), "negative": document(2 * n)} for n in range(12)
-    ]
+    expected = [{"query": f"query {n}", "positive": document(n), "negative": document(2 * n)} for n in range(12)]
+    assert [rows[n] for n in range(12)] == expected
 
 
 @pytest.mark.parametrize("name", ["train.tsv", "trec.tsv", "spaces.tsv.gz", "qrels.jsonl"])
@@ -147,8 +136,6 @@ def test_lines_of_json_with_several_negatives_scores_or_texts(tmp_path):
     assert rows[1] == {"query": "query 1", "documents": list(map(document, (1, 2, 3))), "scores": [1.5, 0.5, -0.5]}
     two = rows_of_ids(tmp_path, "examples.json", lines, "data.n_ways=2", loss="distillation")
     assert len(two[0]["scores"]) == 2
-    recipe = load_recipe(tmp_path / "tiny.yaml", ["training.max_steps=2", "data.n_ways=3"])
-    assert train(recipe)["steps"] == 2
 
 
 def test_each_positive_is_a_row_and_negatives_are_drawn_or_repeated(tmp_path):
@@ -167,31 +154,30 @@ def test_each_positive_is_a_row_and_negatives_are_drawn_or_repeated(tmp_path):
     seeds = [rows_of(tmp_path, rows[1:], "data.negatives_per_query=3", f"data.seed={n}") for n in range(4)]
     assert [list(row.values()) for row in rows_of(tmp_path, rows[1:], "data.negatives_per_query=3")] == [second, third]
     assert len({tuple(each[0].values()) for each in seeds}) > 1
-
-
-@pytest.mark.parametrize(
-    ("row", "columns"),
-    [
-        ({"query": "q", "positive": ["p"], "negatives": ["a", "b"]}, ["query", "positive", "negative_1", "negative_2"]),
-        ({"query": "q", "positive": "p", "negatives": ["a"]}, ["query", "positive", "negative"]),
-        ({"query": "q", "positive": ["p"]}, ["query", "positive"]),
-        ({"query": "q", "positive": "p", "hard_1": "a", "hard_2": "b"}, ["query", "positive", "hard_1", "hard_2"]),
-        ({"positive": "q", "similar": ["p"], "other": ["a"]}, ["query", "positive", "negative"]),
-    ],
-)
-def test_rows_with_as_many_negatives_each_need_no_number_of_them(row, columns, tmp_path):
-    loaded = rows_of(tmp_path, [row] * 2, f"data.columns=[{', '.join(row)}]")
-    assert loaded.column_names == columns
-    assert all(list(each.values()) == ["q", "p", "a", "b"][: len(columns)] for each in loaded)
-
-
-def test_columns_with_gaps_are_negatives_of_rows_that_have_fewer(tmp_path):
+    # Columns with gaps are those of a row that has fewer.
     rows = [{"query": "q", "positive": "p", "negative_1": "a", "negative_2": two} for two in ("b", None)]
     loaded = rows_of(tmp_path, rows, "data.negatives_per_query=2")
     assert [list(row.values())[2:] for row in loaded] == [["a", "b"], ["a", "a"]]
 
 
-def read_by(how: str, folder: Path, row: dict, **data) -> list[str]:
+EVEN = """
+{query: q, positive: [p], negatives: [a, b]} | query positive negative_1 negative_2
+{query: q, positive: p, negatives: [a]} | query positive negative
+{query: q, positive: [p]} | query positive
+{query: q, positive: p, hard_1: a, hard_2: b} | query positive hard_1 hard_2
+{positive: q, similar: [p], other: [a]} | query positive negative
+"""
+
+
+@pytest.mark.parametrize(("row", "columns"), cases(EVEN))
+def test_rows_with_as_many_negatives_each_need_no_number_of_them(row, columns, tmp_path):
+    row, columns = yaml.safe_load(row), columns.split()
+    loaded = rows_of(tmp_path, [row] * 2, f"data.columns=[{', '.join(row)}]")
+    assert loaded.column_names == columns
+    assert all(list(each.values()) == ["q", "p", "a", "b"][: len(columns)] for each in loaded)
+
+
+def read_by(how: str, folder, row: dict, **data) -> list[str]:
     """The values of a row, without the query, as a table, as a stream, or the positives of pairs to mine with."""
     if how == "pairs":
         file = json_lines(folder / "pairs.jsonl", [{name: value for name, value in row.items() if name != "neg"}])
@@ -200,8 +186,7 @@ def read_by(how: str, folder: Path, row: dict, **data) -> list[str]:
     values = tiny(folder, rows=[row], data={"streaming": how == "stream", **data})
     values["training"]["per_device_train_batch_size"] = 1
     recipe = load_recipe(write(folder, values | {"evaluation": {"rows": 0}, "model": {"name_or_path": "none"}}))
-    loaded = load_rows(recipe, kind_of(recipe.model))
-    return list(next(iter(loaded)).values())[1:]
+    return list(next(iter(load_rows(recipe, kind_of(recipe.model)))).values())[1:]
 
 
 @pytest.mark.parametrize("how", ["table", "stream", "pairs"])
@@ -262,28 +247,10 @@ def test_columns_may_be_named_in_any_order(tmp_path):
         assert rows_of(tmp_path, rows, f"data.columns=[{', '.join(columns)}]").column_names == columns
 
 
-@pytest.mark.parametrize("loss", ["contrastive", "distillation"])
-def test_columns_that_the_collator_leaves_out_are_not_evaluated_either(loss, tmp_path):
-    rows = TAUGHT if loss == "distillation" else ROWS
-    ids = [{"query_id": f"q{i}", **row, "document_ids": [f"d{i}"], "dataset_name": "x"} for i, row in enumerate(rows)]
-    values = tiny(tmp_path, rows=ids, loss={"name": loss}, evaluation={"rows": 4})
-    data = load_data(load_recipe(write(tmp_path, values)))
-    assert data.train.column_names == data.held_out.column_names == list(rows[0])
-
-
 def test_ids_are_what_the_collator_takes_for_ids(tmp_path):
     names = ["query", "query_id", "_id", "doc_ids", "main_idea", "id", "idea", "ID_", "dataset_name", "dataset", "name"]
-    kept = columns_of("data", json_lines(tmp_path / "rows.jsonl", [dict.fromkeys(names, "a")])).column_names
+    kept = columns_of(json_lines(tmp_path / "rows.jsonl", [dict.fromkeys(names, "a")])).column_names
     collate = ColBERTCollator(lambda texts, **options: {"input_ids": texts})
     collated = [name for name in collate([dict.fromkeys(names, "a")]) if name.endswith("_input_ids")]
     assert [f"{name}_input_ids" for name in kept] == collated
     assert kept == ["query", "id", "idea", "ID_", "dataset", "name"]
-
-
-def test_fewer_rows_than_a_batch_are_said(tmp_path, caplog):
-    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 1, "per_device_train_batch_size": 64}))
-    assert train(load_recipe(file, ["training.dataloader_drop_last=false", "evaluation.rows=0"]))["steps"] == 1
-    said = (
-        "The data has 60 rows to train on, fewer than training.per_device_train_batch_size of 64: every batch has 60."
-    )
-    assert said in caplog.messages

@@ -1,5 +1,3 @@
-"""Metrics of rankings against their definitions in NumPy, whatever the order in which queries and judgements come."""
-
 import random
 
 import numpy as np
@@ -17,40 +15,31 @@ def defined(name: str, ranked: list[str], grades: dict[str, int]) -> float:
     depth = int(name.split("@")[1])
     gains = np.array([max(grades.get(document, 0), 0) for document in ranked[:depth]], dtype=float)
     ideal = np.sort([max(grade, 0) for grade in grades.values()])[::-1][:depth].astype(float)
-    if not ideal.any():
+    if not ideal.any() or not gains.any():
         return 0.0
     if name.startswith("ndcg"):
         dcg, best = (float(np.sum(each / np.log2(np.arange(len(each)) + 2))) for each in (gains, ideal))
         return dcg / best
     if name.startswith("mrr"):
-        first = np.flatnonzero(gains)
-        return 1 / (1 + int(first[0])) if len(first) else 0.0
+        return 1 / (1 + int(np.flatnonzero(gains)[0]))
     return float((gains > 0).sum() / sum(grade > 0 for grade in grades.values()))
 
 
 def shuffled(draw: random.Random, values: dict) -> dict:
-    items = list(values.items())
-    draw.shuffle(items)
-    return dict(items)
+    return dict(draw.sample(list(values.items()), len(values)))
 
 
 @pytest.mark.e2e  # ranx compiles for seconds
-@pytest.mark.parametrize("order", ["same", "reversed", "random"])
+@pytest.mark.parametrize("order", ["same", "random"])
 def test_rankings_are_paired_with_the_judgements_of_their_query(order):
     draw = random.Random(0)
     documents = [f"d{number}" for number in range(150)]
     # As numbers in text, which are sorted otherwise than they are counted.
-    grades = {
-        str(query): {each: draw.randint(-2, 3) for each in draw.sample(documents, 1 + query)} for query in range(21)
-    }
+    grades = {str(n): {each: draw.randint(-2, 3) for each in draw.sample(documents, 1 + n)} for n in range(21)}
     found = {query: draw.sample(documents, len(documents) - 5 * int(query)) for query in grades}
     grades |= {"found nothing": {"d1": 1}, "nothing relevant": {"d1": 0, "d2": -1}, "not searched": {"d3": 2}}
     found |= {"found nothing": [], "nothing relevant": ["d1", "d2"], "not judged": ["d1"]}
-    expected = {
-        name: {query: defined(name, found.get(query, []), own) for query, own in grades.items()} for name in NAMES
-    }
-    if order == "reversed":
-        found = dict(reversed(found.items()))
+    expected = {name: {q: defined(name, found.get(q, []), own) for q, own in grades.items()} for name in NAMES}
     if order == "random":
         grades = shuffled(draw, {query: shuffled(draw, own) for query, own in grades.items()})
         found = shuffled(draw, found)

@@ -1,6 +1,4 @@
-"""The ranking of a collection: that of the host's scores, of compressed documents by theirs, and without the query itself."""
-
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -92,25 +90,22 @@ def test_a_collection_is_searched_with_the_pooling(enabled, late, collection):
         pylate_fastmaxsim.enable()
     found, _ = ranking.retrieve(retriever_of(late), part, 8, pooling)
     sides = (list(collection.queries.values()), True), (texts, False)
-    scores = reference.pooled_scores(
-        *(TokenBatch.from_list(embeddings(late, *each)) for each in sides), pooling=pooling
-    )
+    q, d = (TokenBatch.from_list(embeddings(late, *each)) for each in sides)
+    scores = reference.pooled_scores(q, d, pooling=pooling)
     for row, results in zip(scores.tolist(), found.values(), strict=True):
         assert results == pytest.approx(dict(zip(part.corpus["_id"], row, strict=True)), rel=1e-5)
 
 
-def ranked(model, folder: Path, **changed: list[dict]) -> ranking.Ranking:
+def ranked(model, folder, **changed: list[dict]) -> ranking.Ranking:
     return ranking.retrieve(retriever_of(model), load_collection(str(write_folder(folder, **changed))), batch_size=8)[0]
 
 
-@pytest.mark.parametrize(
-    "own",
-    [
-        {"title": "", "text": text(3, 5)},
-        {"title": "a topic", "text": f" {text(3, 5)}\n"},  # as in ArguAna
-        {"title": text(3, 5), "text": "an abstract"},  # as in SciDocs
-    ],
-)
+OWN = [{"title": "", "text": text(3, 5)}]
+OWN.append({"title": "a topic", "text": f" {text(3, 5)}\n"})  # as in ArguAna
+OWN.append({"title": text(3, 5), "text": "an abstract"})  # as in SciDocs
+
+
+@pytest.mark.parametrize("own", OWN)
 def test_the_query_itself_is_no_result(own, late, tmp_path):
     content = tables()
     # With the query itself one more than are looked at, so that it would be among them or take a rank from another.
@@ -147,17 +142,14 @@ def test_documents_may_lack_a_title_or_a_text(late, tmp_path):
 
 
 def test_what_shares_no_term_with_a_query_is_no_result(sparse, collection, monkeypatch):
-    def few_terms(encode):
-        def inner(texts, **options):
-            vectors = encode(texts, **options).to_dense()
-            vectors[:, 20:] = 0
-            vectors[-1] = 0
-            return vectors.to_sparse()
-
-        return inner
+    def few_terms(texts, encode, **options):
+        vectors = encode(texts, **options).to_dense()
+        vectors[:, 20:] = 0
+        vectors[-1] = 0
+        return vectors.to_sparse()
 
     for name in ("encode_query", "encode_document"):
-        monkeypatch.setattr(sparse, name, few_terms(getattr(sparse, name)))
+        monkeypatch.setattr(sparse, name, partial(few_terms, encode=getattr(sparse, name)))
     found, _ = ranking.retrieve(retriever_of(sparse), collection, batch_size=8)
     assert not found["q5"] and found["q0"] and not any("0149" in results for results in found.values())
 

@@ -1,9 +1,6 @@
-"""Mining: the negatives of brute force, of all documents or of a first stage, and data that train."""
-
 import json
 import math
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.models.retriever import Retriever
 from pylate_fastmaxsim.recipes.training.train import train
-from tests.support.mining_recipe import answers, same_data
+from tests.support.mining_recipe import answers
 from tests.support.recipe_kinds import LATE
 from tests.support.saved_models import SPARSE, STATIC, embeddings, host_scores
 from tests.support.tiny_recipe import hub_dataset, text
@@ -26,10 +23,8 @@ from tests.support.tiny_recipe import hub_dataset, text
 
 @pytest.fixture
 def first_stage(saved):
-    """``first_stage(kind, k)``: the override for a first stage of a kind, or for none."""
-
-    def override(kind: str | None, k: int = 16, threshold: float = 0.5) -> list[str]:
-        own = {"sparse": {"model": SPARSE}, "static": {"model": STATIC, "threshold": threshold}}.get(kind, {})
+    def override(kind: str | None, k: int = 16) -> list[str]:
+        own = {"sparse": {"model": SPARSE}, "static": {"model": STATIC, "threshold": 0.5}}.get(kind, {})
         keys = {"kind": kind, "k": k, **own} | ({"model": saved(own["model"])} if own else {})
         return [] if kind is None else [f"mining.first_stage={json.dumps(keys)}"]
 
@@ -43,10 +38,8 @@ def first_scores(recipe, queries: list[str], documents: list[str]) -> torch.Tens
         return host_scores(SparseEncoder(stage.model, device="cpu"), queries, documents)
     if stage.kind == "static":
         static = StaticLateInteraction.load(stage.model)
-        q, d = (
-            [row.ids for row in static.tokenizer.encode_batch(t, add_special_tokens=False)]
-            for t in (queries, documents)
-        )
+        encode = static.tokenizer.encode_batch
+        q, d = ([row.ids for row in encode(t, add_special_tokens=False)] for t in (queries, documents))
         products = (static.query_vectors.double() @ static.document_vectors.double().T - stage.threshold).clamp(min=0)
         return torch.stack([torch.stack([products[a][:, b].amax(1).sum() for b in d]) for a in q])
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.name_or_path)
@@ -127,7 +120,7 @@ def test_negatives_are_those_of_brute_force(stage, stored, rules, first_stage, r
         # Positives need not be candidates for their scores to count.
         lowest, elsewhere = min(row[x] for x in positives), elsewhere + (not positives <= {*candidates})
         highest = min(lowest - rules.get("absolute_margin", -100), lowest * (1 - rules.get("relative_margin", -100)))
-        # As Sentence Transformers does: of the best range_max and as many as a query has positives, those that the rules leave.
+        # As Sentence Transformers does: what the rules leave of the best range_max, and as many more as there are positives.
         count = rules.get("range_max", 12)
         ranked = sorted(candidates, key=lambda x: (-row[x], x))[: count + max(map(len, pairs.positives()))]
         left = [x for x in ranked if x not in positives and rules.get("min_score", -100) <= row[x] <= highest][:count]
@@ -147,15 +140,6 @@ def test_negatives_are_those_of_brute_force(stage, stored, rules, first_stage, r
         assert elsewhere or stage != "sparse"
 
 
-@pytest.mark.parametrize("kind", ["static", pytest.param("bm25", marks=pytest.mark.e2e)])
-def test_with_all_documents_as_candidates_the_data_are_those_without(kind, first_stage, recipe, tmp_path):
-    rows = [{"query": f"fused {text(i, 4)}", "answer": f"fused {each}"} for i, each in enumerate(answers())]
-    hub_dataset(tmp_path / "pairs", pair=rows)
-    for name, stage in (("whole", None), ("mined", kind)):
-        mine(recipe(*first_stage(stage, 1000, threshold=-100.0), f"data.name={tmp_path / name}"))
-    assert same_data(tmp_path / "whole", tmp_path / "mined")
-
-
 def test_queries_with_few_candidates_are_counted(first_stage, recipe, tmp_path, caplog):
     # The last query shares a term with its positive only.
     rows = [{"query": f"fused {i}", "answer": f"fused token {i}"} for i in range(39)]
@@ -167,17 +151,11 @@ def test_queries_with_few_candidates_are_counted(first_stage, recipe, tmp_path, 
 
 
 @pytest.mark.e2e
-def test_mined_data_train_alike_stock_and_fast_and_with_a_teacher_of_late_interaction(recipe, tmp_path):
-    first = recipe()
-    mine(first)
-    results = []
-    for fast in (False, True):
-        switched = replace(first.fast, enabled=fast, **({"stock_masking": fast} if LATE == "colbert" else {}))
-        results.append(train(replace(first, fast=switched, output_dir=str(tmp_path / f"fast-{fast}"))))
-    for (_, expected), (_, got) in zip(*(result["losses"] for result in results), strict=True):
-        assert got == pytest.approx(expected, rel=1e-3) and expected > 1e-3
-    # Once more from the trained model, which can teach as well.
-    again = [f"{key}={results[1]['model']}" for key in ("model.name_or_path", "mining.teacher")]
+def test_mined_data_train_a_model_that_can_teach_as_well(recipe, tmp_path):
+    mine(recipe())
+    result = train(recipe())
+    assert all(loss > 1e-3 for _, loss in result["losses"])
+    again = [f"{key}={result['model']}" for key in ("model.name_or_path", "mining.teacher")]
     again += [f"data.name={tmp_path / 'mined-2'}", "mining.teacher_type=colbert", f"output_dir={tmp_path / 'out-2'}"]
     second = recipe(*again)
     mine(second)
@@ -186,5 +164,5 @@ def test_mined_data_train_alike_stock_and_fast_and_with_a_teacher_of_late_intera
     assert all(min(row) == 0 and max(row) <= 1 for row in scores)
     assert sum(max(row) == pytest.approx(1) for row in scores) > len(scores) / 2
     losses = train(second)["losses"]
-    # The student is its own teacher, and there is nothing to learn where the host scales its scores as the teacher's.
+    # The student is its own teacher.
     assert losses[0][1] == pytest.approx(0, abs=1e-5) or LATE != "colbert"

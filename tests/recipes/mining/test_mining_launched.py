@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
+from tests.support.case_tables import cases
 from tests.support.mining_recipe import mine_but_stop, same_data, written_to
 from tests.support.paths import SUPPORT
 
@@ -26,13 +27,12 @@ def one_thread():
 
 @pytest.fixture
 def whole(recipe, tmp_path) -> Path:
-    """What one process mines by the plain recipe."""
     mining_mine.mine(recipe(f"data.name={tmp_path / 'whole'}"))
     return tmp_path / "whole"
 
 
 def two_processes(recipe, folder: Path, failing: str) -> tuple[subprocess.CompletedProcess, list[str], list[str]]:
-    """What ``accelerate launch`` starts, on a port that nothing else can take, and the parts that each process has written."""
+    """What ``accelerate launch`` starts, and the parts that each process has written."""
     written_to(folder, recipe)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     # Where the second fails, the first would wait for it for 30 minutes.
@@ -43,7 +43,6 @@ def two_processes(recipe, folder: Path, failing: str) -> tuple[subprocess.Comple
 
 
 def stages(written: list[str]) -> list[str]:
-    """Of which stages the parts are that were written."""
     return [name.partition("-")[0] for name in written if not name.startswith("settings")]
 
 
@@ -61,17 +60,13 @@ def test_one_process_begins_and_two_go_on(recipe, whole, tmp_path, monkeypatch):
     assert "Searching (process 1 of 2)" in done.stderr and "(process 2 of 2)" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("override", "first", "second"),
-    [
-        (
-            "mining.first_stage={kind: bm25, k: 16}",
-            "sparse sparse candidates search search",
-            "sparse candidates search",
-        ),
-        ("mining.corpus_format=residual-1", "codec search search", "search"),
-    ],
-)
+SHARED = """
+mining.first_stage={kind: bm25, k: 16} | sparse sparse candidates search search | sparse candidates search
+mining.corpus_format=residual-1 | codec search search | search
+"""
+
+
+@pytest.mark.parametrize(("override", "first", "second"), cases(SHARED))
 def test_two_processes_share_every_stage(override, first, second, recipe, whole, tmp_path):
     changed = recipe(override)
     mining_mine.mine(replace(changed, data=replace(changed.data, name=str(tmp_path / "one"))))

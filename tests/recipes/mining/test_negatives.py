@@ -1,9 +1,9 @@
 """Hard negatives, as sentence_transformers.util.mine_hard_negatives chooses them from the same vectors."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from datasets import Dataset
 from sentence_transformers.util import mine_hard_negatives
@@ -34,11 +34,10 @@ class Vectors:
         return torch.from_numpy((queries * documents).sum(1))
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_negatives_are_those_of_mine_hard_negatives(several):
+def test_negatives_are_those_of_mine_hard_negatives():
     queries, documents, short, skipping = 6, 40, 0, 0
-    for seed in range(40):
-        rng = np.random.default_rng([seed, several])
+    for seed in range(80):
+        rng, several = np.random.default_rng(seed), seed % 2
         names = [f"q{i}" for i in range(queries)] + [f"d{i}" for i in range(documents)]
         vectors = rng.normal(size=(len(names), 8)).astype(np.float32)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -57,11 +56,9 @@ def test_negatives_are_those_of_mine_hard_negatives(several):
         model = Vectors(dict(zip(names, vectors, strict=True)))
         options = {"corpus": names[queries:], "output_format": "n-tuple", "verbose": False}
         expected = {}
-        try:
+        with suppress(ZeroDivisionError):  # its shares of what is left, where the margins leave nothing
             for row in mine_hard_negatives(data, model, **options, **rules):
                 expected[int(row["query"][1:])] = [int(row[f"negative_{place}"][1:]) for place in (1, 2, 3)]
-        except ZeroDivisionError:
-            pass  # its shares of what is left, where the margins leave nothing
         section = MiningSection(pairs=DataSection(source="hub", name="a"), teacher="b", **rules)
         pairs = Pairs(Dataset.from_dict({"text": names[:queries]}), None, rows, "")
         similarities = torch.from_numpy(vectors[:queries] @ vectors[queries:].T)
@@ -70,4 +67,4 @@ def test_negatives_are_those_of_mine_hard_negatives(several):
         assert hard_negatives(pairs, section, *similarities.topk(k), lowest) == expected, (seed, rules)
         short += len(expected) < queries
         skipping += bool(expected) and rules["range_min"] > 0
-    assert short > 10 and skipping > 10
+    assert short > 20 and skipping > 20

@@ -1,5 +1,3 @@
-"""Pairs and a corpus: distinct texts, whatever the type and the place they come from."""
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,8 +9,6 @@ from pylate_fastmaxsim.recipes.mining.pairs import Pairs, load_pairs
 
 @pytest.fixture
 def load(tmp_path):
-    """``load(pairs, corpus)``: the pairs of tables, from files."""
-
     def loaded(pairs: dict, corpus: dict | None = None, **keys) -> Pairs:
         sections = {}
         for name, columns in {"pairs": pairs, "corpus": corpus}.items():

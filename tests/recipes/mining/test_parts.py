@@ -1,5 +1,3 @@
-"""Parts of mining: damage is computed again, and kills and power cuts lose no part and mix none."""
-
 import random
 
 import numpy as np
@@ -50,18 +48,14 @@ def test_kills_and_power_cuts_leave_parts_that_work_goes_on_with(tmp_path):
 def test_kills_and_power_cuts_never_show_new_data_that_are_not_whole(first, tmp_path):
     new = {name: f"new {name}".encode() for name in OWN_FILES}
     old = {} if first else {name: f"old {name}".encode() for name in OWN_FILES if name != SUMMARY_FILE}
-    root = written(
-        {f"unfinished/data/{name}": content for name, content in new.items()}
-        | {f"mined/{name}": content for name, content in old.items()}
-        | dict.fromkeys(("unfinished", "unfinished/data", *(() if first else ("mined",)))),
-        tmp_path / "root",
-    )
+    before = {f"unfinished/data/{name}": content for name, content in new.items()}
+    before |= {f"mined/{name}": content for name, content in old.items()}
+    before |= dict.fromkeys(("unfinished", "unfinished/data", *(() if first else ("mined",))))
+    root = written(before, tmp_path / "root")
     found = states(root, lambda: put_into_place(root / "unfinished/data", root / "mined", not first), cuts=10)
     for _, state in found:
         tables = {name: state.get(f"mined/{name}") for name in OWN_FILES if name != CARD}
         if tables[SUMMARY_FILE] is not None:  # complete, as its file says
             assert tables == {name: new[name] for name in tables}
         elif tables["train.parquet"] is not None:  # can be trained on
-            assert tables in (
-                [{name: each.get(name) for name in tables} for each in (old, {**new, SUMMARY_FILE: None})]
-            )
+            assert tables in [{name: each.get(name) for name in tables} for each in (old, new | {SUMMARY_FILE: None})]

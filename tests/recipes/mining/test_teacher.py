@@ -1,5 +1,3 @@
-"""Teachers that cannot teach are found before the search, and scores that are not finite before they are used."""
-
 import json
 import shutil
 from pathlib import Path
@@ -53,20 +51,22 @@ def test_a_teacher_with_the_projection_of_stanfords_checkpoints_is_taken(recipe,
     assert callable(mining_mine.load_teacher(section, torch.device("cpu")))
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "overrides"),
-    [
-        ("model", "model.name_or_path", []),
-        ("compressed", "model.name_or_path", ["mining.corpus_format=int8"]),
-        ("positives", "model.name_or_path", []),
-        ("cross_encoder", "mining.teacher", []),
-        ("colbert", "mining.teacher", ["mining.teacher_type=colbert"]),
-    ],
-)
+# What has weights of NaN, the stage that finds it, and overrides.
+NOT_FINITE = {
+    "model": ("search", []),
+    "compressed": ("search", ["mining.corpus_format=int8"]),
+    "positives": ("positives", []),
+    "cross_encoder": ("teacher", []),
+    "colbert": ("teacher", ["mining.teacher_type=colbert"]),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_FINITE)
 def test_scores_that_are_not_finite_are_refused_before_they_are_used(
-    kind, key, overrides, recipe, encoder, teacher, tmp_path, monkeypatch
+    kind, recipe, encoder, teacher, tmp_path, monkeypatch
 ):
-    folder = tmp_path / "lost"
+    (stage, overrides), folder = NOT_FINITE[kind], tmp_path / "lost"
+    key = "mining.teacher" if stage == "teacher" else "model.name_or_path"
     if kind == "cross_encoder":
         file = shutil.copytree(teacher, folder) / "model.safetensors"
     else:
@@ -74,13 +74,11 @@ def test_scores_that_are_not_finite_are_refused_before_they_are_used(
         file = folder / "1_Dense" / "model.safetensors"
     save_file({name: value * torch.nan for name, value in load_file(file).items()}, file, {"format": "pt"})
     if kind == "positives":  # as on a GPU, where another batch may overflow
-        monkeypatch.setattr(
-            negatives, "search", lambda *args: (torch.ones(len(args[0]), 9), torch.arange(9).repeat(len(args[0]), 1))
-        )
+        found = torch.ones(40, 9), torch.arange(9).repeat(40, 1)
+        monkeypatch.setattr(negatives, "search", lambda queries, *_: tuple(each[: len(queries)] for each in found))
     said = f"{key} {folder} must give scores that are finite numbers, but some"
     if kind == "compressed":
         said = "mining.corpus_format int8: compress: token vectors must be finite"
     with pytest.raises(RecipeError, match=f"^{said}"):
         mining_mine.mine(recipe(f"{key}={folder}", *overrides))
-    stage = {"model": "search", "compressed": "search", "positives": "positives"}.get(kind, "teacher")
     assert not list((tmp_path / "mined.unfinished").glob(f"{stage}-*")) and not (tmp_path / "mined").exists()

@@ -1,5 +1,3 @@
-"""Models of kind multi_vector: what a section sets, and checkpoints of PyLate."""
-
 import os
 import shutil
 import subprocess
@@ -51,8 +49,7 @@ def test_a_section_sets_lengths_and_expansion_and_a_checkpoint_keeps_them(
 def test_a_projection_is_drawn_from_the_seed_unless_there_is_one(encoder, tmp_path):
     model = load(encoder("bert"), embedding_size=16)
     model.save_pretrained(str(tmp_path / "saved"))
-    transformer = Transformer(encoder("bert"))
-    width = transformer.get_embedding_dimension()
+    width = (transformer := Transformer(encoder("bert"))).get_embedding_dimension()
     dense = SentenceTransformer(modules=[transformer, Pooling(width), Dense(width, 16)], device="cpu")
     dense.save_pretrained(str(tmp_path / "dense"))
     for name, expected in ((encoder("bert"), model[1]), (tmp_path / "saved", model[1]), (tmp_path / "dense", dense[2])):
@@ -68,11 +65,6 @@ def test_an_encoder_that_was_downloaded_is_loaded_without_a_network(encoder, tmp
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert load("some/encoder", embedding_size=16)[1].out_features == 16
-
-
-def test_configuration_that_the_encoder_does_not_have_is_said(encoder, caplog):
-    load(encoder("bert"), config_kwargs={"mlp_dropout": 0.0})
-    assert "model.config_kwargs is left out where BertConfig has no such value: mlp_dropout." in caplog.messages
 
 
 SAVE_AND_SCORE = """

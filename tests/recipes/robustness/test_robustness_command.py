@@ -1,5 +1,3 @@
-"""``fastmaxsim robustness``: what it measures on which data, what it writes, and what it refuses."""
-
 import json
 from dataclasses import replace
 
@@ -25,16 +23,6 @@ from tests.support.tiny_recipe import text, tiny, write
 FEW = ["--pooling", "max", "--pooling", "softmax=0.1", "--times", "1,3", "--tokens", "0,20"]
 
 
-def collection() -> Collection:
-    """Twelve documents; the query d3 is a document that is no result, and d1 and d5 are relevant for another."""
-    corpus = Dataset.from_list([{"_id": f"d{row}", "title": "", "text": text(row, 3 + row)} for row in range(12)])
-    return Collection(
-        corpus,
-        {"q": text(1, 4), "d3": text(3, 6), "none": "not relevant"},
-        {"q": {"d1": 2, "d5": 1, "d9": 0}, "d3": {"d7": 1, "gone": 1}, "none": {"d2": 0}},
-    )
-
-
 @pytest.fixture
 def task() -> Task:
     documents = [text(row, 4 + row) for row in range(6)]
@@ -45,14 +33,18 @@ def task() -> Task:
 
 
 def test_a_collection_keeps_gold_documents_and_leaves_the_query_itself_out():
-    found = collection_task("tiny", collection(), Settings())
+    corpus = Dataset.from_list([{"_id": f"d{row}", "title": "", "text": text(row, 3 + row)} for row in range(12)])
+    queries = {"q": text(1, 4), "d3": text(3, 6), "none": "not relevant"}
+    judged = {"q": {"d1": 2, "d5": 1, "d9": 0}, "d3": {"d7": 1, "gone": 1}, "none": {"d2": 0}}
+    collection = Collection(corpus, queries, judged)
+    found = collection_task("tiny", collection, Settings())
     assert found.queries == [text(1, 4), text(3, 6)] and len(found.documents) == 12
     assert found.grades[0].tolist() == [0, 2, 0, 0, 0, 1, *[0] * 6]
     assert found.grades[1, 3].isnan() and found.grades[1, 7] == 1 and found.grades.nan_to_num().sum() == 4
     free = [0, 2, 3, 4, 6, 8, 9, 10, 11]
     assert found.fillers == [found.documents[document] for document in free]
     assert [document for document, own in enumerate(found.own) if own is not None] == free
-    few = collection_task("tiny", collection(), Settings(max_queries=1, max_documents=4, seed=1))
+    few = collection_task("tiny", collection, Settings(max_queries=1, max_documents=4, seed=1))
     assert few.grades.shape[0] == 1 and len(few.documents) == 4
     assert (few.grades > 0).sum() in (1, 2)
 
@@ -69,11 +61,8 @@ def test_text_is_appended_behind_what_the_model_reads_and_read_as_a_whole(encode
     assert batch.lengths.max() <= 3 * 8 + 16
     assert (batch.lengths > documents.lengths).all()
     # The prefix, the first token and the document's own first words are at their places.
-    cosine = torch.nn.functional.cosine_similarity
-    assert all(
-        cosine(batch.values[batch.starts[row]], documents.values[documents.starts[row]], dim=0) > 0.5
-        for row in range(6)
-    )
+    begun = [each.values[each.starts] for each in (batch, documents)]
+    assert (torch.nn.functional.cosine_similarity(*begun) > 0.5).all()
 
 
 def test_tokens_are_appended_where_the_positions_end(encoder, task):
@@ -111,7 +100,6 @@ def test_pairs_are_those_of_the_sweep_with_the_names_of_their_tokens(encoder, ta
         assert pair.injected == 5 and len(pair.query_tokens) == len(pair.similarities)
         assert pair.query_tokens[2].strip() in pair.query
         assert pair.document != task.documents[{task.queries[0]: 1, task.queries[1]: 4}[pair.query]]
-        # Near a token of the query.
         assert pair.similarities[:, -5:].amax() > 0.8
 
 
@@ -121,8 +109,6 @@ def test_pairs_are_those_of_the_sweep_with_the_names_of_their_tokens(encoder, ta
 RECIPE | RECIPE: there is no model in
 RECIPE --pooling mean | --pooling must be max, top_k=K
 RECIPE --times 0,2 | --times 0,2: write it as
-RECIPE --tokens x | --tokens x: write it as
-RECIPE --append words | --append must be auto, text, tokens
 ./nowhere --beir data | MODEL: there is no folder ./nowhere
 a/model | a/model needs held-out data
 a/model --beir data --set name=a | --set overrides a key of a recipe
@@ -151,9 +137,8 @@ def test_a_trained_recipe_is_measured_and_reported(tmp_path):
     result = json.loads((folder / "robustness.json").read_text())
     assert result["poolings"] == ["max", "softmax=0.1"] and result["recipe"] == "tiny"
     assert result["appended"] == "text" and result["lengthened_document_length"] > result["document_length"] == 24
-    assert [(row["times"], row["pooling"]) for row in result["lengths"]] == [
-        (times, pooling) for times in (1, 3) for pooling in result["poolings"]
-    ]
+    rows = [(times, pooling) for times in (1, 3) for pooling in result["poolings"]]
+    assert [(row["times"], row["pooling"]) for row in result["lengths"]] == rows
     assert result["lengths"][2]["tokens"] > 2 * result["lengths"][0]["tokens"]
     assert {row["attack"] for row in result["injection"]} == {TARGETED, RANDOM, EVERYWHERE}
     assert all(0 <= row[name] <= 1 for row in result["injection"] for name in ("ndcg@10", "recall@1", "hijack_rate"))
@@ -164,13 +149,13 @@ def test_a_trained_recipe_is_measured_and_reported(tmp_path):
     page = (folder / "robustness.html").read_text()
     assert "http://" not in page and "https://" not in page and page.count("data:image/svg+xml;base64,") == 5
     assert "nDCG@10 / Recall@1" in done.stdout and str(folder / "robustness.png") in done.stdout
-    model = str(folder / "model")
-    arguments = [model, "--beir", str(write_folder(tmp_path / "data")), "--output", model]
-    for words, said in {
-        tuple(
-            arguments
-        ): f"--output {model}/robustness.json cannot be written: it is in {model}, which this command reads",
-        (str(file), "--set", "evaluation.rows=0"): "tiny has no data to evaluate on; name one collection with --beir",
-    }.items():
+    model = folder / "model"
+    for words, said in (
+        (
+            [model, "--beir", write_folder(tmp_path / "data"), "--output", model],
+            f"--output {model}/robustness.json cannot",
+        ),
+        ([file, "--set", "evaluation.rows=0"], "tiny has no data to evaluate on; name one collection with --beir"),
+    ):
         done = fastmaxsim(["robustness", *words])
         assert done.exit_code == 2 and done.stderr.startswith(f"fastmaxsim: {said}")

@@ -1,5 +1,3 @@
-"""``fastmaxsim evaluate``: its numbers are those of the search and of training, files hold them, bad input is one line."""
-
 import csv
 import json
 import shutil
@@ -14,7 +12,6 @@ from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate as evaluate_r
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import Retriever, retriever_of
-from pylate_fastmaxsim.recipes.targets import find_targets
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from tests.support.beir_folder import write_folder
 from tests.support.case_tables import cases
@@ -55,8 +52,7 @@ def test_several_models_on_one_collection(saved, encoder, data, tmp_path, monkey
     written = json.loads(result.read_text())
     assert (written["queries"], written["documents"], written["test"]) == (6, 150, "student")
     assert [model["kind"] for model in written["models"]] == [LATE, SPARSE, LATE]
-    # Two have one name.
-    labels = [saved(LATE), "model", other]
+    labels = [saved(LATE), "model", other]  # two have one name
     assert [model["label"] for model in written["models"]] == labels
     collection, rows = beir.load_collection(str(data)), rows_of(tmp_path / "q.jsonl")
     assert [(row["query"], row["model"]) for row in rows] == [(f"q{n}", label) for label in labels for n in range(6)]
@@ -87,12 +83,8 @@ def test_several_models_on_one_collection(saved, encoder, data, tmp_path, monkey
     assert model["metrics"] == pytest.approx(written["models"][2]["metrics"])
     rows = rows_of(tmp_path / "q.tsv")
     assert [float(row["mrr@10"]) for row in rows] == [row["mrr@10"] for row in own[other]]
-    # Another format has another index.
     done = evaluate(saved(SPARSE), other, *options, "--format", "float16", "--test", "fisher")
-    assert len(list(index.iterdir())) == 4  # a sparse one has none
-    assert "Fisher's randomisation test over 6 queries" in done.stdout
-    for row in json.loads(result.read_text())["pairs"]:
-        assert row["p"] * 10_000 == pytest.approx(round(row["p"] * 10_000))
+    assert len(list(index.iterdir())) == 4 and "Fisher's randomisation test over 6 queries" in done.stdout
 
 
 @pytest.fixture
@@ -112,35 +104,24 @@ def test_a_recipe_is_evaluated_on_the_rows_that_it_holds_out_as_in_training(reci
     first, second = written["models"]
     assert first["metrics"]["ndcg@10"] == pytest.approx(expected["ndcg@10"], abs=1e-6)
     assert written["collection"] == "rows held out by tiny" and written["queries"] == len(set(rows.held_out["query"]))
-    # The same weights by the maximum.
     assert (first["label"], first["pooling"], second["pooling"]) == ("tiny", "TopK(k=3)", "Max()")
     assert first["metrics"] != second["metrics"] or HOST != "colbert"  # where both rank the pairs without a mistake
 
 
 REFUSED = """
 MODEL | name a collection in BEIR's layout with --beir, or give the recipe of a model.
-MODEL --beir DATA --split dev | --beir: the folder DATA must hold qrels/dev.tsv or qrels.tsv.
-MODEL ./none --beir DATA | MODEL: there is no folder ./none.
-MODEL DATA --beir DATA | MODEL DATA must be a ColBERT that PyLate has saved, a MultiVectorEncoder or
-MODEL MODEL --beir DATA | each model must be given once, but MODEL is given twice.
 MODEL MODEL/ --beir DATA | each model must be given once, but MODEL/ is given twice.
 link MODEL --beir DATA | each model must be given once, but MODEL is given twice.
 MODEL --beir DATA --set a=1 | --set overrides a key of a recipe, and no recipe is given.
 MODEL --beir DATA --per-query q.csv | --per-query must be a file that ends in .jsonl or .tsv, got q.csv.
 MODEL --beir DATA --per-query DATA/a.tsv --json DATA/a.tsv | --per-query and --json must be two files.
 MODEL --beir DATA --json DATA/queries.jsonl | --json DATA/queries.jsonl cannot be written: it is what
-MODEL --beir DATA --json MODEL/config.json | --json MODEL/config.json cannot be written: it is in MODEL
 MODEL --beir DATA --per-query DATA/qrels/a.tsv | --per-query DATA/qrels/a.tsv cannot be written: it is
-RECIPE --json RECIPE | --json RECIPE cannot be written: it is what this command reads; choose another
 MODEL --beir DATA --run MODEL | --run MODEL/NAME.trec cannot be written: it is in MODEL, which
 MODEL --beir DATA --run DATA/corpus.jsonl | --run DATA/corpus.jsonl cannot be made: File exists.
-MODEL --beir DATA --run taken | --run taken/NAME.trec cannot be written: it is a folder.
 a/x b/x a-x --beir DATA --run r | --run: a/x and a-x would be written to one file, r/a-x.trec; evaluate them
 MODEL --beir DATA --format int8 | --format is that of token embeddings in an index; it needs --index
-MODEL --beir DATA --index DATA/i --format x | --format must be one of float32, bfloat16, float16, int8,
-none.yaml | Cannot read the recipe none.yaml: No such file or directory.
 quickstart | quickstart: there is no model in
-colpali_vidore | colpali_vidore: there is no model in runs/colpali_vidore/model; run `fastmaxsim train`
 RECIPE --set evaluation.rows=0 | tiny has no data to evaluate on; name one collection with --beir.
 RECIPE OTHER | tiny and other are evaluated on different data; name one collection for all with --beir.
 """
@@ -151,22 +132,14 @@ def test_bad_input_is_one_line_before_anything_is_encoded(arguments, said, saved
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Retriever, "encode", None)
     model = Path(saved(LATE))
-    (tmp_path / "taken" / f"{model.name}.trec").mkdir(parents=True)
+
     (tmp_path / "link").symlink_to(model)
     for name in ("a/x", "b/x", "a-x"):
         shutil.copytree(model, tmp_path / name)
     other = write(tmp_path, tiny_of(HOST, tmp_path, evaluation={"rows": 6}), "other")
-    names = {"NAME": model.name, "DATA": data, "RECIPE": recipe, "OTHER": other}
-    if not said.startswith("MODEL"):  # where it is that of the command's help
-        said = said.replace("MODEL", str(model))
-    arguments = arguments.replace("MODEL", str(model))
+    names = {"MODEL": model, "NAME": model.name, "DATA": data, "RECIPE": recipe, "OTHER": other}
     for name, path in names.items():
         arguments, said = arguments.replace(name, str(path)), said.replace(name, str(path))
     done = evaluate(*arguments.split(), code=2)
     assert done.stderr.startswith(f"fastmaxsim: {said}") and done.stderr.count("\n") == 1
     assert not done.stdout
-
-
-def test_the_working_directory_is_called_as_the_folder(saved, monkeypatch):
-    monkeypatch.chdir(saved(LATE))
-    assert [target.label for target in find_targets(["."])] == [Path(saved(LATE)).name]

@@ -1,5 +1,3 @@
-"""Paired tests are those of SciPy, of all signs, and of Holm's method worked out by hand."""
-
 from itertools import product
 
 import numpy as np
@@ -29,19 +27,17 @@ def test_fisher_is_the_share_of_signs_with_a_mean_as_far_from_0(shift, monkeypat
 
 
 def test_pairs_are_corrected_within_a_metric():
-    random = np.random.default_rng(1)
-    scores = {
-        model: {
-            metric: {f"q{query}": float(value) for query, value in enumerate(shift + random.random(30))}
-            for metric in ("ndcg@10", "mrr@10")
-        }
-        for model, shift in {"a": 0.0, "b": 0.1, "c": 0.5}.items()
-    }
+    random, metrics = np.random.default_rng(1), ("ndcg@10", "mrr@10")
+
+    def drawn(shift: float) -> dict[str, float]:
+        return {f"q{query}": float(value) for query, value in enumerate(shift + random.random(30))}
+
+    shifts = {"a": 0.0, "b": 0.1, "c": 0.5}
+    scores = {model: {metric: drawn(shift) for metric in metrics} for model, shift in shifts.items()}
     scores["b"]["mrr@10"]["q3"] = scores["a"]["mrr@10"]["q3"]
     rows = compare(scores, "student")
-    assert [(*row["models"], row["metric"]) for row in rows] == [
-        (*pair, metric) for metric in ("ndcg@10", "mrr@10") for pair in ("ab", "ac", "bc")
-    ]
+    expected = [(*pair, metric) for metric in metrics for pair in ("ab", "ac", "bc")]
+    assert [(*row["models"], row["metric"]) for row in rows] == expected
     for row in rows:
         left, right = (np.array(list(scores[model][row["metric"]].values())) for model in row["models"])
         assert row["p"] == pytest.approx(ttest_rel(right, left).pvalue)

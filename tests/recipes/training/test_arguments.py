@@ -1,11 +1,14 @@
 """What this machine cannot train is one sentence, before anything is written."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.training import arguments
 from tests.support.case_tables import cases
 from tests.support.paths import RECIPES
@@ -42,25 +45,40 @@ def gpu_without_bf16(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
 
 
+def precision_of(*overrides: str) -> str:
+    """The precision that the trainer is asked for, whose arguments cannot be made without the GPU."""
+    asked = {}
+
+    class Recorded(Kind):
+        arguments_class = staticmethod(lambda **options: asked.update(options) or SimpleNamespace())
+
+    with pytest.raises(AttributeError):
+        arguments.training_arguments(load_recipe(COLQWEN, overrides), Recorded())
+    return next((name for name in ("bf16", "fp16") if asked[name]), "fp32")
+
+
 def test_a_gpu_without_bf16(gpu_without_bf16, tmp_path, monkeypatch):
     file = write(tmp_path, tiny(tmp_path))
     done = command("train", file, "training.precision=bf16", "training.use_cpu=false")
     assert done.exit_code == 2 and "must be auto, fp16 or fp32 here, because the GPU (Tesla T4) has no" in done.stderr
-    # Private, because no arguments of a GPU can be made without one.
-    assert arguments._precision("auto", "auto", on_gpu=True) == "fp16"
-    pages = load_recipe(COLQWEN, ["model.dtype=bfloat16", "training.precision=fp16"])
+    assert precision_of() == "fp16"
     with pytest.raises(RecipeError, match="model.dtype must be auto or float32 here, because the GPU .* has no bf16."):
-        arguments.training_arguments(pages, Kind())
-    assert arguments._precision("fp16", "bfloat16", on_gpu=False) == "fp16"
+        precision_of("model.dtype=bfloat16", "training.precision=fp16")
+    assert precision_of("model.dtype=bfloat16", "training.precision=fp16", "training.use_cpu=true") == "fp16"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    assert [arguments._precision("auto", "auto", on_gpu) for on_gpu in (True, False)] == ["bf16", "fp32"]
+    assert (precision_of(), precision_of("training.use_cpu=true")) == ("bf16", "fp32")
 
 
-def test_adapters_on_a_gpu_without_bf16_have_float32_weights(gpu_without_bf16, monkeypatch):
-    pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
-    from pylate_fastmaxsim.recipes.kinds.pages import _dtype  # without a GPU no model can be loaded there
-
+@pytest.mark.parametrize(("supported", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_adapters_on_a_gpu_without_bf16_have_float32_weights(supported, dtype, gpu_without_bf16, monkeypatch):
+    engine = pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
+    asked = {}
+    for name in ("ColQwen2", "ColQwen2Processor"):
+        monkeypatch.setattr(
+            getattr(engine.models, name), "from_pretrained", lambda *_, **options: asked.update(options)
+        )
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported)
     section = load_recipe(COLQWEN).model
-    assert section.dtype == "auto" and _dtype(section, torch.device("cuda")) == torch.float32
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    assert _dtype(section, torch.device("cuda")) == torch.bfloat16
+    with pytest.raises(AttributeError):  # no model is there
+        kind_of(section).load(section, "cuda", "model", "base")
+    assert section.dtype == "auto" and asked["dtype"] == dtype

@@ -1,10 +1,7 @@
-"""What is made before a training, which rows it is trained on, which are held out, and recipes that do not fit theirs."""
-
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
 from pylate import models
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -27,15 +24,21 @@ data.columns=[positive, query] | data.columns: PyLate's collator encodes 'query'
 evaluation.rows=60 | evaluation.rows must leave at least one training batch, but the data has 60 rows
 loss.name=distillation | data.columns must be [query, documents, scores] for distillation
 model.config_kwargs={num_hidden_layers: 3} | model cannot be built: list index out of range
+model.build.intermediate_size=99999999999999999999 | model cannot be built:
+model.query_length=100000 | model.query_length must be at most 8192, as many positions as ModernBertModel
+model={name_or_path: no-such-owner/no-such-model} | no-such-owner/no-such-model cannot be loaded:
+data={source: hub, name: no-such-owner/no-such-data} | data.name cannot be loaded:
 """),
 )
-def test_a_recipe_that_does_not_fit_its_data_leaves_nothing_behind(override, sentence, tmp_path):
+def test_a_recipe_that_does_not_fit_leaves_nothing_behind(override, sentence, tmp_path, monkeypatch):
+    for library in ("huggingface_hub.constants", "datasets.config"):
+        monkeypatch.setattr(f"{library}.HF_HUB_OFFLINE", True)
     with pytest.raises(RecipeError) as error:
         training.train(load_recipe(write(tmp_path, tiny(tmp_path, "runs/out")), [override]))
     assert sentence in str(error.value) and not (tmp_path / "runs").exists()
 
 
-def test_too_few_rows_for_a_batch_name_its_size(tmp_path):
+def test_too_few_rows_for_a_batch_name_its_size(tmp_path, caplog):
     few = ["evaluation.rows=0", "data.max_rows=3"]
     file = write(tmp_path, tiny(tmp_path, training={"max_steps": 1, "save_steps": None}))
     with pytest.raises(RecipeError, match="^training.per_device_train_batch_size must be at most 3, as many rows as "):
@@ -43,19 +46,11 @@ def test_too_few_rows_for_a_batch_name_its_size(tmp_path):
     # One that is not full is a batch as well.
     recipe = load_recipe(file, [*few, "training.dataloader_drop_last=false"])
     assert training.train(recipe)["steps"] == 1
+    assert "The data has 3 rows to train on, fewer than training.per_device_train_batch_size of 4: every" in caplog.text
     assert batch_sizes(3, recipe) == [3]
     assert batch_sizes(62, load_recipe(file)) == [4]
     recipe = load_recipe(file, ["training.dataloader_drop_last=false"])
     assert (batch_sizes(60, recipe), batch_sizes(62, recipe)) == ([4], [4, 2])
-
-
-def test_a_model_that_cannot_be_loaded_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    recipe = tiny(tmp_path, data={"source": "docstrings", "packages": ["numpy"], "files": None})
-    recipe["model"] = {"name_or_path": "no-such-owner/no-such-model"}
-    with pytest.raises(RecipeError, match="model.name_or_path no-such-owner/no-such-model cannot be loaded: "):
-        training.train(load_recipe(write(tmp_path, recipe)))
-    assert not (tmp_path / "out").exists()
 
 
 def repeated(kind: str, folder: Path) -> dict:
@@ -66,12 +61,10 @@ def repeated(kind: str, folder: Path) -> dict:
         json_lines(folder / "pairs.jsonl", rows)
         return recipe
     # A query may also have several ids.
-    subsets = {
-        "train": [{"query_id": i, "document_ids": [i, (i + 1) % 60], "scores": [1.0, 0.0]} for i in range(60)],
-        "queries": [{"query_id": i, "text": row["query"]} for i, row in enumerate(rows)],
-        "documents": [{"document_id": i, "text": row["positive"]} for i, row in enumerate(rows)],
-    }
-    data = hub_dataset(folder / "kd", **subsets)
+    train = [{"query_id": i, "document_ids": [i, (i + 1) % 60], "scores": [1.0, 0.0]} for i in range(60)]
+    queries = [{"query_id": i, "text": row["query"]} for i, row in enumerate(rows)]
+    documents = [{"document_id": i, "text": row["positive"]} for i, row in enumerate(rows)]
+    data = hub_dataset(folder / "kd", train=train, queries=queries, documents=documents)
     return recipe | {"data": {"source": "distillation", "name": str(data)}, "loss": {"name": "distillation"}}
 
 
@@ -85,14 +78,6 @@ def test_no_query_is_both_held_out_and_trained_on(kind, tmp_path):
     assert len(held_out) == 12 and len(set(held_out)) == 4 and len(trained) == 48
     assert held_out == again.held_out[:]["query"] and trained == again.train[:]["query"]
     assert set(held_out) != set(other.held_out[:]["query"])
-
-
-def test_of_queries_that_stand_in_one_row_each_the_first_rows_are_held_out(tmp_path):
-    recipe = load_recipe(write(tmp_path, tiny(tmp_path)))
-    rows = Dataset.from_json(recipe.data.files[0]).map(lambda row: {"query": row["positive"]})
-    rows.to_json(recipe.data.files[0])
-    data, shuffled = load_data(recipe), rows.shuffle(seed=recipe.data.seed)
-    assert data.held_out[:] == shuffled[:24] and data.train[:] == shuffled[24:]
 
 
 @pytest.fixture
@@ -111,10 +96,6 @@ def documented(tmp_path, monkeypatch):
     return write_package, load_recipe(write(tmp_path, values))
 
 
-def content_of(folder: Path) -> dict[str, bytes | None]:
-    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
-
-
 def test_rows_and_model_are_made_once_and_again_when_a_run_starts_over(documented, tmp_path):
     write_package, recipe = documented
 
@@ -128,20 +109,23 @@ def test_rows_and_model_are_made_once_and_again_when_a_run_starts_over(documente
     other = prepared("of them", True)
     assert other[0] != first[0] and other[1] != first[1]
     assert prepared("of all", True) == first
-    # Those of another number of rows are others.
     assert prepare(replace(recipe, data=replace(recipe.data, max_rows=30))).data.files != prepare(recipe).data.files
 
 
 def test_kills_and_power_cuts_leave_checkpoints_with_what_they_need(documented, tmp_path):
     (write_package, recipe), out = documented, tmp_path / "out"
+
+    def content() -> dict[str, bytes | None]:
+        return {str(path): path.read_bytes() if path.is_file() else None for path in made.rglob("*")}
+
     write_package("of all")
     made = Path(prepare(recipe).data.files[0]).parent
-    old, state_file = content_of(made), out / "checkpoint-4" / TRAINER_STATE_NAME
+    old, state_file = content(), out / "checkpoint-4" / TRAINER_STATE_NAME
     state_file.parent.mkdir()
     state_file.write_text("{}")
     write_package("of them")
     found = states(out, lambda: prepare(recipe, anew=True), cuts=5)
-    new = content_of(made)
+    new = content()
     assert new != old and not state_file.parent.exists()
     for _, state in found:
         state = {str(out / name): content for name, content in state.items()}
@@ -150,15 +134,12 @@ def test_kills_and_power_cuts_leave_checkpoints_with_what_they_need(documented, 
 
 
 def test_a_built_model_is_the_same_each_time(tmp_path):
-    files = []
-    for place in ("a", "b"):
-        prepared = prepare(load_recipe(write(tmp_path, tiny(tmp_path, place))))
-        assert prepare(load_recipe(write(tmp_path, tiny(tmp_path, place)))) == prepared
-        files.append(Path(prepared.model.name_or_path))
-    assert [path.name for path in (tmp_path / "a" / "prepared").iterdir()] == [files[0].parent.name]
+    made = [prepare(load_recipe(write(tmp_path, tiny(tmp_path, place)))) for place in ("a", "b", "b")]
+    assert made[1] == made[2]
+    first, second, _ = (Path(each.model.name_or_path) for each in made)
     for name in ("model.safetensors", "1_Dense/model.safetensors", "tokenizer.json"):
-        assert (files[0] / name).read_bytes() == (files[1] / name).read_bytes()
-    model = models.ColBERT(str(files[0]), device="cpu")
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+    model = models.ColBERT(str(first), device="cpu")
     assert model.tokenizer.unk_token_id not in model.skiplist
     assert (model.query_length, model.document_length) == (8, 24)
 

@@ -29,16 +29,10 @@ from tests.support.tiny_recipe import fell_back, list_rows, text
 ROWS = {
     "pairs": None,
     "triplets": [{"query": text(i, 4), "positive": text(i, 9), "negative": text(i + 3, 12)} for i in range(40)],
-    "graded": [
-        {
-            "query": text(i, 4),
-            "documents": [text(i + j, 3 + i * j % 11) for j in range(3)],
-            "scores": [3.0, 1.0, i / 20],
-        }
-        for i in range(40)
-    ],
     "lists": list_rows(),
 }
+RANKED = [[text(i + j, 3 + i * j % 11) for j in range(3)] for i in range(40)]
+ROWS["graded"] = [{"query": text(i, 4), "documents": RANKED[i], "scores": [3.0, 1.0, i / 20]} for i in range(40)]
 # kind | loss | the loss that it is equal to, if any | rows | overrides
 LOSSES = """
 colbert | contrastive | - | pairs | loss.temperature=0.5 fast.stock_masking=true
@@ -97,13 +91,10 @@ def test_stock_and_fast_train_alike_by_every_loss(kind, recipe_of, encoder, monk
         common = ALIKE if kind in PAGES else ALIKE_TEXTS
         if name == "streamed":
             common = STREAMED + encoder("distilbert", masked_lm=True)
-
-        def trained(fast: str, written=f"{common} {overrides}", name=name, rows=ROWS[rows]) -> dict:
-            return train(recipe_of(kind, f"{written} fast.enabled={fast}".replace("  ", " "), f"{name}-{fast}", rows))
-
-        stock = trained("false")
+        given = f"{common} {overrides} fast.enabled=".replace("  ", " ")
+        stock = train(recipe_of(kind, f"{given}false", f"{name}-stock", ROWS[rows]))
         assert not scored
-        fast = trained("true")
+        fast = train(recipe_of(kind, f"{given}true", f"{name}-fast", ROWS[rows]))
         found[name] = losses(stock)
         assert len(found[name]) == 4 and losses(fast) == pytest.approx(found[name], rel=1e-4), name
         assert fast["fast"]["enabled"] and not any(map(fell_back, caplog.messages)), name
@@ -130,21 +121,19 @@ class Reported(TrainerCallback):
 
 
 CARDS = {
-    "colbert": [
-        "(PyLate ",
-        "takes the maximum: Softmax(temperature=0.7) to Softmax(temperature=0.05) (linear over the",
-    ],
+    "colbert": ["(PyLate ", "takes the maximum: Softmax(temperature=0.7) to Softmax(temperature=0.05) (linear over"],
     "multi_vector": ["(sentence-transformers 6", "kind: multi_vector", "Training Logs", "(temperature=0.7) to Softmax"],
     "splade": ["(sentence-transformers ", "kind: splade", "SpladeLoss", "Training Logs"],
     "colqwen2": ["(colpali-engine 0.3.", "colqwen_vidore"],
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == LATE else pytest.mark.e2e) for kind in TRAINED if kind in CARDS]
-)
+MARKED = [pytest.param(kind, marks=() if kind == LATE else pytest.mark.e2e) for kind in TRAINED if kind in CARDS]
+
+
+@pytest.mark.parametrize("kind", MARKED)
 def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(kind, recipe_of, tmp_path, monkeypatch):
-    # 36 rows of texts are trained on: the interruption falls into the second epoch, between two checkpoints.
+    # The interruption falls into the second epoch, between two checkpoints.
     overrides, steps, step, left = "", 14, 10, ["checkpoint-12", "checkpoint-14"]
     if kind in PAGES:
         overrides, steps, step, left = "model.lora=null", 4, 2, ["checkpoint-4"]
@@ -164,13 +153,12 @@ def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(kind, recip
     assert parts["losses"] == whole["losses"] and Reported.told == [*told, *told]
     assert parts["ndcg@10"] == whole["ndcg@10"] and same_model(tmp_path / "whole", tmp_path / "moved")
     assert sorted(path.name for path in (tmp_path / "moved").glob("checkpoint-*")) == left
-    card = (tmp_path / "moved" / "model" / "README.md").read_text()
-    assert all(said in card for said in CARDS[kind]) and card.count("## Training recipe") == 1
+    card = tmp_path / "moved" / "model" / "README.md"
+    assert all(said in card.read_text() for said in CARDS[kind]) and card.read_text().count("## Training recipe") == 1
     # A run that is over is evaluated once more, and says the same of its training.
     again = train(moved)
     assert again == parts | {"resumed_from": left[-1], "ndcg@10": pytest.approx(parts["ndcg@10"])}
-    card = (tmp_path / "moved" / "model" / "README.md").read_text()
-    assert all(said in card for said in CARDS[kind]) and card.count("## Training recipe") == 1
+    assert all(said in card.read_text() for said in CARDS[kind]) and card.read_text().count("## Training recipe") == 1
 
 
 # Encodes with the host alone by the model in ``folder``, and its ``base`` where it has adapters.
@@ -211,7 +199,6 @@ for folder in folders:"""
 def test_saved_models_load_without_this_package_and_are_those_that_were_evaluated(kind, recipe_of, tmp_path):
     recipe = recipe_of(kind, "fast.enabled=true training.max_steps=4" + " model.lora=null" * (kind == "colpali"))
     result, prepared = train(recipe), prepare(recipe)
-    # A checkpoint of texts is a model as well.
     folders = [result["model"]] if kind in PAGES else [result["model"], str(tmp_path / "out" / "checkpoint-4")]
     program = ALONE + HOSTS[kind].replace("\n", "\n    ")
     command = [sys.executable, "-c", program, prepared.model.name_or_path, *folders]
@@ -235,7 +222,6 @@ def logged_gradients(recipe_of, tmp_path: Path, kind: str, overrides: str, rows:
     overrides = f"training.max_steps=4 training.save_steps=2 {overrides}"
     plain = train(recipe_of(kind, overrides, "plain", ROWS[rows]))
     result = train(recipe_of(kind, f"{overrides} training.log_gradient_concentration=2", "logged", ROWS[rows]))
-    # All losses are logged as without it.
     assert result["losses"] == plain["losses"] and len(losses(plain)) == 4
     files = [tmp_path / name / "checkpoint-4" / "trainer_state.json" for name in ("plain", "logged")]
     before, after = (json.loads(file.read_text())["log_history"] for file in files)
@@ -248,13 +234,10 @@ def logged_gradients(recipe_of, tmp_path: Path, kind: str, overrides: str, rows:
     return logged
 
 
-@pytest.mark.parametrize(
-    ("overrides", "rows"),
-    [
-        ("loss.pooling={top_k: 1, start: 6, schedule: linear}", "pairs"),
-        ("loss.name=distillation evaluation.rows=0", "graded"),
-    ],
-)
+LOGGED = ("loss.pooling={top_k: 1, start: 6, schedule: linear}", "loss.name=distillation evaluation.rows=0")
+
+
+@pytest.mark.parametrize(("overrides", "rows"), zip(LOGGED, ("pairs", "graded"), strict=True))
 def test_gradient_concentration_is_logged_and_changes_nothing(overrides, rows, recipe_of, tmp_path):
     # Of a distillation it is of scores only.
     logged = logged_gradients(recipe_of, tmp_path, LATE, f"training.learning_rate=0 {overrides}", rows)
@@ -329,9 +312,7 @@ def test_a_comparison_measures_what_trains(kind, overrides, less, recipe_of, tmp
         assert 0 < fast["flops"] < fast["document_nonzeros"] and fast["query_nonzeros"] > 0 < fast["untrained"]["flops"]
         assert "FLOPS" in done.stdout and "Non-zeros of a query" in page.text
     if recipe.loss.pooling is not None:
-        said = (
-            "Stock PyLate has no pooling but the maximum: the stock run scored with the same pooling in plain PyTorch"
-        )
+        said = "has no pooling but the maximum: the stock run scored with the same pooling in plain PyTorch"
         assert said in " ".join(done.stdout.split()) and said in page.text
 
 

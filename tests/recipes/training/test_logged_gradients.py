@@ -24,22 +24,18 @@ PREFIX = "gradient_concentration/"
 def test_the_script_of_the_docs_logs_what_the_function_measures(encoder, tmp_path):
     model = load_model(encoder("modernbert"))
     rows = {"query": [text(i, 4) for i in range(8)], "positive": [f"{text(i, 9)} {i}" for i in range(8)]}
+    options = {"max_steps": 1, "per_device_train_batch_size": 8, "report_to": [], "save_strategy": "no"}
     trainer = SentenceTransformerTrainer(
-        model=model,
-        args=SentenceTransformerTrainingArguments(
-            output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=8, report_to=[], use_cpu=True,
-            save_strategy="no", learning_rate=0.0,
-        ),
-        train_dataset=Dataset.from_dict(rows),
+        model,
+        SentenceTransformerTrainingArguments(str(tmp_path), use_cpu=True, learning_rate=0.0, **options),
+        Dataset.from_dict(rows),
         loss=losses.Contrastive(model=model),
         data_collator=utils.ColBERTCollator(tokenize_fn=model.tokenize),
-    )  # fmt: skip
-
+    )
     exec(example("gradient-concentration"), {})
     names = {"model": model, "trainer": trainer, "queries": rows["query"], "positives": rows["positive"]}
     changed = {"every=100": "every=1", "=Max()": "=Softmax(0.1)", "=0.05": "=0.5"}
-    callback = example("log-gradient-concentration", changed)
-    exec(callback, names | {"Softmax": Softmax})
+    exec(example("log-gradient-concentration", changed), names | {"Softmax": Softmax})
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if PREFIX + "loss_gini" in entry]
     assert [entry["step"] for entry in logs] == [0, 1]

@@ -10,37 +10,34 @@ from pylate_fastmaxsim.recipes.kinds.splade import KIND
 from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
-from tests.support.sparse_encoders import build_sparse_encoder
+from tests.support.saved_models import SPARSE
 from tests.support.tiny_recipe import text
 
 PAIR = {"query": text(0, 4), "positive": text(0, 9)}
 
 
-@pytest.fixture(scope="module")
-def saved(encoder, tmp_path_factory) -> str:
-    return build_sparse_encoder(tmp_path_factory.mktemp("sparse"), encoder("bert"))
+@pytest.fixture
+def name(saved) -> str:
+    return saved(SPARSE)
 
 
 @pytest.fixture
-def model(saved) -> SparseEncoder:
-    return SparseEncoder(saved, device="cpu").eval()
+def model(name) -> SparseEncoder:
+    return SparseEncoder(name, device="cpu").eval()
 
 
-def loss_of(section: SpladeLoss, model: SparseEncoder, labels: torch.Tensor | None = None, columns: int = 3) -> dict:
-    texts = [[text(row + column, 3 + column) for row in range(4)] for column in range(columns)]
-    return KIND.build_loss(section, model)([model.tokenize(column) for column in texts], labels)
+COLUMNS = [[text(row + column, 3 + column) for row in range(4)] for column in range(3)]
 
 
-def vectors_of(model: SparseEncoder, columns: int = 3) -> list[torch.Tensor]:
-    return [model.encode([text(row + column, 3 + column) for row in range(4)]).to_dense() for column in range(columns)]
+def loss_of(section: SpladeLoss, model: SparseEncoder, labels: torch.Tensor | None = None) -> dict:
+    return KIND.build_loss(section, model)(list(map(model.tokenize, COLUMNS)), labels)
 
 
 def test_losses_are_those_that_the_recipe_names(model):
-    query, *documents = vectors_of(model)
+    query, *documents = (model.encode(column).to_dense() for column in COLUMNS)
     live = torch.cat(documents)
-    nonzeros = (live != 0).sum(1)
-    threshold = int(nonzeros.median())
-    many = nonzeros > threshold
+    threshold = int((live != 0).sum(1).median())
+    many = (live != 0).sum(1) > threshold
     assert 0 < many.sum() < 8
     weights = RegularizersSection(document_weight=0.3, query_weight=0.2, query="l1", document_threshold=threshold)
     contrastive = SpladeLoss(temperature=0.5, regularizers=weights)
@@ -69,10 +66,10 @@ def test_losses_are_those_that_the_recipe_names(model):
 
 
 @pytest.fixture
-def trainer_of(recipe_of, saved):
+def trainer_of(recipe_of, name):
     """``trainer_of(row, overrides)``: the trainer of a recipe whose data is this row."""
 
-    def make(row: dict, overrides: str = "", name: str = saved):
+    def make(row: dict, overrides: str = "", name: str = name):
         overrides = f"model.build=null model.name_or_path={name} evaluation.rows=0 {overrides}".strip()
         recipe = recipe_of("splade", f"{overrides} training.dataloader_drop_last=false", rows=[row])
         kind = kind_of(recipe.model)
@@ -96,8 +93,7 @@ def test_documents_of_a_list_are_columns_and_go_their_route(trainer_of):
     assert labels.tolist() == [pytest.approx(row["scores"])]
 
 
-def test_prompts_of_a_model_are_those_of_its_training(saved, trainer_of, tmp_path):
-    model = SparseEncoder(saved, device="cpu")
+def test_prompts_of_a_model_are_those_of_its_training(model, trainer_of, tmp_path):
     model.prompts = {"query": "rivers carry ", "document": "bees tell "}
     model.save_pretrained(str(tmp_path / "model"))
     trainer = trainer_of({"query": "late", "positive": "fused"}, name=str(tmp_path / "model"))

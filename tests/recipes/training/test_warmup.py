@@ -12,28 +12,15 @@ import torch
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.precompile import calls
 from pylate_fastmaxsim.precompile import recipe as warmup_module
-from pylate_fastmaxsim.precompile.processes import Compiled
-from pylate_fastmaxsim.precompile.recipe import (
-    Warmed,
-    WarmStep,
-    batch_sizes,
-    calls_of_recipe,
-    reason_against_warmup,
-    warm_up,
-)
+from pylate_fastmaxsim.precompile.recipe import batch_sizes, calls_of_recipe, reason_against_warmup, warm_up
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
-from tests.support.command_line import fastmaxsim
+from tests.support.recipe_runs import command
 from tests.support.recorded_launches import recorded_launches
 from tests.support.tiny_recipe import tiny, write
 
 FAST = {"fast": {"enabled": True}, "evaluation": {"rows": 0}}
-
-
-def warmup(recipe, *overrides, **options):
-    arguments = [argument for override in overrides for argument in ("--set", override)]
-    return fastmaxsim(["warmup", str(recipe), *arguments], **options)
 
 
 def test_where_there_is_nothing_to_compile_it_says_so_and_writes_nothing(tmp_path):
@@ -43,9 +30,9 @@ def test_where_there_is_nothing_to_compile_it_says_so_and_writes_nothing(tmp_pat
         (["fast.enabled=false"], {}, "fast.enabled is false, so there is nothing to compile."),
         ([], {"PYLATE_FASTMAXSIM": "0"}, "PYLATE_FASTMAXSIM=0, so there is nothing to compile."),
     ):
-        done = warmup(file, *overrides, env=environment)
+        done = command("warmup", file, *overrides, env=environment)
         assert (done.exit_code, done.output) == (0, f"{said}\n")
-    done = warmup(file, env={"WORLD_SIZE": "2"})
+    done = command("warmup", file, env={"WORLD_SIZE": "2"})
     assert done.exit_code == 2 and "start it without a launcher" in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
     # Kernels of MultiVectorEncoders are left to the steps.
@@ -67,29 +54,17 @@ def test_on_a_gpu_training_compiles_nothing_after_it(tmp_path):
     file = write(tmp_path, tiny(tmp_path, **FAST, training={"use_cpu": False, "max_steps": 3}))
     assert reason_against_warmup(load_recipe(file)) is None
 
-    def kernels_after(command):
-        # In a process of its own, which has compiled nothing yet.
+    def kernels_after(name):
         environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-        run = [sys.executable, "-m", "pylate_fastmaxsim.cli", command, str(file)]
+        run = [sys.executable, "-m", "pylate_fastmaxsim.cli", name, str(file)]
         done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-        return {path.name for path in (tmp_path / "cache").rglob("*.cubin")}, done.stdout
+        return set((tmp_path / "cache").rglob("*.cubin")), done.stdout
 
     compiled, printed = kernels_after("warmup")
-    assert {"forward_kernel.cubin", "query_gradient_kernel.cubin"} <= compiled
+    assert {"forward_kernel.cubin", "query_gradient_kernel.cubin"} <= {path.name for path in compiled}
     assert "first step" in printed and "of them before the first step, by" in printed
-    before = len(list((tmp_path / "cache").rglob("*.cubin")))
-    kernels_after("train")
-    assert len(list((tmp_path / "cache").rglob("*.cubin"))) == before
-
-
-def test_the_command_prints_steps_and_counts(tmp_path, monkeypatch):
-    warmed = Warmed(Compiled(12, 4, 9.6), [WarmStep(8, 3.0, 0.25)], 15)
-    monkeypatch.setattr(warmup_module, "reason_against_warmup", lambda recipe: None)
-    monkeypatch.setattr(warmup_module, "warm_up", lambda recipe: warmed)
-    done = warmup(write(tmp_path, tiny(tmp_path, **FAST)))
-    said = "15 new kernels in Triton's cache, 12 of them before the first step, by 4 processes in 10 s.\n"
-    assert done.exit_code == 0 and "3.00 s" in done.output and done.output.endswith(said)
+    assert kernels_after("train")[0] == compiled
 
 
 LOSSES = {
@@ -112,11 +87,10 @@ def test_what_is_compiled_ahead_is_what_the_steps_launch(name, recipe_of, monkey
     monkeypatch.setattr(warmup_module, "load_model", _copied)
     if name == "splade of long texts":
         monkeypatch.setattr(warmup_module, "load_data", _of_long_texts)
-    common = "fast.enabled=true evaluation.rows=0 training.per_device_train_batch_size=8"
-    recipe = recipe_of(
-        "splade" if name.startswith("splade") else "colbert",
-        f"{common} training.dataloader_drop_last=false {LOSSES[name]}",
+    common = (
+        "fast.enabled=true evaluation.rows=0 training.per_device_train_batch_size=8 training.dataloader_drop_last=false"
     )
+    recipe = recipe_of("splade" if name.startswith("splade") else "colbert", f"{common} {LOSSES[name]}")
     prepared = prepare(recipe)
     model = load_model(prepared.model, "cpu", 0)
     rows = load_data(prepared).train

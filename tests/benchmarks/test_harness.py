@@ -1,0 +1,130 @@
+"""Of the benchmarks: files of results, the clock of a GPU, and what becomes of a process that fails or hangs."""
+
+import json
+import time
+from argparse import ArgumentParser
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.compare_results import compared
+from benchmarks.harness.records import Results, load, write
+from benchmarks.harness.suite import add_options
+from benchmarks.harness.timing import time_calls
+from benchmarks.harness.workers import Worker
+
+
+@pytest.fixture
+def results(tmp_path):
+    """``results(*arguments)``: the results file of a command that was given them."""
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps({"cells": {"known": {"status": "ok"}, "broken": {"status": "failed"}}}))
+    parser = ArgumentParser()
+    add_options(parser, file, timeout=1)
+    return lambda *arguments: Results(parser.parse_args(arguments))
+
+
+def test_missing_and_failed_cells_are_measured_and_written_at_once(results, tmp_path):
+    assert [name for name in ("known", "broken", "new") if results().wants(name)] == ["broken", "new"]
+    assert results("--again").wants("known")
+    results().add("new", {"status": "ok"})
+    results("--output", str(tmp_path / "other.json")).add("newer", {"status": "ok"})
+    written = [[*load(tmp_path / f"{name}.json")["cells"]] for name in ("results", "other")]
+    assert written[0] == ["known", "broken", "new"] and "newer" in written[1]
+
+
+def test_results_are_compared_cell_by_cell():
+    def step(ms: float, least: float, most: float) -> dict:
+        return {"step_ms": ms, "step_ms_min": least, "step_ms_max": most, "peak_gib": 2.0}
+
+    def call(ms: float) -> dict:
+        return {"entries": {"einsum": {"forward": {"ms": ms, "peak_bytes": None}}}}
+
+    recorded = {"environment": {"device": "H200"}}
+    before = {"cells": {"a": step(10.0, 9.0, 12.0) | recorded, "b": step(10.0, 9.0, 12.0), "c": call(1.0)}}
+    now = {"cells": {"a": step(13.0, 12.5, 14.0), "b": step(12.0, 11.0, 14.0), "c": call(2.0), "d": call(1.0)}}
+    rows = compared(before, now).splitlines()[4:]
+    assert rows == [
+        "| a | 10.000 ms | 13.000 ms | 1.30 slower | 2,048 MiB | 2,048 MiB |",
+        "| b | 10.000 ms | 12.000 ms | 1.20 | 2,048 MiB | 2,048 MiB |",
+        "| c einsum forward | 1.000 ms | 2.000 ms | 2.00 slower | | |",
+    ]
+    assert compared(before, before).startswith("Before: H200. Now: H200.")
+
+
+def test_a_file_has_each_environment_once_and_gives_it_to_every_cell(tmp_path):
+    first, second = {"device": "H100"}, {"device": "H200"}
+    made = {"a": first, "b": second, "c": first}
+    write(tmp_path / "a.json", {"cells": {name: {"environment": of, "ms": 1.23456789} for name, of in made.items()}})
+    assert (tmp_path / "a.json").read_text().count("H100") == 1
+    found = load(tmp_path / "a.json")["cells"]
+    assert {name: cell["environment"] for name, cell in found.items()} == made and found["a"]["ms"] == 1.23457
+
+
+def test_calls_are_timed_again_if_the_gpu_waited_for_the_host(monkeypatch):
+    slept, calls = [], []
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: mock.Mock(**{"elapsed_time.return_value": 1.0}))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: slept.append(cycles / 2e9))
+
+    def call():
+        calls.append(None)
+        if len(calls) == 10:  # the sixth of the first round
+            time.sleep(0.02)
+
+    found = time_calls([call], torch.device("cuda"))
+    assert len(slept) == 2 and slept[1] > 0.02 > slept[0]
+    assert len(calls) == 3 + 1 + 2 * 25 and found["iterations"] == 25 and found["host_ms"] < 20
+
+
+# Stands for a benchmark's process: does what the cell says.
+PROGRAM = """
+import os, sys, time
+from benchmarks.harness.workers import serve
+
+def answer(cell):
+    if "sleep" in cell:
+        time.sleep(cell["sleep"])
+    if "exit" in cell:
+        print("RuntimeError: CUDA error: misaligned address\\nframe #0: start", file=sys.stderr, flush=True)
+        os._exit(cell["exit"])
+    if "raise" in cell:
+        raise ValueError(cell["raise"])
+    print("not an answer")
+    return {"process": os.getpid(), "variable": os.environ.get("OF_THE_WORKER")}
+
+serve(answer)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    monkeypatch.setattr(Worker, "GRACE", 0.5)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    with Worker([str(program)], timeout=120, OF_THE_WORKER="set") as worker:
+        yield worker
+    assert worker.process.poll() is not None
+
+
+@pytest.mark.bench
+def test_a_cell_that_raises_or_ends_its_process_is_a_result(worker):
+    first = worker.ask({})
+    assert first["variable"] == "set"
+    assert worker.ask({"raise": "no such shape"}) == {"failure": "ValueError: no such shape"}
+    assert worker.ask({}) == first
+    sentence = "the process ended with status 3: RuntimeError: CUDA error: misaligned address"
+    assert worker.ask({"exit": 3}) == {"failure": sentence}
+    assert worker.ask({})["process"] != first["process"]
+
+
+@pytest.mark.bench
+def test_a_cell_that_takes_too_long_is_a_result_and_a_process_at_work_ends_with_its_worker(worker):
+    worker.start()
+    worker.timeout = 0.5
+    assert worker.ask({"sleep": 60}) == {"failure": "not finished in 0.5 s"}
+    worker.timeout = 120
+    assert worker.ask({})["variable"] == "set"
+    worker.process.stdin.write('{"sleep": 60}\n')
+    worker.process.stdin.flush()  # the fixture checks that it ended
