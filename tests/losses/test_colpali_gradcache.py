@@ -1,7 +1,5 @@
 """GradCache of colpali-engine's losses: loss and gradients of the whole batch, with images, by hand and in its trainer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -61,7 +59,6 @@ def trainer_of(folder: str, output, loss, data, symmetric=False, mini_batch_size
 
 
 def step(trainer, batch) -> tuple:
-    """The loss and the gradients of all weights."""
     loss = trainer.compute_loss(trainer.model, {key: value.clone() for key, value in batch.items()})
     loss.backward()
     weights = trainer.model.named_parameters()

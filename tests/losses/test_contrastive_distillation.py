@@ -1,7 +1,5 @@
 """ContrastiveDistillation: both losses of the host together, in one pass, with and without the flag."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

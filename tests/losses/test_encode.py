@@ -1,7 +1,5 @@
 """``encode`` for losses by hand: the values of the host, the same with the flag as without, and their gradients."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

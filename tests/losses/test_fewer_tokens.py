@@ -1,7 +1,5 @@
 """Fewer tokens of each document, against loops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Losses in two real processes, under DistributedDataParallel: those of the host for the default run, and ours."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from functools import partial
@@ -37,26 +35,21 @@ def _started(folder: str) -> tuple[nn.Module, Callable[[Callable], tuple]]:
     return model, lambda loss: loss_and_gradients(core, lambda columns: loss(columns, labels), batch)
 
 
-def _same(*makes: Callable[[nn.Module], nn.Module], **options) -> Callable[[str], None]:
+def _same(folder: str, makes: list[Callable[[nn.Module], nn.Module]], **options) -> None:
     """Losses without the flag and with it, grouped and packed, give what the first of them does without."""
-
-    def run(folder: str) -> None:
-        model, step = _started(folder)
-        stock = step(makes[0](model))
-        for make in makes[1:]:
-            assert_equal(step(make(model)), stock, 1e-7)
-        for packed in (False, True):
-            if packed:
-                encoding_attention.variable_length_attention = attend_to_own_document
-            with pylate_fastmaxsim.enabled(**options):
-                for make in makes:
-                    assert_equal(step(make(model)), stock, HOST.tolerance)
-
-    return run
+    model, step = _started(folder)
+    stock = step(makes[0](model))
+    for make in makes[1:]:
+        assert_equal(step(make(model)), stock, 1e-7)
+    for packed in (False, True):
+        if packed:
+            encoding_attention.variable_length_attention = attend_to_own_document
+        with pylate_fastmaxsim.enabled(**options):
+            for make in makes:
+                assert_equal(step(make(model)), stock, HOST.tolerance)
 
 
 def _as_host(folder: str) -> None:
-    """The contrastive term alone is the host's, gathered."""
     model, step = _started(folder)
     of_host, times = HOST.gathered(model, RANKS)
     stock = step(of_host)
@@ -105,9 +98,9 @@ def _cut(model: nn.Module) -> nn.Module:
 
 CASES = {
     "as host": _as_host,
-    "cached": _same(lambda model: HOST.with_gradcache(model)[0], **HOST.exactly),
-    "by tokens": _same(_both, partial(_both, mini_batch_tokens=90)),
-    "matryoshka": _same(_cut, **HOST.exactly),
+    "cached": partial(_same, makes=[lambda model: HOST.with_gradcache(model)[0]], **HOST.exactly),
+    "by tokens": partial(_same, makes=[_both, partial(_both, mini_batch_tokens=90)]),
+    "matryoshka": partial(_same, makes=[_cut], **HOST.exactly),
 }
 if importlib.util.find_spec("colpali_engine") and HOST.exactly:
     CASES["pages"] = _pages

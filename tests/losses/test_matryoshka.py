@@ -1,7 +1,5 @@
 """Matryoshka: the sum of a loss over fewer dimensions and tokens, with and without the flag."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -19,7 +17,6 @@ def model(encoder):
 
 
 def assert_with_and_without(loss: nn.Module, batch: list[dict], expected: tuple | None = None) -> None:
-    """The loss is what is expected without the flag, or what it is, and padding or none changes nothing."""
     plain = run(loss, batch, LABELS)
     if expected is not None:
         assert_equal(plain, expected, HOST.tolerance)
@@ -102,8 +99,6 @@ def test_a_loss_of_ones_own(model, packed, make, factor):
 
 
 class Asking(nn.Module):
-    """Calls the model in a way of its own."""
-
     def __init__(self, model: nn.Module, ask) -> None:
         super().__init__()
         self.model, self.ask = model, ask

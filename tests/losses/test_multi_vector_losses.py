@@ -1,7 +1,5 @@
 """``encode`` and losses of a MultiVectorEncoder: texts in one row, and queries that share a call with documents."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -32,7 +30,6 @@ def test_queries_share_a_call_with_packed_documents(encoder, mode, monkeypatch, 
 
 
 def test_texts_in_one_row(encoder):
-    """As Sentence Transformers flattens them for FlashAttention, behind which it pads them again."""
     model = HOST.load(encoder("bert"))
     batch = batch_of(model)
     stock = encode(model, batch)

@@ -1,6 +1,6 @@
 """``encode`` and losses of a ColBERT: its skiplist and masks, PyLate's rule for these, and calls without padding."""
 
-from __future__ import annotations
+from functools import partial
 
 import pytest
 import torch
@@ -12,10 +12,10 @@ from torch.nn import functional as F
 import pylate_fastmaxsim
 from pylate_fastmaxsim import PooledScores, encode, maxsim
 from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
-from tests.support.compared import assert_equal, batch_of, run
+from tests.support.compared import assert_as_stock, assert_equal, batch_of, run
 from tests.support.encoded import calls_of, tokens_of
 from tests.support.loss_hosts import LABELS, OPTIONS, VIEWS, ByHand, one_column
-from tests.support.models import collated, load_model
+from tests.support.models import load_model
 
 
 @pytest.fixture
@@ -61,10 +61,6 @@ def matryoshka(make):
     return lambda model: Matryoshka(model, make(model), **VIEWS)
 
 
-def cached(model):
-    return losses.CachedContrastive(model, mini_batch_size=3)
-
-
 def by_tokens(model):
     return ContrastiveDistillation(model, **OPTIONS, mini_batch_tokens=70)
 
@@ -75,7 +71,7 @@ PADDING_FREE = {
     "both": (lambda model: ContrastiveDistillation(model, **OPTIONS), 1),
     "both, by tokens": (by_tokens, None),
     "cut": (matryoshka(losses.Contrastive), 1),
-    "cut, cached": (matryoshka(cached), None),
+    "cut, cached": (matryoshka(partial(losses.CachedContrastive, mini_batch_size=3)), None),
 }
 
 
@@ -97,14 +93,6 @@ def test_texts_are_encoded_once_and_without_padding(wide, packed, make, calls):
         assert max(tokens + padded) <= 70 and len(tokens) > 1
 
 
-def test_the_collators_counts_are_used(model, packed, no_search):
-    pylate_fastmaxsim.enable()
-    batch = batch_of(model, collate=collated)
-    encode(model, batch)  # decides how to encode
-    no_search()
-    encode(model, batch)
-
-
 def test_a_model_that_changes_its_masks_is_refused(model):
     def prune(_module, args):
         args[0]["attention_mask"][:, 2::3] = 0
@@ -121,22 +109,16 @@ def test_a_model_that_changes_its_masks_is_refused(model):
 def test_tokens_that_are_left_out_of_full_documents_are_masked_ones(encoder, pooled):
     """In stock a document without padding has no similarity of 0, and one that was cut has."""
     model = load_model(encoder("bert"), document_length=6).double()
-    loss, batch = Matryoshka(model, losses.Contrastive(model), document_tokens=(2,), pooled=pooled), batch_of(model)
-    stock = run(loss, batch)
-    pylate_fastmaxsim.enable(stock_masking=True)
-    assert_equal(run(loss, batch), stock)
-
-
-def of_ones_own(*args, **kwargs):
-    return ColBERTScores()(*args, **kwargs)
+    loss = Matryoshka(model, losses.Contrastive(model), document_tokens=(2,), pooled=pooled)
+    assert_as_stock(loss, batch_of(model))
 
 
 @pytest.mark.parametrize(
-    "metric, falls_back", [(of_ones_own, True), (PooledScores(length_normalize=True), False)], ids=["own", "ours"]
+    "metric, falls_back",
+    [(lambda *args, **kwargs: ColBERTScores()(*args, **kwargs), True), (PooledScores(length_normalize=True), False)],
+    ids=["own", "ours"],
 )
 def test_any_score_metric_inside(model, caplog, metric, falls_back):
     loss = Matryoshka(model, losses.Contrastive(model, score_metric=metric), **VIEWS)
-    stock = run(loss, batch_of(model))
-    pylate_fastmaxsim.enable(stock_masking=falls_back)
-    assert_equal(run(loss, batch_of(model)), stock)
+    assert_as_stock(loss, batch_of(model), stock_masking=falls_back)
     assert ("padded implementation" in caplog.text) == falls_back

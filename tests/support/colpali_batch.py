@@ -1,7 +1,5 @@
 """Batches of vectors as colpali-engine's models give them to a loss, and its loss with the gradients of the vectors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch
@@ -13,13 +11,11 @@ WITH_NEGATIVES = ("ColbertNegativeCELoss", "ColbertPairwiseNegativeCELoss")
 
 
 def unit(*shape: int, seed: int) -> Tensor:
-    """Unit vectors that point more or less the same way: all similarities are positive."""
     noise = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     return F.normalize(noise + 1, dim=-1)
 
 
 def padding(count: int, length: int, side: str, seed: int) -> Tensor:
-    """1 for tokens that count; the first sequence has no padding, the others some on this side."""
     dead = torch.randint(1, length - 1, (count,), generator=torch.Generator().manual_seed(seed))
     dead[0] = 0
     live = torch.arange(length) >= dead[:, None]
@@ -58,7 +54,6 @@ class Batch:
 
 
 def assert_close(ours: tuple[Tensor, Iterable[Tensor]], stock: tuple[Tensor, Iterable[Tensor]]) -> None:
-    """Loss and gradients equal in float32: to 1e-5 of the loss, and of the largest gradient of each tensor."""
     assert any(theirs.abs().max() > 0 for theirs in stock[1])
     torch.testing.assert_close(ours[0], stock[0], rtol=1e-5, atol=0)
     for mine, theirs in zip(ours[1], stock[1], strict=True):

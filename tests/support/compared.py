@@ -61,11 +61,12 @@ def distance(ours, exact) -> float:
     return ((own - other).norm() / other.norm()).item()
 
 
-def assert_as_stock(loss_function, batch, **options):
+def assert_as_stock(loss_function, batch, labels=None, times: int = 1, tolerance: float = 1e-10, **options):
     """That switching on changes neither loss nor gradients. It stays on, with these options."""
-    stock = run(loss_function, batch)
-    pylate_fastmaxsim.enable(stock_masking=True, **options)
-    assert_equal(run(loss_function, batch), stock)
+    stock = run(loss_function, batch, labels)
+    pylate_fastmaxsim.enable(**{"stock_masking": True, **options})
+    for _ in range(times):
+        assert_equal(run(loss_function, batch, labels), stock, tolerance)
 
 
 def mode_of(model) -> str:

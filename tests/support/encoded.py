@@ -1,7 +1,5 @@
 """Documents encoded without padding, against the token embeddings of stock PyLate."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -20,8 +18,6 @@ batch_of = partial(compared.batch_of, collate=collated)
 
 
 class Normalised(Behind):
-    """Behind the Dense of a model in float64."""
-
     def __init__(self, dense):
         super().__init__(dense)
         self.norm = nn.BatchNorm1d(16).double()
@@ -37,13 +33,11 @@ def encode(model, batch):
 
 
 def tokens_of(batch):
-    """The live tokens of each document."""
     values, mask = batch.to_padded()
     return [rows[live] for rows, live in zip(values, mask, strict=True)]
 
 
 def padded_tokens(model, batch):
-    """The same from stock."""
     masks = contrastive.extract_skiplist_mask(batch, model.skiplist)[1:]
     outputs = [model(without_total(column))["token_embeddings"] for column in batch[1:]]
     return [
@@ -60,7 +54,6 @@ def mode_of(model) -> set[str]:
 
 
 def calls_of(model, action) -> list[dict]:
-    """The features of the encoder calls that an action makes."""
     calls = []
     hook = model[0].register_forward_pre_hook(looking(lambda _module, args: calls.append(dict(args[0]))))
     action()

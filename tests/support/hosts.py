@@ -3,8 +3,6 @@
 A host is an adapter in a module of its own, which imports it. PyLate and MultiVectorEncoder cannot be installed together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -73,19 +71,15 @@ class Host:
         pylate_fastmaxsim.enable(**self.options, **options)
 
     def modes(self, model: nn.Module) -> set[str]:
-        """How texts of the model were encoded."""
         return set(encoding_modes.chosen.get(self.decided_by(model), {}).values())
 
     def assert_as_stock(self, model: nn.Module, step: Step, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
-        """Loss and gradients of a step are stock's, by the fast path. The package stays on.
-
-        The step is made twice, because checks on the first batch run parts of stock.
-        """
+        """Loss and gradients of a step are stock's, by the fast path. The package stays on."""
         seen = self.watch(model, monkeypatch)
         stock = step.run()
         assert bool(seen) == self.watches_stock
         self.enable(**options)
-        for _ in range(2):
+        for _ in range(2):  # checks on the first batch run parts of stock
             seen.clear()
             step.assert_equal(step.run(), stock)
         assert bool(seen) != self.watches_stock, "the fast path was not taken"
@@ -131,8 +125,6 @@ def each_loss() -> list:
 
 
 def operators(*places: tuple[ModuleType, str]) -> Callable[[nn.Module, pytest.MonkeyPatch], list]:
-    """A ``watch`` of calls of operators, by the modules that call them."""
-
     def watch(_model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list:
         made: list = []
         for module, name in places:
@@ -148,7 +140,6 @@ def operators(*places: tuple[ModuleType, str]) -> Callable[[nn.Module, pytest.Mo
 
 
 def encoder_calls(model: nn.Module) -> list[Tensor]:
-    """What the last layer of the encoder gives from now on, call after call."""
     made: list[Tensor] = []
 
     def note(_module, _args, output):
@@ -156,10 +147,3 @@ def encoder_calls(model: nn.Module) -> list[Tensor]:
 
     encoder_layers(model)[-1].register_forward_hook(looking(note))
     return made
-
-
-def checkpointed(host: Host, model: nn.Module, reentrant: bool) -> None:
-    encoder = host.transformer(model).auto_model
-    encoder.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        encoder.enable_input_require_grads()

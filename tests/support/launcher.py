@@ -19,7 +19,6 @@ WAYS = {
 
 
 def launch(way: str, folder: Path, recipes: list[Path], layer: str = "ModernBertEncoderLayer"):
-    """Train recipes as launched.py does, by "ddp" or "fsdp", and write into ``folder``."""
     options = [option.replace("ModernBertEncoderLayer", layer) for option in WAYS[way]]
     return run(*options, str(SUPPORT / "launched.py"), str(folder), *map(str, recipes))
 

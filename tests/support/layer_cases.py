@@ -1,7 +1,5 @@
 """Arguments of the operators of encoder layers, as under autocast, and their gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -33,7 +31,6 @@ def _made(sizes, dtypes, device, like) -> list[Tensor | None]:
 
 
 def gradients(function: Callable, arguments: tuple) -> list[Tensor]:
-    """Results of a function, and its gradients for one gradient of each result."""
     leaves = [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
     results = function(*arguments)
     results = results if isinstance(results, tuple) else (results,)

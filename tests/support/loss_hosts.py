@@ -3,8 +3,6 @@
 ``HOST`` has its models, batches and losses by the same names, and what a loss of ours has to equal, by the host alone.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from functools import partial
@@ -35,7 +33,10 @@ class ByHand(nn.Module):
 
     def forward(self, sentence_features, labels):
         queries, documents = encode(self.model, sentence_features)
-        scores, own = maxsim(queries, documents), torch.arange(len(documents)).view(len(queries), -1)
+        scores, own = (
+            maxsim(queries, documents),
+            torch.arange(len(documents), device=labels.device).view(len(queries), -1),
+        )
         contrastive = F.cross_entropy(scores, own[:, 0])
         return contrastive + F.kl_div(scores.gather(1, own).log_softmax(1), labels.softmax(1), reduction="batchmean")
 

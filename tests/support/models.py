@@ -20,9 +20,7 @@ from transformers import (
     BigBirdConfig,
     CLIPTextConfig,
     ConvBertConfig,
-    DebertaV2Config,
     DistilBertConfig,
-    ElectraConfig,
     FNetConfig,
     Gemma3nTextConfig,
     GPT2Config,
@@ -34,7 +32,6 @@ from transformers import (
     MPNetConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
-    T5Config,
     XLMRobertaConfig,
 )
 
@@ -51,8 +48,6 @@ and again; the number of steps grows with the logarithm of its length (that is, 
 yeast turns sugar into gas. In 1969 two people walked on the moon: it was dusty. Bees tell each other where
 flowers are by dancing. Compilers translate programs, linkers put them together, and loaders start them.
 """
-
-FAMILIES = ("modernbert", "bert", "xlm-roberta", "minilm")
 
 
 def sentences(count: int, longest: int = 40, seed: int = 0) -> list[str]:
@@ -83,11 +78,7 @@ def looking(hook: Callable) -> Callable:
 def build_model(
     folder: Path, family: str, new_weights: bool = False, masked_lm: bool = False, **changes: object
 ) -> str:
-    """Save a tiny encoder and its tokenizer for ``ColBERT(model_name_or_path=...)``.
-
-    ``changes`` go to the encoder's configuration. Dropout is 0 unless they say otherwise. ``new_weights`` are
-    those that transformers gives an encoder nobody has trained. A ``masked_lm`` has a head over its vocabulary.
-    """
+    """Save a tiny encoder without dropout, but for ``changes`` of its configuration, and its tokenizer."""
     torch.manual_seed(0)
     tokenizer = _tokenizer(family)
     kind = AutoModelForMaskedLM if masked_lm else AutoModel
@@ -113,6 +104,12 @@ def load_model(
     torch.manual_seed(0)
     options |= {"document_length": document_length, "query_length": query_length, "device": device}
     return ColBERT(model_name_or_path=path, embedding_size=16, **options).train()
+
+
+def checkpointed(model: Sequence[nn.Module], reentrant: bool = False) -> None:
+    model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model[0].auto_model.enable_input_require_grads()
 
 
 def features(model: ColBERT, queries: Sequence[str], *columns: Sequence[str]) -> list[dict[str, torch.Tensor]]:
@@ -172,9 +169,6 @@ _SHARPENED |= {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0
 _LOCAL = {"local_attention": 8, "global_attn_every_n_layers": 2, "max_position_embeddings": 128}
 # Texts of more than 28 tokens attend to blocks of 4 tokens; a batch of shorter ones has the encoder attend to all for good.
 _BLOCKS = {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1}
-_RELATIVE = {"relative_attention": True, "position_biased_input": False, "pos_att_type": ["p2c", "c2p"]}
-# T5 has names of its own for these sizes.
-_T5 = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
 # Two of the layers are convolutions over neighbouring tokens.
 _CONVOLVED = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
 _GEMMA = {"laurel_rank": 4, "hidden_size_per_layer_input": 8, "sliding_window": 8}
@@ -182,16 +176,11 @@ _GEMMA = {"laurel_rank": 4, "hidden_size_per_layer_input": 8, "sliding_window": 
 _CONFIGS = {
     "modernbert": (ModernBertConfig, _LOCAL),
     "bert": (BertConfig, _UNDROPPED),
-    "minilm": (BertConfig, _UNDROPPED | {"num_hidden_layers": 3}),
     "xlm-roberta": (XLMRobertaConfig, _UNDROPPED | {"type_vocab_size": 1}),
     "mpnet": (MPNetConfig, _UNDROPPED),
     "convbert": (ConvBertConfig, _UNDROPPED | {"embedding_size": 32}),
     "fnet": (FNetConfig, {"hidden_dropout_prob": 0.0}),
     "bigbird": (BigBirdConfig, _UNDROPPED | _BLOCKS),
-    "deberta": (DebertaV2Config, _UNDROPPED | _RELATIVE),
-    "electra": (ElectraConfig, _UNDROPPED | {"embedding_size": 16}),
-    "t5": (T5Config, _T5),
-    "llama": (LlamaConfig, {"num_key_value_heads": 1}),
     "longrope": (LlamaConfig, {"rope_parameters": _LONG}),
     "dynamic rope": (LlamaConfig, {"rope_parameters": _DYNAMIC, "max_position_embeddings": 16}),
     "lfm2": (Lfm2Config, _CONVOLVED | {"num_key_value_heads": 1}),
@@ -215,7 +204,6 @@ def _config(family: str, vocabulary: int, padding: int, changes: dict):
 
 
 def _word_pieces(special: list[str]) -> dict[str, int]:
-    """A vocabulary for WordPiece. Its trainer numbers the pieces in another order each time."""
     words = [word for word, _ in pre_tokenizers.BertPreTokenizer().pre_tokenize_str(TEXT.lower())]
     pieces = Counter(piece for word in words for piece in (word[:4], "##" + word[4:]) if piece != "##")
     letters = sorted(set("".join(words)))
@@ -245,7 +233,7 @@ def _tokenizer(family: str) -> PreTrainedTokenizerFast:
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in (begin, end)],
     )
     names = ["input_ids", "attention_mask"]
-    if family in ("bert", "minilm"):
+    if family == "bert":
         names.insert(1, "token_type_ids")
     tokens = {"cls_token": begin, "pad_token": padding, "sep_token": end, "unk_token": unknown, "mask_token": mask}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=names, model_max_length=64, **tokens)

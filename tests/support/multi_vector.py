@@ -1,21 +1,8 @@
 """Steps of the losses of a tiny MultiVectorEncoder."""
 
-from __future__ import annotations
-
 from functools import partial
 
-import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-
-from tests.support import compared
-from tests.support.models import sentences
-
-pytest.importorskip(
-    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
-)
-
 from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
 from sentence_transformers.multi_vector_encoder import losses
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
@@ -25,9 +12,11 @@ from sentence_transformers.multi_vector_encoder.scoring import (
     mean_colbert_scores,
     xtr_scores_pairwise,
 )
+from torch import nn
 
 from pylate_fastmaxsim.integrations.sentence_transformers import scores
 from tests.support.hosts import Host, Step, operators
+from tests.support.models import sentences
 
 COUNT = 8
 TASKS = "query", "document", "document"
@@ -36,23 +25,21 @@ TEACHER = torch.linspace(-1, 1, 2 * COUNT).view(COUNT, 2)
 CONTRASTIVE = losses.MultiVectorMultipleNegativesRankingLoss
 CACHED = losses.CachedMultiVectorMultipleNegativesRankingLoss
 DISTILLATION = losses.MultiVectorDistillKLDivLoss
-LOSSES = [
-    (CONTRASTIVE, {}),
-    (CONTRASTIVE, {"mini_batch_size": 5, "score_mini_batch_size": 3, "scale": 2.0}),
-    (CONTRASTIVE, {"similarity_fct": mean_colbert_scores, "scale": 8.0}),
-    (CONTRASTIVE, {"similarity_fct": XTRScores(9)}),
-    (CACHED, {"mini_batch_size": 3}),
-    (CACHED, {"mini_batch_size": 8, "mini_batch_num_tokens": 60}),
-    (DISTILLATION, {"temperature": 0.5}),
-    (losses.MultiVectorMarginMSELoss, {}),
-    (CACHED, {"mini_batch_size": 3, "similarity_fct": XTRScores(9)}),
-    (DISTILLATION, {"similarity_fct": XTRKDScores(9)}),
-    (losses.MultiVectorMarginMSELoss, {"similarity_fct": xtr_scores_pairwise}),
-]
-NAMES = {CONTRASTIVE: "contrastive", CACHED: "cached", DISTILLATION: "distillation"}
+LOSSES = {
+    "contrastive": (CONTRASTIVE, {}),
+    "contrastive in mini-batches": (CONTRASTIVE, {"mini_batch_size": 5, "score_mini_batch_size": 3, "scale": 2.0}),
+    "contrastive, mean": (CONTRASTIVE, {"similarity_fct": mean_colbert_scores, "scale": 8.0}),
+    "contrastive by XTR": (CONTRASTIVE, {"similarity_fct": XTRScores(9)}),
+    "cached": (CACHED, {"mini_batch_size": 3}),
+    "cached by tokens": (CACHED, {"mini_batch_size": 8, "mini_batch_num_tokens": 60}),
+    "distillation": (DISTILLATION, {"temperature": 0.5}),
+    "margins": (losses.MultiVectorMarginMSELoss, {}),
+    "cached by XTR": (CACHED, {"mini_batch_size": 3, "similarity_fct": XTRScores(9)}),
+    "distillation by XTR": (DISTILLATION, {"similarity_fct": XTRKDScores(9)}),
+    "margins by XTR": (losses.MultiVectorMarginMSELoss, {"similarity_fct": xtr_scores_pairwise}),
+}
 # Scores are float32 in a model in float64 too.
 TOLERANCE = 3e-6
-assert_equal = partial(compared.assert_equal, tolerance=TOLERANCE)
 
 
 def load(path: str, **options: object) -> MultiVectorEncoder:
@@ -71,19 +58,6 @@ def on_device(column: dict, device: torch.device) -> dict:
     return {key: value.to(device) if torch.is_tensor(value) else value for key, value in column.items()}
 
 
-def run(model: MultiVectorEncoder, loss: nn.Module, bf16: bool = False) -> tuple[torch.Tensor, dict]:
-    """Of a loss that may be of somebody's own, and have no model."""
-    model.zero_grad()
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
-        value = compared.value_of(loss, batch_of(model), TEACHER.to(model.device))
-    value.backward()
-    return compared.found(model, value)
-
-
-def modes(model: MultiVectorEncoder) -> set[str]:
-    return HOST.modes(model)
-
-
 class OfOnesOwn(MultiVectorEncoder):
     def forward(self, input: dict, task: str | None = None) -> dict:
         for module in self:
@@ -91,38 +65,19 @@ class OfOnesOwn(MultiVectorEncoder):
         return input
 
 
-def batch_of_rank(model: MultiVectorEncoder, rank: int | None = None) -> list[dict]:
-    """Rank 0 has short documents and rank 1 long ones: each alone would divide them differently."""
-    rank = dist.get_rank() if rank is None else rank
-    longest = (6, 40)[rank]
-    return batch_of(model, (sentences(6, 8, seed=rank), *(sentences(6, longest, seed=10 * n + rank) for n in (1, 2))))
-
-
 def step_of(model: MultiVectorEncoder, loss_class: type[nn.Module] = CONTRASTIVE, **options: object) -> Step:
     return Step(loss_class(model, **options), batch_of(model), TEACHER, TOLERANCE)
 
 
 def step_of_rank(model: MultiVectorEncoder, wrapped: nn.Module, name: str, rank: int, **options: object) -> Step:
-    loss_class = next(loss_class for loss_class, each in NAMES.items() if each == name)
-    return Step(loss_class(wrapped, **options), batch_of_rank(model, rank), None, TOLERANCE)
-
-
-def _name(place: int, loss_class: type[nn.Module], options: dict) -> str:
-    is_first = place == [each for each, _ in LOSSES].index(loss_class)
-    # Not the metric itself, whose words have an address.
-    words = (
-        f"{key}={getattr(value, '__name__', value if isinstance(value, (int, float)) else type(value).__name__)}"
-        for key, value in options.items()
-    )
-    return " ".join([NAMES.get(loss_class, loss_class.__name__), *(() if is_first else words)])
+    """Rank 0 has short documents and rank 1 long ones: each alone would divide them differently."""
+    texts = sentences(6, 8, rank), *(sentences(6, (6, 40)[rank], 10 * n + rank) for n in (1, 2))
+    return Step(LOSSES[name][0](wrapped, **options), batch_of(model, texts), None, TOLERANCE)
 
 
 HOST = Host(
     load=load,
-    losses={
-        _name(place, loss_class, options): partial(step_of, loss_class=loss_class, **options)
-        for place, (loss_class, options) in enumerate(LOSSES)
-    },
+    losses={name: partial(step_of, loss_class=loss_class, **options) for name, (loss_class, options) in LOSSES.items()},
     step_of_rank=step_of_rank,
     transformer=lambda model: model[0],
     decided_by=lambda model: model[0],
@@ -132,3 +87,4 @@ HOST = Host(
     metric="similarity_fct",
     trainer=(MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments),
 )
+modes = HOST.modes

@@ -1,7 +1,5 @@
 """A score metric of a host in plain PyTorch, with any pooling."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

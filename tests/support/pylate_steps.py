@@ -1,7 +1,5 @@
 """Steps of PyLate's losses: every option of them, and the metrics that are accelerated."""
 
-from __future__ import annotations
-
 from pylate import losses
 from pylate.scores import XTRKDScores, XTRScores
 
@@ -56,7 +54,9 @@ LOSSES |= {
 
 def step_of_rank(model, wrapped, name: str, rank: int, **options) -> Step:
     loss_class = next(loss_class for loss_class, each in NAMES.items() if each == name)
-    return Step(loss_class(wrapped, **options), rank_steps.batch_of(model, rank))
+    # Scores by XTR are float32.
+    tolerance = 1e-5 if "score_metric" in options else 1e-10
+    return Step(loss_class(wrapped, **options), rank_steps.batch_of(model, rank), tolerance=tolerance)
 
 
 HOST = Host(

@@ -1,7 +1,5 @@
 """Small ragged batches, with unused rows and masked tokens of NaN."""
 
-from __future__ import annotations
-
 import torch
 
 from pylate_fastmaxsim import TokenBatch
@@ -16,11 +14,8 @@ def ragged(
     masked: bool = False,
     gapless: bool = False,
 ) -> TokenBatch:
-    """Sequences in shuffled order with unused rows between them; every row that does not count is NaN.
-
-    ``integers``: small integer vectors, for which every product and sum is exact in any dtype and ties abound. Otherwise
-    vectors have a length of about 1.
-    """
+    """Sequences in shuffled order with unused rows between them; every row that does not count is NaN."""
+    # Products and sums of small integers are exact in any dtype, and ties abound. Other vectors have a length of about 1.
     starts, row = torch.zeros(len(lengths), dtype=torch.int64), 0 if gapless else 1
     for i in torch.randperm(len(lengths), generator=generator).tolist():
         starts[i] = row

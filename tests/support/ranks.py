@@ -1,7 +1,5 @@
 """Runs the cases of a test module in real processes of one group."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os
@@ -14,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
+from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
@@ -25,11 +23,8 @@ SECONDS = 240
 
 
 def run_cases(module: str, ranks: int, folder: Path, backend: str = "gloo") -> Callable[[str], list[str]]:
-    """Run all ``CASES`` of a module in one group of processes, because starting them takes longer than the cases do.
-
-    A case is a function of a folder that holds a tiny encoder, ``modernbert``. With the backend "nccl" each process has
-    a GPU of its own. Returns what each rank said of a case: "passed", or a traceback.
-    """
+    """What each rank says of a case: "passed", or a traceback. With the backend "nccl" each has a GPU of its own."""
+    # One group of processes runs all cases, which take less time than its start. Each is given the folder of an encoder.
     # Its local layers see all of a query, so that queries are encoded with packed documents.
     build_model(folder / "modernbert", "modernbert", local_attention=24)
     context = mp.spawn(_process, (module, ranks, str(folder), backend), nprocs=ranks, join=False)
@@ -47,10 +42,7 @@ def run_cases(module: str, ranks: int, folder: Path, backend: str = "gloo") -> C
     return outcome
 
 
-def loss_and_gradients(
-    core: nn.Module, loss_function: nn.Module, batch: list[dict[str, Tensor]]
-) -> tuple[float, dict[str, Tensor]]:
-    """A loss of this rank and the gradients that it leaves at all weights of ``core``."""
+def loss_and_gradients(core: nn.Module, loss_function: nn.Module, batch: list[dict]) -> tuple[float, dict]:
     core.zero_grad()
     loss = loss_function([dict(column) for column in batch])
     loss.backward()

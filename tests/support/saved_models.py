@@ -34,14 +34,12 @@ def save_retriever(kind: str, folder: Path, encoder: str, **options: Any) -> str
 
 
 def embeddings(model: Any, texts: list[str], is_query: bool) -> list[torch.Tensor]:
-    """The token embeddings of each text by the library of a late-interaction model."""
     if HOST == "multi_vector":
         return list(map(torch.as_tensor, (model.encode_query if is_query else model.encode_document)(texts)))
     return model.encode(texts, is_query=is_query, convert_to_tensor=True)
 
 
 def host_scores(model: Any, queries: list[str], documents: list[str]) -> torch.Tensor:
-    """Each query against each document ``[Nq, Nd]``, by the library of the model."""
     if isinstance(model, StaticLateInteraction):
         tables = (model.query_vectors.double(), model.document_vectors.double())
         ids = [[model.token_ids([text]).ids.long() for text in texts] for texts in (queries, documents)]

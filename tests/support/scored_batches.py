@@ -3,8 +3,6 @@
 As a script, on a GPU: prints what Triton compiles for batches of ``ON_GPU``.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -44,9 +42,7 @@ SHAPES = [
 ON_GPU = [*SHAPES[2:5], *SHAPES[6:]]
 
 
-def drawn(
-    count: int, longest: int, shape: BatchShape, gradients: bool, draw: random.Random, device: torch.device
-) -> TokenBatch:
+def drawn(count: int, longest: int, shape: BatchShape, gradients: bool, draw: random.Random, device) -> TokenBatch:
     """Padded or packed texts, with or without tokens that do not count, or a selection of some."""
     padded = torch.randn(count, longest, shape.dim, device=device).to(shape.dtype)
     lengths = [draw.randint(1, longest) for _ in range(count)]
@@ -67,7 +63,6 @@ def drawn(
 
 
 def score(shape: BatchShape, draw: random.Random, device: torch.device) -> None:
-    """Score one batch in every way, with gradients of queries, documents, both or neither."""
     sides = [shape.gradients and draw.random() < 0.6 for _ in range(2)]
     queries = drawn(shape.queries, shape.query_tokens, shape, sides[0], draw, device)
     documents = drawn(shape.documents, shape.document_tokens, shape, sides[1], draw, device)

@@ -1,7 +1,5 @@
 """Tiny SparseEncoders with random weights, in every release of Sentence Transformers that has them."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +39,6 @@ def splade(path: str, **pooling: object) -> SparseEncoder:
 
 
 def inference_free(path: str) -> SparseEncoder:
-    """The same with a weight for each term of a query, and no encoder there."""
     documents = [masked_lm(path), SpladePooling()]
     queries = [SparseStaticEmbedding(AutoTokenizer.from_pretrained(path))]
     return _sparse_encoder(Router.for_query_document(queries, documents, default_route="document"))
@@ -54,7 +51,6 @@ def autoencoder(path: str) -> SparseEncoder:
 
 
 def transformer_of(model: SparseEncoder) -> torch.nn.Module:
-    """The module with the encoder of the documents."""
     return model[0].sub_modules["document"][0] if isinstance(model[0], Router) else model[0]
 
 

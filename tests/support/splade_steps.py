@@ -1,7 +1,5 @@
 """Steps of the losses of a tiny SPLADE model: every loss that trains one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 
@@ -34,7 +32,6 @@ CACHED = {"kind": losses.CachedSpladeLoss, "mini_batch_size": 4} if hasattr(loss
 
 
 def batch_of(model: SparseEncoder, columns: int = 3, texts: Sequence[list[str]] = TEXTS) -> list[dict]:
-    """A tokenized batch, as the collator makes it."""
     tokenize = model.preprocess if hasattr(model, "preprocess") else model.tokenize
     columns = [tokenize(each, task=task) for each, task in zip(texts[:columns], TASKS, strict=False)]
     return [{key: value for key, value in column.items() if value is not None} for column in columns]
@@ -67,7 +64,6 @@ def squared_error(similarities: Tensor, labels: Tensor) -> Tensor:
 
 
 def of_embeddings(model: SparseEncoder) -> Step:
-    """A loss that calls the model itself."""
     queries, documents = batch_of(model, 2)
     with torch.no_grad():
         teacher = model(dict(queries))["sentence_embedding"].roll(1, dims=0)
@@ -120,7 +116,6 @@ def watch_decoder(model: SparseEncoder, monkeypatch: pytest.MonkeyPatch) -> list
 
 
 def step_of_rank(model: SparseEncoder, wrapped: nn.Module, name: str, rank: int, **options) -> Step:
-    """Texts of other lengths than those of the other rank."""
     texts = [sentences(6, 8, rank), *(sentences(6, (6, 40)[rank], 10 * n + rank) for n in (1, 2))]
     loss = splade_loss(model, _several, **(CACHED if name == "cached" else {}), **options)
     loss.model = wrapped

@@ -1,7 +1,5 @@
 """Tiny ColPali and ColQwen2 with random weights, processors made on the spot, and pages drawn by the test."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +22,6 @@ IMAGE_SIZE = 56  # of ColPali, in pixels: 4 x 4 patches
 
 
 def build_visual_model(folder: Path, kind: str) -> str:
-    """Save a tiny model of ``kind`` and its processor; dropout is 0."""
     torch.manual_seed(0)
     processor = _colqwen2_processor() if kind == "colqwen2" else _colpali_processor()
     model = _colqwen2(processor) if kind == "colqwen2" else _colpali(processor)
@@ -39,7 +36,6 @@ def build_visual_model(folder: Path, kind: str) -> str:
 
 
 def page(number: int) -> Image.Image:
-    """A page of its own colours and shape."""
     width, height = 56 + 28 * (number % 3), 84 - 28 * (number % 2)
     image = Image.new("RGB", (width, height), (250, 250, 240 - number % 40))
     draw = ImageDraw.Draw(image)

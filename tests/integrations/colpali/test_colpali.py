@@ -1,11 +1,8 @@
 """colpali-engine's losses and processor scores: ours against its own, for every option."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import re
-import subprocess
 import sys
 from importlib import metadata
 
@@ -86,13 +83,6 @@ def test_rows_of_zeros_have_no_gradient():
     assert gradients[0][~live].any() and not gradients[1][~live].any()
 
 
-def test_a_diverged_embedding_shows():
-    query, pages = unit(2, 3, 8, seed=0), unit(2, 5, 8, seed=1)
-    pages[1, 2, 0] = torch.nan
-    with pylate_fastmaxsim.enabled():
-        assert stock_scores.maxsim_inbatch(query, pages).isnan().tolist() == [[False, True]] * 2
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_similarity_tensor(name, monkeypatch, caplog):
     with pylate_fastmaxsim.enabled():
@@ -100,17 +90,6 @@ def test_no_similarity_tensor(name, monkeypatch, caplog):
         for smooth in (False, True):
             Batch("left").run(getattr(colpali_losses, name)(use_smooth_max=smooth), 0)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-@pytest.mark.parametrize("name", ["ColbertLoss", "ColbertNegativeCELoss"])
-def test_a_trained_tau_has_its_gradient(name, caplog):
-    loss = getattr(colpali_losses, name)(use_smooth_max=True, temperature=0.5)
-    del loss.tau
-    loss.tau = torch.nn.Parameter(torch.tensor(0.2))
-    if name == "ColbertNegativeCELoss":
-        loss.inner_loss.tau = loss.tau
-    assert_same(Batch("left"), loss)
-    assert "its tau is a tensor" in caplog.text and loss.tau.grad != 0
 
 
 def test_the_backend_that_the_environment_asks_for(monkeypatch, caplog):
@@ -140,8 +119,7 @@ def test_compiled_as_one_graph(name, smooth, caplog):
     # colpali-engine itself looks at normalised scores, which no graph can hold.
     options = {"normalize_scores": False, "use_smooth_max": smooth}
     assert_same(Batch("left"), getattr(colpali_losses, name)(temperature=0.5, **options), compiled=True)
-    said = [record.getMessage() for record in caplog.records if record.name == "pylate_fastmaxsim"]
-    assert not said
+    assert not [record for record in caplog.records if record.name == "pylate_fastmaxsim"]
 
 
 def mean_of_two(scores, use_smooth_max, dim_max, dim_sum):
@@ -252,18 +230,6 @@ def test_another_version_of_colpali_engine_runs_as_it_came(version, monkeypatch,
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ImportError, match=f"from 0.3.18 up to but not including 0.4; installed is {version}"):
         pylate_fastmaxsim.enable()
-
-
-@pytest.mark.process
-def test_run_accelerates_a_script_where_there_is_no_pylate(tmp_path):
-    (tmp_path / "pylate.py").write_text("raise ImportError\n")
-    (tmp_path / "script.py").write_text(
-        "from colpali_engine.utils.maxsim import maxsim_inbatch\nprint(hasattr(maxsim_inbatch, '__wrapped__'))\n"
-    )
-    command = [sys.executable, "-m", "pylate_fastmaxsim.run", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == "True\n"
-    assert done.stderr.count("accelerated: fused MaxSim") == 1
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -1,7 +1,5 @@
 """Gradient checkpointing and `enable(compile=True)`: what is compiled holds the checkpoint, where that is safe."""
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 from weakref import ref
@@ -17,7 +15,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
-from tests.support.models import collated, load_model, sentences
+from tests.support.encoded import batch_of
+from tests.support.models import checkpointed, load_model
 
 pytestmark = pytest.mark.compile
 
@@ -26,7 +25,6 @@ STOCK = GradientCheckpointingLayer.__call__
 
 @pytest.fixture
 def checkpoints(request, monkeypatch) -> list[bool]:
-    """Of each graph that is compiled, whether a checkpoint is in it."""
     compiler = lookup_backend(getattr(request, "param", "eager"))
     seen: list[bool] = []
     compile_function = torch.compile
@@ -38,10 +36,6 @@ def checkpoints(request, monkeypatch) -> list[bool]:
     monkeypatch.setattr(torch, "compile", partial(compile_function, backend=backend))
     torch._dynamo.reset()
     return seen
-
-
-def batch_of(model, seed: int = 0, documents: int = 6):
-    return collated(model, *(sentences(documents, seed=seed + column) for column in range(3)))
 
 
 def step(model, batch) -> tuple[torch.Tensor, int]:
@@ -64,19 +58,13 @@ def step(model, batch) -> tuple[torch.Tensor, int]:
     return torch.cat(gradients), sum(kept.values())
 
 
-def checkpointed(model, reentrant: bool = False) -> None:
-    model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        model[0].auto_model.enable_input_require_grads()
-
-
 @pytest.mark.parametrize("checkpoints", ["aot_eager"], indirect=True)
 @pytest.mark.parametrize(
     ("family", "mode", "reentrant"), [("modernbert", "grouped", False), ("bert", "packed", True)], indirect=["mode"]
 )
 def test_checkpoints_are_compiled_with_their_layers(encoder, mode, checkpoints, family, reentrant):
     model = load_model(encoder(family, num_hidden_layers=4))
-    batches = [batch_of(model, seed, count) for seed, count in enumerate((6, 6, 9, 5))]
+    batches = [batch_of(model, seed=seed, queries=count) for seed, count in enumerate((6, 6, 9, 5))]
     expected = [step(model, batch)[0] for batch in batches]
     with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
         _, kept_without = step(model, batches[0])
@@ -178,6 +166,7 @@ def test_a_layer_that_is_dropped_is_freed():
     layer = GradientCheckpointingLayer()
     layer.dropout = 0.1
     try:
+        # By this alone: what else compile_layers() does still keeps layers.
         compilation_layers._compile_checkpointing([layer])
         alive = ref(layer)
         del layer

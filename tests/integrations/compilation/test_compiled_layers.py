@@ -1,7 +1,5 @@
 """`enable(compile=True)`: compiled layers do what they do uncompiled, whatever hooks they have, whoever calls them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """How a model is encoded is decided anew when the model changes, and deciding leaves it as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -20,10 +18,6 @@ from tests.support.encoded import Normalised, assert_encodes_as_stock, batch_of
 from tests.support.models import TEXT, attend_to_own_document, features, load_model, sentences
 
 CACHED = partial(losses.CachedContrastive, mini_batch_size=2)
-
-
-def unchanged(_model, _patch):
-    pass
 
 
 def in_autocast(_model, _patch):
@@ -55,15 +49,15 @@ def own_code(_model, patch):
 ANEW = {
     "precision": (
         lambda query, _ends, _dropout: query.dtype != torch.bfloat16,
-        [(unchanged, "grouped"), (in_autocast, "packed"), (as_accelerate, "packed")],
+        [(lambda *_: None, "grouped"), (in_autocast, "packed"), (as_accelerate, "packed")],
     ),
-    "dropout": (lambda _query, _ends, dropout: dropout > 0, [(unchanged, "grouped"), (evaluated, "packed")]),
+    "dropout": (lambda _query, _ends, dropout: dropout > 0, [(lambda *_: None, "grouped"), (evaluated, "packed")]),
     "width": (
         lambda _query, ends, _dropout: ends.diff().max() > 16,
         [(of_width(16), "packed"), (of_width(64), "grouped"), (of_width(16), "packed")],
     ),
-    "attention": (lambda *_: False, [(unchanged, "packed"), (eager, "grouped")]),
-    "code": (lambda *_: False, [(unchanged, "packed"), (own_code, "padded")]),
+    "attention": (lambda *_: False, [(lambda *_: None, "packed"), (eager, "grouped")]),
+    "code": (lambda *_: False, [(lambda *_: None, "packed"), (own_code, "padded")]),
 }
 
 
@@ -128,25 +122,7 @@ def test_deciding_changes_nothing(encoder, mode, caplog, family, config, said, b
         decide("padded")
 
 
-@pytest.mark.parametrize("loss_class", [losses.Contrastive, CACHED])
-def test_all_weights_have_gradients_under_autocast(encoder, mode, loss_class):
-    """Up to PyTorch 2.10 autocast keeps weights cast without gradients, as a trial does, for who needs some."""
-    model = load_model(encoder("modernbert"))
-    loss_function, batch = loss_class(model), batch_of(model)
-    pylate_fastmaxsim.enable()
-    for _ in range(2):
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_function([dict(column) for column in batch])
-            if loss_class is CACHED:  # its second pass
-                loss.backward()
-        if loss_class is not CACHED:
-            loss.backward()
-        assert [name for name, weight in model.named_parameters() if weight.grad is None] == []
-
-
 def test_a_backward_that_is_still_to_come(encoder, mode):
-    """BERT keeps its buffer of positions for it; the second batch is tried anew."""
     model = load_model(encoder("bert"), document_length=40).double()
     narrow = features(model, ["sea", "sand"], ["a", "the sea"])
     narrow[1] = {key: value[:, :8] for key, value in narrow[1].items()}

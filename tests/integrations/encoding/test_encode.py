@@ -1,7 +1,5 @@
 """Encoding documents without padding, on encoders that allow it and on encoders that do not."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -77,30 +75,8 @@ def test_packed_attention_drops_and_attends_in_the_dtype_of_autocast(encoder, mo
     assert seen[-1][3:] == ((2, 16), 0.2)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
-def test_bounded_inner_products_are_not_packed_unless_stock_leaves_them_unbounded(model, packed, implementation):
-    core = model[0].auto_model
-    core.config._attn_implementation = implementation  # set_attn_implementation asks the encoder first
-    encoding_attention.accept_packed_masks(core)
-    states = torch.randn(1, 2, 5, 4)
-    mask = encoding_attention.packed_mask(torch.tensor([0, 2, 5], dtype=torch.int32), 3)
-
-    def attend(**options):
-        return ALL_ATTENTION_FUNCTIONS[implementation](core, states, states, states, mask, is_causal=False, **options)[
-            0
-        ]
-
-    assert attend().shape == (1, 5, 2, 4)
-    if implementation == "sdpa":
-        assert torch.equal(attend(softcap=50.0), attend())
-    else:
-        with pytest.raises(encoding_attention.PackingUnsupported, match="has no softcap"):
-            attend(softcap=50.0)
-
-
 @pytest.fixture
 def restored():
-    """Says whether the attention functions of transformers are those from before the test."""
     gc.collect()  # masks of other tests
     before = dict(ALL_ATTENTION_FUNCTIONS.items())
     return lambda: dict(ALL_ATTENTION_FUNCTIONS.items()) == before

@@ -1,7 +1,5 @@
 """Losses on a GPU in 16 bits, as exact as stock: packed, with the attention that PyTorch ships, and in CUDA graphs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -10,19 +8,16 @@ from typing import NamedTuple
 import pytest
 import torch
 from pylate import losses
-from torch import nn
 from torch.nn import functional as F
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim import encode, maxsim
 from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.encoding.attention import variable_length_attention
-from pylate_fastmaxsim.integrations.encoding.token_counts import known_total
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of
 from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
-from tests.support.loss_hosts import VIEWS
+from tests.support.loss_hosts import VIEWS, ByHand
 from tests.support.losses_cuda import LOSS_SCALE, assert_as_exact, batch_of, losses_of, stock_losses
-from tests.support.models import features, load_model, sentences
+from tests.support.models import checkpointed, features, load_model, sentences
 from tests.support.on_gpu import no_waiting
 
 pytestmark = pytest.mark.cuda
@@ -31,16 +26,13 @@ pytestmark = pytest.mark.cuda
 @pytest.fixture
 def small(encoder):
     def load(family: str = "modernbert", checkpointing: bool | None = None, **changes: object):
-        """With ``checkpointing``: whether it is reentrant."""
         if family == "wide modernbert":
             # Its local layers see all of a query, so that queries are encoded with the documents; so are those of BERT.
             family, changes = "modernbert", {"local_attention": 24, **changes}
         path = encoder(family, hidden_size=64, intermediate_size=96, **changes)
         model = load_model(path, document_length=48, device="cuda")
         if checkpointing is not None:
-            model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-        if checkpointing:
-            model[0].auto_model.enable_input_require_grads()
+            checkpointed(model, checkpointing)
         return model
 
     return load
@@ -100,18 +92,6 @@ def test_attention(heads, dtype, attended, window):
             assert not states.grad[place >= attended.cuda()[text]].any()
 
 
-class ByHand(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, columns, labels):
-        queries, documents = encode(self.model, columns)
-        scores, own = maxsim(queries, documents), torch.arange(len(documents), device="cuda").view(len(queries), -1)
-        distillation = F.kl_div(scores.gather(1, own).log_softmax(1), labels.softmax(1), reduction="batchmean")
-        return F.cross_entropy(scores, own[:, 0]) + 3 * distillation
-
-
 def one_column(model, **_) -> list[dict]:
     return features(model, sentences(16, longest=8), sentences(32, seed=1))
 
@@ -126,8 +106,6 @@ def cut(make: Callable, pooled: bool = False) -> Callable:
 
 
 def with_labels(make: Callable) -> Callable:
-    """A loss that is given scores of a teacher for two documents of each query."""
-
     def scored(model):
         loss = make(model)
         labels = torch.rand(16, 2, generator=torch.Generator().manual_seed(0)).cuda()
@@ -236,15 +214,6 @@ def test_dropout_is_drawn_anew_and_repeats_with_its_seed(small):
         torch.testing.assert_close(first[1][name], again[1][name], rtol=0.02, atol=1e-3)
 
 
-def test_dropout_below_checkpoints_says_why_it_runs_without_graphs(small, caplog):
-    model = small("bert", False, hidden_dropout_prob=0.1).train()
-    with pylate_fastmaxsim.enabled(compile=True):
-        for _ in range(4):
-            _, gradients = losses_of(model, [batch_of(model)])
-    assert all(gradient.isfinite().all() for gradient in gradients.values())
-    assert "gradient checkpointing repeats the random numbers of dropout" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("family", "checkpointing"),
     [("modernbert", None), ("wide modernbert", False), ("bert", None), ("qwen3", None)],
@@ -324,12 +293,3 @@ def test_a_mask_changed_behind_its_collator_is_noticed(small):
                 torch.cuda.synchronize()
         loss_function(batch, None)
     assert next(iter(modes.chosen[model].values())) == "packed"
-
-
-def test_rows_that_a_gpu_picks_keep_their_counts(encoder):
-    model = load_model(encoder("modernbert"), device="cuda")
-    pylate_fastmaxsim.enable()
-    rows = torch.tensor([1, 1, 0], device="cuda")
-    for column in batch_of(model):
-        picked = {key: value[rows] for key, value in column.items()}
-        assert known_total(picked) == int(picked["attention_mask"].sum())

@@ -1,10 +1,7 @@
 """Losses in two real processes, under DistributedDataParallel and with documents gathered from both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,15 +9,16 @@ import torch.distributed as dist
 from pylate import losses
 from pylate.scores import ColBERTScores, XTRScores
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
-from pylate_fastmaxsim.integrations.encoding import equivalence, masks, modes
+from pylate_fastmaxsim.integrations.encoding import masks, modes
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
-from tests.support.models import attend_to_own_document, load_model
-from tests.support.rank_steps import batch_of, compare
+from tests.support.models import Behind, attend_to_own_document, load_model, looking
+from tests.support.rank_steps import batch_of, compare_host
 from tests.support.sharding import data_parallel, encoder_sharded, flat_sharded, fully_sharded
 
 pytestmark = pytest.mark.process
@@ -28,13 +26,9 @@ pytestmark = pytest.mark.process
 RANKS = 2
 
 
-def _log(module: torch.nn.Module, _args: tuple, _output: object) -> None:
-    """A forward hook of somebody's own."""
-
-
 def _hook(core, rank: int) -> None:
     if rank == 0:
-        core[0].auto_model.layers[0].register_forward_hook(_log)
+        core[0].auto_model.layers[0].register_forward_hook(lambda *_: None)
 
 
 def _pack(core, rank: int) -> None:
@@ -42,11 +36,12 @@ def _pack(core, rank: int) -> None:
         encoding_attention.variable_length_attention = attend_to_own_document
 
 
-def _find_a_difference(core, rank: int) -> None:
-    """Neither packing nor grouping gives what padding does."""
+def _centre(core, rank: int) -> None:
+    """On one rank neither packing nor grouping gives what padding does."""
     encoding_attention.variable_length_attention = attend_to_own_document
     if rank == 1:
-        equivalence._TOLERANCE = dict.fromkeys(equivalence._TOLERANCE, -1.0)
+        centred = looking(lambda _module, _args, states: states - states.mean(dim=(0, 1)))
+        core[0].auto_model.layers[0].register_forward_hook(centred)
 
 
 def _change_masks(core, rank: int) -> None:
@@ -58,62 +53,38 @@ def _change_masks(core, rank: int) -> None:
 
 
 def _ranks_that_differ(
+    folder: str,
     wrap: Callable,
     change: Callable | None = None,
     mode: str | None = None,
     queries: tuple[int, int] = (6, 6),
-    of_one: dict | None = None,
+    own_scores: bool = False,
     **options,
-) -> Callable[[str], None]:
+) -> None:
     """All ranks encode alike, as stock does, and none waits for another."""
-
-    def run(folder: str) -> None:
-        rank = dist.get_rank()
-        core = load_model(f"{folder}/modernbert").double()
-        batch, model = batch_of(core, rank, queries[rank]), wrap(core)
-        loss_function = losses.Contrastive(model, **options, **((of_one or {}) if rank == 1 else {}))
-
-        def step() -> list[float]:
-            model.zero_grad()
-            loss = loss_function([{key: value.clone() for key, value in column.items()} for column in batch])
-            loss.backward()
-            gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-            local = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
-            return [loss.item(), *(part.norm().item() for part in local)]
-
-        with patch.object(equivalence, "_TOLERANCE", equivalence._TOLERANCE):
-            if change is not None:
-                change(core, rank)
-            stock = step()
-            with pylate_fastmaxsim.enabled(stock_masking=True):
-                for _ in range(2):
-                    assert step() == pytest.approx(stock, rel=1e-8, abs=1e-10)
-                assert mode is None or set(modes.chosen[unwrap(model)].values()) == {mode}
-                assert change is not _change_masks or masks.changes_masks(loss_function)
-
-    return run
-
-
-def _static_graph(folder: str) -> None:
-    """The ranks have as many documents, but the last batch has fewer, and so fewer groups: gradients are exchanged."""
     rank = dist.get_rank()
     core = load_model(f"{folder}/modernbert").double()
-    core[0].auto_model.gradient_checkpointing_enable({"use_reentrant": True})
-    core[0].auto_model.enable_input_require_grads()
-    batches = [batch_of(core, rank, queries) for queries in (9, 9, 2)]
+    batch, model = batch_of(core, rank, queries[rank]), wrap(core)
+    if own_scores and rank == 1:
+        options["score_metric"] = lambda *args, **kwargs: ColBERTScores()(*args, **kwargs)
+    loss_function = losses.Contrastive(model, **options)
 
-    def steps() -> list[float]:
-        model = DistributedDataParallel(core, static_graph=True, broadcast_buffers=False)
-        loss_function, found = losses.Contrastive(model), []
-        for batch in batches:
-            core.zero_grad()
-            loss_function([dict(column) for column in batch]).backward()
-            found += [weight.grad.norm().item() for weight in core.parameters()]
-        return found
+    def step() -> list[float]:
+        model.zero_grad()
+        loss = loss_function([{key: value.clone() for key, value in column.items()} for column in batch])
+        loss.backward()
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        local = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
+        return [loss.item(), *(part.norm().item() for part in local)]
 
-    stock = steps()
+    if change is not None:
+        change(core, rank)
+    stock = step()
     with pylate_fastmaxsim.enabled(stock_masking=True):
-        assert steps() == pytest.approx(stock, rel=1e-8, abs=1e-10)
+        for _ in range(2):
+            assert step() == pytest.approx(stock, rel=1e-8, abs=1e-10)
+        assert mode is None or set(modes.chosen[unwrap(model)].values()) == {mode}
+        assert change is not _change_masks or masks.changes_masks(loss_function)
 
 
 def _without_the_others(folder: str) -> None:
@@ -133,66 +104,68 @@ def _without_the_others(folder: str) -> None:
         dist.barrier()
 
 
-class _Scale(torch.nn.Module):
-    """Of queries only: a weight that the last call of the encoder, which is of documents, does without."""
-
-    def __init__(self, query_length: int) -> None:
-        super().__init__()
-        self.query_length, self.weight = query_length, torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-
-    def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        embeddings = features["token_embeddings"]
-        if features["input_ids"].shape[1] == self.query_length:
-            embeddings = torch.cat([embeddings[..., :1] * self.weight, embeddings[..., 1:]], dim=-1)
-        return {**features, "token_embeddings": embeddings}
-
-
-def _sent_once(packed: bool, scaled: bool) -> Callable[[str], None]:
+def _sent_once(folder: str) -> None:
     """A step of GradCache sends the gradients of all passes together, and none while its caller accumulates them."""
+    core = load_model(f"{folder}/modernbert").double()
+    batch = batch_of(core, dist.get_rank())
+    encoding_attention.variable_length_attention = attend_to_own_document
+    model = DistributedDataParallel(core)
+    sent = []
 
-    def run(folder: str) -> None:
-        core = load_model(f"{folder}/modernbert", query_length=12).double()
-        batch = batch_of(core, dist.get_rank())
-        if scaled:
-            core.append(_Scale(query_length=12))
-        if packed:
-            encoding_attention.variable_length_attention = attend_to_own_document
-        model = DistributedDataParallel(core, find_unused_parameters=scaled)
-        sent = []
+    def send(group, bucket):
+        sent.append(bucket.is_last())  # of an exchange of all gradients
+        return allreduce_hook(group, bucket)
 
-        def send(group, bucket):
-            sent.append(bucket.is_last())  # of an exchange of all gradients
-            return allreduce_hook(group, bucket)
+    model.register_comm_hook(None, send)
+    loss_function = losses.CachedContrastive(model, mini_batch_size=2)
 
-        model.register_comm_hook(None, send)
-        loss_function = losses.CachedContrastive(model, mini_batch_size=2)
+    def backward() -> int:
+        sent.clear()
+        loss_function([dict(column) for column in batch]).backward()
+        return sum(sent)
 
-        def backward() -> int:
-            sent.clear()
-            loss_function([dict(column) for column in batch]).backward()
-            return sum(sent)
+    def step() -> tuple[int, list[torch.Tensor]]:
+        core.zero_grad()
+        return backward(), [weight.grad.clone() for weight in core.parameters()]
 
-        def step() -> tuple[int, list[torch.Tensor]]:
-            core.zero_grad()
-            return backward(), [weight.grad.clone() for weight in core.parameters()]
+    exchanges, stock = step()
+    assert exchanges == 9  # of three columns of six
+    assert stock[-1].any()
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        for _ in range(2):
+            exchanges, ours = step()
+            assert exchanges == 1
+            for of_ours, of_stock in zip(ours, stock, strict=True):
+                torch.testing.assert_close(of_ours, of_stock, rtol=1e-10, atol=1e-10)
+        core.zero_grad()
+        with model.no_sync():
+            assert backward() == 0
+        assert backward() == 1
+        for weight, of_stock in zip(core.parameters(), stock, strict=True):
+            torch.testing.assert_close(weight.grad, 2 * of_stock, rtol=1e-10, atol=1e-10)
 
-        exchanges, stock = step()
-        assert exchanges == 9  # of three columns of six
-        assert stock[-1].any()
-        with pylate_fastmaxsim.enabled(stock_masking=True):
-            for _ in range(2):
-                exchanges, ours = step()
-                assert exchanges == 1
-                for of_ours, of_stock in zip(ours, stock, strict=True):
-                    torch.testing.assert_close(of_ours, of_stock, rtol=1e-10, atol=1e-10)
-            core.zero_grad()
-            with model.no_sync():
-                assert backward() == 0
-            assert backward() == 1
-            for weight, of_stock in zip(core.parameters(), stock, strict=True):
-                torch.testing.assert_close(weight.grad, 2 * of_stock, rtol=1e-10, atol=1e-10)
 
-    return run
+class _Reads(Behind):
+    def change(self, features):
+        return features
+
+
+def _later_batch(folder: str, wide: bool = False) -> None:
+    """What ranks that encoded alike cannot encode alike any more is an error on each of them."""
+    core = load_model(f"{folder}/modernbert").double()
+    queries, *documents = batch_of(core, dist.get_rank())
+    if wide:
+        sentence = "they have 13 tokens, more than .* query_length of 12"
+        later = [{key: F.pad(values, (0, 1)) for key, values in queries.items()}, *documents]
+    else:
+        core[1], sentence = _Reads(core[1]), "_Reads may read prompt_length. All processes must encode alike"
+        later = [queries, *({**column, "prompt_length": torch.full((6,), 2)} for column in documents)]
+    encoding_attention.variable_length_attention = attend_to_own_document
+    loss_function = losses.Contrastive(DistributedDataParallel(core))
+    pylate_fastmaxsim.enable(padding_free="always")
+    loss_function([queries, *documents])
+    with pytest.raises(ValueError, match=sentence):
+        loss_function(later)
 
 
 def _too_few_to_divide(folder: str) -> None:
@@ -205,39 +178,38 @@ def _too_few_to_divide(folder: str) -> None:
     loss_function(batch_of(core, dist.get_rank())).backward()
 
 
-_CONTRASTIVE, _CACHED = losses.Contrastive, partial(losses.CachedContrastive, mini_batch_size=2)
+GATHERED = {"gather_across_devices": True}
 _unbuffered = partial(data_parallel, broadcast_buffers=False)
+_static = partial(_unbuffered, static_graph=True)
 
 CASES = {
-    "contrastive gathered without ddp": compare(_CONTRASTIVE, False, True, gather_across_devices=True),
-    "contrastive grouped": compare(_CONTRASTIVE, True, False),
-    "cached grouped": compare(_CACHED, True, False),
+    "contrastive gathered without ddp": compare_host("PyLate", "contrastive", lambda model: model, **GATHERED),
+    "cached grouped": compare_host("PyLate", "cached", packs=(False, False), mini_batch_size=2),
     # Short enough that some documents have no masked token, which stock's masking treats differently.
-    "short": compare(_CONTRASTIVE, True, True, document_length=6, gather_across_devices=True),
-    "checkpointing": compare(_CONTRASTIVE, True, True, checkpointing=True),
-    "options": compare(
-        _CACHED, True, True, gather_across_devices=True, size_average=False, temperature=0.1, score_mini_batch_size=4
+    "short": compare_host("PyLate", "contrastive", load={"document_length": 6}, **GATHERED),
+    "checkpointing": compare_host("PyLate", "contrastive", checkpointing=True),
+    "options": compare_host(
+        "PyLate", "cached", mini_batch_size=2, size_average=False, temperature=0.1, score_mini_batch_size=4, **GATHERED
     ),
-    # Stock rounds these scores to float32. No row has its 46th largest similarity twice, as the 40th: which of equal
-    # ones stock lets through depends on the last bit.
-    "xtr": compare(_CACHED, True, True, tolerance=1e-5, gather_across_devices=True, score_metric=XTRScores(46)),
-    "one packs": _ranks_that_differ(data_parallel, _pack, "grouped"),
-    "one finds a difference": _ranks_that_differ(fully_sharded, _find_a_difference, "padded"),
-    "one has a hook": _ranks_that_differ(data_parallel, _hook, "padded"),
-    "one has a hook, sharded": _ranks_that_differ(fully_sharded, _hook, "padded"),
-    "one changes masks": _ranks_that_differ(_unbuffered, _change_masks, gather_across_devices=True),
-    "one changes masks, sharded": _ranks_that_differ(fully_sharded, _change_masks, gather_across_devices=True),
-    "one has scores of its own": _ranks_that_differ(
-        _unbuffered, of_one={"score_metric": lambda *args, **kwargs: ColBERTScores()(*args, **kwargs)}
-    ),
+    # No row has its 46th largest similarity twice, as the 40th: which of equal ones stock lets through depends on the
+    # last bit.
+    "xtr": compare_host("PyLate", "cached", mini_batch_size=2, score_metric=XTRScores(46), **GATHERED),
+    "one packs": partial(_ranks_that_differ, wrap=data_parallel, change=_pack, mode="grouped"),
+    "one finds a difference": partial(_ranks_that_differ, wrap=fully_sharded, change=_centre, mode="padded"),
+    "one has a hook": partial(_ranks_that_differ, wrap=data_parallel, change=_hook, mode="padded"),
+    "one has a hook, sharded": partial(_ranks_that_differ, wrap=fully_sharded, change=_hook, mode="padded"),
+    "one changes masks": partial(_ranks_that_differ, wrap=_unbuffered, change=_change_masks, **GATHERED),
+    "one changes masks, sharded": partial(_ranks_that_differ, wrap=fully_sharded, change=_change_masks, **GATHERED),
+    "one has scores of its own": partial(_ranks_that_differ, wrap=_unbuffered, own_scores=True),
     "one validates": _without_the_others,
-    "static graph": _static_graph,
+    "static graph": compare_host("PyLate", "contrastive", _static, mode="padded", checkpointing=True),
     "too few documents": _too_few_to_divide,
-    "sent once packed": _sent_once(packed=True, scaled=False),
-    "sent once scaled": _sent_once(packed=False, scaled=True),
+    "sent once": _sent_once,
+    "a later batch has features": _later_batch,
+    "a later batch is wide": partial(_later_batch, wide=True),
 }
 for _wrap in (data_parallel, flat_sharded, fully_sharded, encoder_sharded):
-    CASES[f"other numbers of documents {_wrap.__name__}"] = _ranks_that_differ(_wrap, queries=(9, 2))
+    CASES[f"other numbers of documents {_wrap.__name__}"] = partial(_ranks_that_differ, wrap=_wrap, queries=(9, 2))
 
 
 @pytest.mark.parametrize("case", CASES)

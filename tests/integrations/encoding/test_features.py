@@ -1,7 +1,5 @@
 """Features of a batch beside ids, mask and token types reach whoever reads them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -9,15 +7,11 @@ import torch
 from pylate import losses
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
-from pylate_fastmaxsim.integrations.models import wrappers
-from tests.support.encoded import batch_of, mode_of
-from tests.support.models import Behind, collated, features, load_model, sentences
+from tests.support.encoded import mode_of
+from tests.support.models import Behind, collated, load_model, sentences
 
 
 class _PromptLeftOut(Behind):
-    """The tokens of a prompt get the vector of the first token."""
-
     def forward(self, features):
         if "prompt_length" in features:
             embeddings = features["token_embeddings"]
@@ -28,20 +22,16 @@ class _PromptLeftOut(Behind):
 
 
 def prompted(model, *columns: str):
-    """A batch with prompts before the texts of some columns and their lengths."""
     texts = [sentences(6, longest=longest, seed=seed) for seed, longest in enumerate((8, 40, 40))]
     prompts = dict.fromkeys(columns, "because the mountains ")
     return collated(model, *texts, prompts=prompts, include_prompt_lengths=True)
-
-
-CACHED = partial(losses.CachedContrastive, mini_batch_size=4)
 
 
 @pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize(
     ("columns", "loss_class"),
     [
-        (("query", "document_0", "document_1"), CACHED),
+        (("query", "document_0", "document_1"), partial(losses.CachedContrastive, mini_batch_size=4)),
         (("document_1",), losses.Contrastive),
         (("query",), losses.Contrastive),
     ],
@@ -65,17 +55,6 @@ def test_features_reach_a_module_behind_the_encoder_that_reads_them(encoder, mod
     assert reads or "prompt_length" not in caplog.text
 
 
-def test_features_that_only_some_batches_have_are_refused_in_step(model, packed, monkeypatch):
-    model[1] = _PromptLeftOut(model[1])
-    loss_function = losses.Contrastive(model)
-    pylate_fastmaxsim.enable(padding_free="always")
-    monkeypatch.setattr(encoding_encode, "group_in_step", lambda *_, **__: True)
-    monkeypatch.setattr(wrappers, "_most_of_all_ranks", lambda numbers, *_: numbers)  # one process stands for several
-    loss_function(prompted(model))
-    with pytest.raises(ValueError, match="_PromptLeftOut may read prompt_length. All processes must encode alike"):
-        loss_function(prompted(model, "document_0"))
-
-
 def test_keys_of_texts_that_are_dictionaries(model, mode):
     queries, texts = sentences(6, longest=8), sentences(6, seed=1)
     columns = collated(model, [{"title": query} for query in queries], [{"body": text} for text in texts])
@@ -84,26 +63,3 @@ def test_keys_of_texts_that_are_dictionaries(model, mode):
     pylate_fastmaxsim.enable(stock_masking=True)
     torch.testing.assert_close(losses.Contrastive(model)(columns), stock)
     assert mode_of(model) == {mode}
-
-
-class _Looking(Behind):
-    """What it sees of a feature is kept."""
-
-    def forward(self, features):
-        self.seen.append(features["extra"])
-        return self.dense(features)
-
-
-@pytest.mark.parametrize("extra", ["a retrieval task", torch.tensor(2.0), ["title", "body"], list("abcdef")], ids=repr)
-def test_only_features_that_are_one_value_for_each_text_are_cut_with_them(model, extra):
-    model[1] = _Looking(model[1])
-    batch = [{**column, "extra": extra} for column in batch_of(model, collate=features)]
-    pylate_fastmaxsim.enable()
-    for loss_class in (losses.Contrastive, CACHED):
-        model[1].seen = []
-        loss_class(model)(batch)
-        if extra == list("abcdef") and loss_class is CACHED:
-            assert model[1].seen[-4:] == [list("abcd"), list("ef")] * 2
-            assert sum(model[1].seen[:-4], []) == extra
-        else:
-            assert all(seen is extra or seen == extra for seen in model[1].seen)

@@ -1,17 +1,12 @@
 """Models that change which tokens their texts have, as learned pruning does: their losses stay PyLate's own."""
 
-from __future__ import annotations
-
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from pylate import losses
-from transformers import masking_utils
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding import masks
 from tests.support.compared import assert_equal, batch_of, run
 from tests.support.encoded import mode_of
 from tests.support.models import Behind, collated, features, sentences
@@ -132,30 +127,3 @@ def test_a_change_that_begins_later_is_refused(model, mode):
     put_before(model)
     with pytest.raises(ValueError, match="changes input_ids or attention_mask now.* from the first batch on"):
         run(loss_function, batch)
-
-
-class Inspected(Exception):
-    pass
-
-
-def inspect():
-    raise Inspected
-
-
-@pytest.mark.parametrize(
-    "name, sizes", [("_ignore_bidirectional_mask_sdpa", (8,)), ("_ignore_causal_mask_sdpa", (8, 8, 0))]
-)
-def test_only_masks_on_a_gpu_and_only_inside_are_not_looked_at(name, sizes):
-    def leave_out(mask):
-        return getattr(masking_utils, name)(mask, *sizes)
-
-    stock = getattr(masking_utils, name).__code__
-    on_gpu = SimpleNamespace(is_cuda=True, all=inspect, shape=(2, 8))
-    full, part = torch.ones(2, 8, dtype=torch.bool), torch.eye(8, dtype=torch.bool)
-    with pylate_fastmaxsim.enabled():
-        with masks.masks_unread():
-            assert not leave_out(on_gpu)
-            assert leave_out(full) and not leave_out(part) and leave_out(None)
-        with pytest.raises(Inspected):  # outside, transformers decides
-            leave_out(on_gpu)
-    assert getattr(masking_utils, name).__code__ is stock

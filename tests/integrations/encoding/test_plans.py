@@ -1,7 +1,5 @@
 """How documents are shared out into groups of similar length and into mini-batches."""
 
-from __future__ import annotations
-
 from itertools import combinations_with_replacement
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Counts of tokens go with the rows of their column, and are used where they fit its mask."""
 
-from __future__ import annotations
-
 import pickle
 from copy import deepcopy
 
@@ -78,8 +76,6 @@ def shorter_mask(batch):
 
 
 def with_key(key):
-    """Only the positives have it."""
-
     def change(batch):
         queries, positives, negatives = batch
         values = torch.ones_like(positives["input_ids"])

@@ -1,7 +1,5 @@
 """Losses with any transformers that PyLate can be installed with: what else is tested here needs transformers 5."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

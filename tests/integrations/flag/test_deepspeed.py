@@ -1,13 +1,11 @@
 """Losses and recipes under DeepSpeed, in two real processes on a CPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -54,7 +52,6 @@ def _config(stage: int) -> dict:
 def _trained(
     folder: str, stage: int, loss_class: type[nn.Module], checkpointing: bool, options: dict
 ) -> tuple[list[float], dict[str, torch.Tensor], nn.Module]:
-    """Losses and weights of two steps from the same weights, and the model."""
     import deepspeed
 
     os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())
@@ -77,27 +74,24 @@ def _trained(
 
 
 def _compare(
-    stage: int, loss_class: type[nn.Module], packed: bool = True, checkpointing: bool = False, **options
-) -> Callable[[str], None]:
-    def run(folder: str) -> None:
-        losses_of_stock, stock, _ = _trained(folder, stage, loss_class, checkpointing, options)
-        begun = load_model(f"{folder}/modernbert", document_length=32).state_dict()
-        if packed:
-            encoding_attention.variable_length_attention = attend_to_own_document
-        said: list[str] = []
-        heard = patch.object(fused_head, "log_once", lambda message, *values, about: said.append(message % values))
-        with pylate_fastmaxsim.enabled(stock_masking=True), heard:
-            losses_of_ours, ours, core = _trained(folder, stage, loss_class, checkpointing, options)
-            assert set(modes.chosen[core].values()) == {"packed" if packed else "grouped"}
-            if packed and loss_class is losses.Contrastive:
-                assert set(modes.joined[core].values()) == {True}
-        assert losses_of_ours == pytest.approx(losses_of_stock, rel=1e-5)
-        moved = max((stock[name] - begun[name]).abs().max() for name in stock)
-        assert moved > 1e-4
-        assert all((ours[name] - weight).abs().max() <= 1e-4 * moved for name, weight in stock.items())
-        assert any("(ZeRO 3)" in line for line in said) == bool(said) == (stage == 3)
-
-    return run
+    folder: str, stage: int, loss_class: type[nn.Module], packed: bool = True, checkpointing: bool = False, **options
+) -> None:
+    losses_of_stock, stock, _ = _trained(folder, stage, loss_class, checkpointing, options)
+    begun = load_model(f"{folder}/modernbert", document_length=32).state_dict()
+    if packed:
+        encoding_attention.variable_length_attention = attend_to_own_document
+    said: list[str] = []
+    heard = patch.object(fused_head, "log_once", lambda message, *values, about: said.append(message % values))
+    with pylate_fastmaxsim.enabled(stock_masking=True), heard:
+        losses_of_ours, ours, core = _trained(folder, stage, loss_class, checkpointing, options)
+        assert set(modes.chosen[core].values()) == {"packed" if packed else "grouped"}
+        if packed and loss_class is losses.Contrastive:
+            assert set(modes.joined[core].values()) == {True}
+    assert losses_of_ours == pytest.approx(losses_of_stock, rel=1e-5)
+    moved = max((stock[name] - begun[name]).abs().max() for name in stock)
+    assert moved > 1e-4
+    assert all((ours[name] - weight).abs().max() <= 1e-4 * moved for name, weight in stock.items())
+    assert any("(ZeRO 3)" in line for line in said) == bool(said) == (stage == 3)
 
 
 def _compile_is_left(folder: str) -> None:
@@ -108,12 +102,12 @@ def _compile_is_left(folder: str) -> None:
     assert all(module._compiled_call_impl is None for module in core.modules())
 
 
-CASES = {f"zero{stage}": _compare(stage, losses.Contrastive) for stage in (0, 2, 3)}
+CASES = {f"zero{stage}": partial(_compare, stage=stage, loss_class=losses.Contrastive) for stage in (0, 2, 3)}
 # From ZeRO 2 on DeepSpeed refuses a weight that has gradients of several backwards, stock or fast.
-CASES["zero1 cached"] = _compare(1, losses.CachedContrastive, mini_batch_size=2)
-CASES["zero3 grouped"] = _compare(3, losses.Contrastive, packed=False)
-CASES["zero3 gathered"] = _compare(3, losses.Contrastive, gather_across_devices=True)
-CASES["zero3 checkpointing"] = _compare(3, losses.Contrastive, checkpointing=True)
+CASES["zero1 cached"] = partial(_compare, stage=1, loss_class=losses.CachedContrastive, mini_batch_size=2)
+CASES["zero3 grouped"] = partial(_compare, stage=3, loss_class=losses.Contrastive, packed=False)
+CASES["zero3 gathered"] = partial(_compare, stage=3, loss_class=losses.Contrastive, gather_across_devices=True)
+CASES["zero3 checkpointing"] = partial(_compare, stage=3, loss_class=losses.Contrastive, checkpointing=True)
 CASES["zero3 compile"] = _compile_is_left
 
 

@@ -42,14 +42,9 @@ def test_the_doctor_reads_the_switch(value, sentence, monkeypatch):
     ("capability", "cuda", "kernels", "packed"),
     [((7, 5), "12.8", False, False), ((9, 0), "12.8", True, True), ((9, 4), None, False, True)],
 )
-@pytest.mark.parametrize(
-    "error", [subprocess.TimeoutExpired("", 30), subprocess.CalledProcessError(9, ""), PermissionError()]
-)
-def test_the_doctor_says_which_gpus_have_no_kernels(capability, cuda, kernels, packed, error, monkeypatch):
-    """It does without a driver's version."""
-
+def test_the_doctor_says_which_gpus_have_no_kernels(capability, cuda, kernels, packed, monkeypatch):
     def fail(*args, **kwargs):
-        raise error
+        raise subprocess.TimeoutExpired("", 30)  # of nvidia-smi
 
     monkeypatch.setattr(subprocess, "run", fail)
     card = SimpleNamespace(name="A card", major=capability[0], minor=capability[1], total_memory=80 * 2**30)

@@ -51,7 +51,6 @@ def test_a_script_runs_accelerated(target, tmp_path):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """In this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -1,20 +1,15 @@
 """Whole training runs with the Sentence Transformers trainer, stock and ours."""
 
-from __future__ import annotations
-
 import logging
+from functools import partial
 
 import pytest
 import torch
 from pylate import losses
 from pylate.models import ColBERT
-from pylate.utils import ColBERTCollator
-from sentence_transformers import SentenceTransformerTrainer
-from transformers import Trainer
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding import modes, token_counts
-from pylate_fastmaxsim.integrations.encoding.batch import Documents
+from pylate_fastmaxsim.integrations.encoding import modes
 from tests.support.models import load_model, sentences
 from tests.support.training_runs import BATCH, ROWS, candidates, pairs, train
 
@@ -24,99 +19,27 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.parametrize(
     "loss_class, options, data",
     [
-        (losses.Contrastive, {"temperature": 0.1}, pairs),
+        # The trainer gives a column all keys that begin with its name: `negative` also gets what belongs to `negative_1`.
+        (losses.Contrastive, {"temperature": 0.1}, partial(pairs, "positive", "negative", "negative_1")),
         (losses.CachedContrastive, {"mini_batch_size": 4}, pairs),
         (losses.Distillation, {}, candidates),
     ],
     ids=["contrastive", "cached", "distillation"],
 )
-def test_loss_curves(encoder, packed, tmp_path, loss_class, options, data, monkeypatch):
-    searches = []
-    from_columns = Documents.from_columns.__func__
-
-    def recording(cls, columns):
-        searches.append([token_counts.known_total(column) is None for column in columns])
-        return from_columns(cls, columns)
-
+def test_loss_curves(encoder, packed, tmp_path, loss_class, options, data):
     def curve(**arguments):
         # Its local layers see all of a query, so that queries are encoded with packed documents.
         model = load_model(encoder("modernbert", local_attention=24))
         return train(model, loss_class(model, **options), data(), tmp_path, **arguments)
 
     stock = curve()
-    monkeypatch.setattr(Documents, "from_columns", classmethod(recording))
     pylate_fastmaxsim.enable(stock_masking=True)
     ours = curve(dataloader_num_workers=2, eval_strategy="epoch")
     assert len(ours) == 2 * ROWS // BATCH
     assert ours == pytest.approx(stock, rel=2e-3, abs=2e-3)
     assert stock[-1] < stock[0]
-    # Workers found the tokens of every batch; only the documents of the trial, in training and in evaluation, were
-    # searched: as they are, as often as makes a long row, and once more with queries.
     joint = loss_class is not losses.CachedContrastive
     assert [set(found.values()) for found in modes.joined.values()] == [{True}] * joint
-    assert sum(any(missing) for missing in searches) == (6 if joint else 4)
-
-
-class PicksRows(losses.Contrastive):
-    """Scores every second query only, and looks at all texts in one column."""
-
-    def forward(self, sentence_features, labels=None):
-        columns = list(sentence_features)
-        self.widest = {key: torch.cat([column[key] for column in columns[1:]]) for key in columns[1]}
-        rows = torch.arange(0, len(columns[0]["input_ids"]), 2)
-        return super().forward([{key: value[rows] for key, value in column.items()} for column in columns], labels)
-
-
-class ItemsCollator(ColBERTCollator):
-    def __call__(self, features):
-        return [*super().__call__(features).items()]
-
-
-class Batch(dict):
-    pass
-
-
-class BatchCollator(ColBERTCollator):
-    def __call__(self, features):
-        return Batch(super().__call__(features))
-
-
-class FromBehind(SentenceTransformerTrainer):
-    """Takes a batch of a type of its own, and reorders its rows before the loss."""
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        assert type(inputs) in (Batch, list)
-        inputs = dict(inputs)
-        rows = torch.arange(len(inputs["query_input_ids"])).flip(0)
-        inputs = {key: value[rows] if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
-# The trainer gives a column all keys that begin with its name: `negative` also gets what belongs to `negative_1`.
-@pytest.mark.parametrize(
-    "loss_class, columns, classes",
-    [
-        (PicksRows, ("positive", "negative", "negative_1"), ()),
-        (losses.Contrastive, (), (FromBehind, ItemsCollator)),
-        (losses.Contrastive, (), (FromBehind, BatchCollator)),
-    ],
-)
-def test_a_loss_a_trainer_or_a_collator_of_the_users_own(encoder, packed, tmp_path, loss_class, columns, classes):
-    def curve():
-        model = load_model(encoder("modernbert"))
-        return train(model, loss_class(model, temperature=0.1), pairs(*columns), tmp_path, *classes)
-
-    stock = curve()
-    pylate_fastmaxsim.enable(stock_masking=True)
-    assert curve() == pytest.approx(stock, rel=2e-3, abs=2e-3)
-
-
-def test_what_replaces_the_preparation_of_all_trainers_is_called(encoder, tmp_path, monkeypatch):
-    model, prepare, called = load_model(encoder("modernbert")), Trainer._prepare_inputs, []
-    pylate_fastmaxsim.enable()
-    monkeypatch.setattr(Trainer, "_prepare_inputs", lambda *args: called.append(None) or prepare(*args))
-    curve = train(model, losses.Contrastive(model), pairs(), tmp_path, max_steps=2)
-    assert len(called) == len(curve)
 
 
 def test_several_datasets_with_a_loss_each(encoder, tmp_path):

@@ -1,7 +1,5 @@
 """Recipes trained on GPUs by the commands of the README, the stock way and the fast way."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

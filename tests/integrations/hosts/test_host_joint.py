@@ -1,7 +1,6 @@
 """Queries and documents of a loss of Sentence Transformers in one call of the encoder, and what is encoded apart."""
 
-from __future__ import annotations
-
+from functools import partial
 from importlib.metadata import version
 
 import pytest
@@ -42,92 +41,65 @@ def flipped(features: dict, queries: dict) -> dict:
     return {key: value.flip(0) if isinstance(value, torch.Tensor) else value for key, value in features.items()}
 
 
-def own_call(model, step) -> None:
-    queries = step.batch[0]
-
+def own_call(model, step, flip) -> None:
     class Calls(type(model)):
         def __call__(self, features, *args, **kwargs):
-            return super().__call__(flipped(features, queries), *args, **kwargs)
+            return super().__call__(flip(features), *args, **kwargs)
 
     model.__class__ = Calls
 
 
-def own_forward(model, step) -> None:
-    queries = step.batch[0]
-
-    class Forwards(type(model[0])):
-        def forward(self, features, **kwargs):
-            return super().forward(flipped(features, queries), **kwargs)
-
-    model[0].__class__ = Forwards
-
-
 def hooked(find):
-    def change(model, step) -> None:
-        queries = step.batch[0]
-        find(model).register_forward_pre_hook(lambda _, args: (flipped(args[0], queries), *args[1:]))
-
-    return change
-
-
-def replaced(model, step) -> None:
-    forward, queries = model[0].forward, step.batch[0]
-    model[0].forward = lambda features, **kwargs: forward(flipped(features, queries), **kwargs)
+    return lambda model, _, flip: find(model).register_forward_pre_hook(lambda _, args: (flip(args[0]), *args[1:]))
 
 
 class Around(nn.Module):
-    """A wrapper, which may treat documents otherwise than queries."""
-
-    def __init__(self, model: nn.Module, queries: dict) -> None:
+    def __init__(self, model: nn.Module, change) -> None:
         nn.Module.__init__(self)
-        self.module, self.queries = model, queries
+        self.module, self.change = model, change
 
     def forward(self, features, *args, **kwargs):
-        return self.module(flipped(features, self.queries), *args, **kwargs)
+        return self.module(self.change(features), *args, **kwargs)
 
 
-def around(model, step) -> None:
-    step.loss.model = Around(model, step.batch[0])
+def around(model, step, flip) -> None:
+    step.loss.model = Around(model, flip)
 
 
 class Freezes(Around, DistributedDataParallel):
-    """As DistributedDataParallel may be used: documents have no gradients."""
-
     def forward(self, features, *args, **kwargs):
-        with torch.set_grad_enabled(is_query(features, self.queries)):
+        with torch.set_grad_enabled(self.change(features) is features):
             return self.module(features, *args, **kwargs)
 
 
-def frozen(model, step) -> None:
-    step.loss.model = Freezes(model, step.batch[0])
+def frozen(model, step, flip) -> None:
+    step.loss.model = Freezes(model, flip)
 
 
-def many_tokens(model, step, monkeypatch) -> None:
+def many_tokens(model, step, flip, monkeypatch) -> None:
     monkeypatch.setattr(padding_free, "MOST_TOKENS_BESIDE_QUERIES", 10)
 
 
-def with_gaps(model, step) -> None:
+def with_gaps(model, step, flip) -> None:
     step.batch[2]["attention_mask"][0, 1] = 0
 
 
-def with_an_input_of_their_own(model, step) -> None:
+def with_an_input_of_their_own(model, step, flip) -> None:
     for column in step.batch[1:]:
         column["position_ids"] = torch.arange(column["input_ids"].shape[1]).expand_as(column["input_ids"])
 
 
-def expanded(model, step) -> None:
+def expanded(model, step, flip) -> None:
     model[0].query_expansion = {"strategy": "fixed", "attend": False, "length": 10}
     step.batch[0].update(model.preprocess(["a sea"] * len(step.batch[0]["input_ids"]), task="query"))
 
 
 # What changes, for which hosts, and the line of log.
 CHANGES = {
-    "nothing": (lambda model, step: None, OF_SENTENCE_TRANSFORMERS, None),
+    "nothing": (lambda *_: None, OF_SENTENCE_TRANSFORMERS, None),
     "__call__ of the model": (own_call, OF_SENTENCE_TRANSFORMERS, "Calls is a class of your own"),
-    "forward of the encoder": (own_forward, MULTI_VECTOR, "Forwards is a class of your own"),
     "hook on the encoder": (hooked(lambda model: model[0]), MULTI_VECTOR, "in a call of their own: "),
     "hook on the model": (hooked(lambda model: model), MULTI_VECTOR, "in a call of their own: "),
-    "forward on the encoder": (replaced, MULTI_VECTOR, None),
     "wrapper": (around, OF_SENTENCE_TRANSFORMERS, "in a call of their own: Around is around the model"),
     "no gradients": (frozen, OF_SENTENCE_TRANSFORMERS, None),
     "many tokens": (many_tokens, OF_SENTENCE_TRANSFORMERS, None),
@@ -142,14 +114,14 @@ def test_what_may_change_documents_before_their_call_has_one(encoder, packed, mo
     change, _, said = CHANGES[name]
     model = host.model(encoder)
     step = host.losses["contrastive"](model)
-    change(model, step, *([monkeypatch] if change is many_tokens else []))
+    change(model, step, partial(flipped, queries=step.batch[0]), *([monkeypatch] if change is many_tokens else []))
     assert_calls(host, model, step, 1 if name == "nothing" else APART, padding_free="always")
     assert ("in a call of their own: " in caplog.text) == (said is not None) and (said or "") in caplog.text
 
 
 # Of two and of four columns, and of documents in chunks that are cut to their longest each.
 OTHERS = [*each_host(["SparseEncoder"], "pairs"), *each_host(["SparseEncoder"], "margins of several")]
-OTHERS += each_host(MULTI_VECTOR, "contrastive mini_batch_size=5 score_mini_batch_size=3 scale=2.0")
+OTHERS += each_host(MULTI_VECTOR, "contrastive in mini-batches")
 
 
 @pytest.mark.parametrize("host, loss", OTHERS)

@@ -1,14 +1,13 @@
 """Losses of every host and their gradients, with the flag and without, however the model is trained."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
 from tests.support.compared import distance
-from tests.support.hosts import COMMON, OF_SENTENCE_TRANSFORMERS, PACKAGES, checkpointed, each_host, each_loss, host_of
+from tests.support.hosts import COMMON, OF_SENTENCE_TRANSFORMERS, PACKAGES, each_host, each_loss, host_of
+from tests.support.models import checkpointed
 
 
 @pytest.mark.parametrize("host, loss, mode", each_loss(), indirect=["mode"])
@@ -63,7 +62,7 @@ CHECKPOINTED = [(True, "contrastive", "packed"), (False, "cached", "packed"), (F
 )
 def test_checkpointing(encoder, monkeypatch, host, reentrant, loss, mode):
     model = host.model(encoder)
-    checkpointed(host, model, reentrant)
+    checkpointed([host.transformer(model)], reentrant)
     host.assert_as_stock(model, host.losses[loss](model), monkeypatch)
     assert host.modes(model) == {mode}
 
@@ -103,7 +102,7 @@ def test_dropout_is_drawn_anew_and_by_the_seed(encoder, packed, host):
 def test_compiled_layers(encoder, packed, traced, monkeypatch, host):
     """Checkpointing has to do in the backward what it did in the forward."""
     model = host.model(encoder)
-    checkpointed(host, model, reentrant=False)
+    checkpointed([host.transformer(model)])
     host.assert_as_stock(model, host.losses["contrastive"](model), monkeypatch, compile=True)
     assert all(layer._compiled_call_impl is not None for layer in encoder_layers(model))
     pylate_fastmaxsim.disable()

@@ -1,7 +1,5 @@
 """Losses with other poolings than the maximum, by the flag and by a metric, against plain PyTorch."""
 
-from __future__ import annotations
-
 import pytest
 
 import pylate_fastmaxsim
@@ -13,7 +11,7 @@ from tests.support.pooled_definitions import PlainScores
 NAMES = "PyLate", "MultiVectorEncoder"
 # And whether each query has documents of its own.
 LOSSES = [param for loss in COMMON for param in each_host(NAMES, loss, loss == "distillation")]
-LOSSES += each_host(NAMES[1:], "MultiVectorMarginMSELoss", True)
+LOSSES += each_host(NAMES[1:], "margins", True)
 
 
 def run(host, model, loss: str, metric: object = None) -> tuple:

@@ -1,8 +1,7 @@
 """Losses of every host in two real processes: loss and gradients of each rank are those of stock."""
 
-from __future__ import annotations
-
 import importlib.util
+from functools import partial
 from types import MethodType
 from unittest import mock
 
@@ -48,60 +47,55 @@ CASES = {
 }
 
 
-def fused(wrap, loss: str = "contrastive", **options: object):
+def fused(folder: str, wrap, loss: str = "contrastive", **options: object) -> None:
     """The head of a ColBERT is fused: the weight of its Dense module may be sharded, and its gradient arrives."""
 
-    def run(folder: str) -> None:
-        from pylate_fastmaxsim.integrations.pylate import fused_head
+    from pylate_fastmaxsim.integrations.pylate import fused_head
 
-        project = fused_head.project_normalize
-        with mock.patch.object(fused_head, "project_normalize", side_effect=project) as projected:
-            compare_host("PyLate", loss, wrap, **options)(folder)
-        assert {call.args[1].shape for call in projected.call_args_list} == {(16, 32)}
-
-    return run
+    project = fused_head.project_normalize
+    with mock.patch.object(fused_head, "project_normalize", side_effect=project) as projected:
+        compare_host("PyLate", loss, wrap, **options)(folder)
+    assert {call.args[1].shape for call in projected.call_args_list} == {(16, 32)}
 
 
-def hook_on_one_rank(loss: str, **options: object):
+def hook_on_one_rank(folder: str, loss: str, **options: object) -> None:
     """Under mixed precision a rank without a fused head has float32 embeddings, and all score in that then."""
 
-    def run(folder: str) -> None:
-        from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
+    from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 
-        core = load_model(f"{folder}/modernbert")
-        # As accelerate does.
-        forward = torch.autocast("cpu", torch.bfloat16)(core.forward.__func__)
-        core.forward = MethodType(convert_outputs_to_fp32(forward), core)
-        if dist.get_rank() == 0:
-            core.register_forward_hook(lambda *_args: None)
-        wrapped = data_parallel(core, broadcast_buffers=False)
-        step = host_of("PyLate").step_of_rank(core, wrapped, loss, dist.get_rank(), **GATHERED, **options)
-        stock, said = step.run(), []
-        with (
-            pylate_fastmaxsim.enabled(stock_masking=True),
-            mock.patch.object(pylate_losses, "log_once", lambda message, *values: said.append(message % values)),
-        ):
-            ours = step.run()
-        named = "Documents are scored in torch.float32, the dtype that they have in another process."
-        assert said == ([] if dist.get_rank() == 0 else [named])
-        assert_equal(ours, stock, 0.1)
-
-    return run
+    core = load_model(f"{folder}/modernbert")
+    # As accelerate does.
+    forward = torch.autocast("cpu", torch.bfloat16)(core.forward.__func__)
+    core.forward = MethodType(convert_outputs_to_fp32(forward), core)
+    if dist.get_rank() == 0:
+        core.register_forward_hook(lambda *_args: None)
+    wrapped = data_parallel(core, broadcast_buffers=False)
+    step = host_of("PyLate").step_of_rank(core, wrapped, loss, dist.get_rank(), **GATHERED, **options)
+    stock, said = step.run(), []
+    with (
+        pylate_fastmaxsim.enabled(stock_masking=True),
+        mock.patch.object(pylate_losses, "log_once", lambda message, *values: said.append(message % values)),
+    ):
+        ours = step.run()
+    named = "Documents are scored in torch.float32, the dtype that they have in another process."
+    assert said == ([] if dist.get_rank() == 0 else [named])
+    assert_equal(ours, stock, 0.1)
 
 
+unused = partial(data_parallel, find_unused_parameters=True)
 CASES["PyLate"] = {
-    "grouped": fused(lambda model: data_parallel(model, find_unused_parameters=True), packs=NONE, mode="grouped"),
-    "cached": fused(data_parallel, "cached", mini_batch_size=2),
-    "fully sharded": fused(fully_sharded, **GATHERED),
-    "fully sharded checkpointed": fused(fully_sharded, packs=NONE, checkpointing=True),
-    "fully sharded cached": fused(fully_sharded, "cached", mini_batch_size=2),
-    "flat sharded": fused(flat_sharded),
-    "hook on one rank": hook_on_one_rank("contrastive"),
-    "hook on one rank cached": hook_on_one_rank("cached", mini_batch_size=2),
+    "grouped": partial(fused, wrap=unused, packs=NONE, mode="grouped"),
+    "cached": partial(fused, wrap=data_parallel, loss="cached", mini_batch_size=2),
+    "fully sharded": partial(fused, wrap=fully_sharded, **GATHERED),
+    "fully sharded checkpointed": partial(fused, wrap=fully_sharded, packs=NONE, checkpointing=True),
+    "fully sharded cached": partial(fused, wrap=fully_sharded, loss="cached", mini_batch_size=2),
+    "flat sharded": partial(fused, wrap=flat_sharded),
+    "hook on one rank": partial(hook_on_one_rank, loss="contrastive"),
+    "hook on one rank cached": partial(hook_on_one_rank, loss="cached", mini_batch_size=2),
 }
 
 
-def colpali(name: str):
+def colpali(_folder: str, name: str) -> None:
     """Losses over the pages of all ranks, as ContrastiveTrainer gathers them. Pages get the gradients of all losses."""
 
     def embeddings(rank: int) -> list[torch.Tensor]:
@@ -125,17 +119,14 @@ def colpali(name: str):
         value.backward()
         return value.detach(), queries.grad, pages.grad
 
-    def run(_folder: str) -> None:
-        rank = dist.get_rank()
-        # In one process, where stock's gradients are right.
-        alone = [step(other, gather=False) for other in range(RANKS)]
-        pages = sum(of_pages for _, _, of_pages in alone).chunk(RANKS)[rank]
-        with pylate_fastmaxsim.enabled():
-            ours = step(rank, gather=True)
-        for own, exact in zip(ours, (*alone[rank][:2], pages), strict=True):
-            torch.testing.assert_close(own, exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
-
-    return run
+    rank = dist.get_rank()
+    # In one process, where stock's gradients are right.
+    alone = [step(other, gather=False) for other in range(RANKS)]
+    pages = sum(of_pages for _, _, of_pages in alone).chunk(RANKS)[rank]
+    with pylate_fastmaxsim.enabled():
+        ours = step(rank, gather=True)
+    for own, exact in zip(ours, (*alone[rank][:2], pages), strict=True):
+        torch.testing.assert_close(own, exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
 
 
 LOSSES = "ColbertLoss", "ColbertPairwiseCELoss", "ColbertNegativeCELoss", "ColbertPairwiseNegativeCELoss"
@@ -146,7 +137,7 @@ CASES = {
     for name, case in each.items()
 }
 if importlib.util.find_spec("colpali_engine"):
-    CASES |= {f"colpali-engine {name}": colpali(name) for name in LOSSES}
+    CASES |= {f"colpali-engine {name}": partial(colpali, name=name) for name in LOSSES}
 
 
 @pytest.mark.parametrize("case", CASES)

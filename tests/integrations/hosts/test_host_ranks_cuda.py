@@ -1,7 +1,5 @@
 """Losses on two GPUs, each with a process of its own. NCCL."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Training by the trainers of Sentence Transformers, and the scripts of the docs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from datasets import Dataset

@@ -3,16 +3,14 @@
 Which of it keeps the padding is a table in encoding/test_modes.py.
 """
 
-from __future__ import annotations
-
 import pytest
 from pylate import losses
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
-from tests.support.compared import assert_equal, run
+from tests.support.compared import assert_as_stock, assert_equal, run
 from tests.support.encoded import batch_of, mode_of
-from tests.support.models import Behind, collated, features, load_model
+from tests.support.models import Behind, checkpointed, collated, features, load_model
 
 
 class Regularised(losses.Contrastive):
@@ -41,12 +39,8 @@ def test_hooks_on_weights_see_the_gradients_that_stock_gives_them(encoder, mode,
     for weight in model.parameters():
         weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
     if reentrant:  # each layer's call has a backward of its own
-        model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": True})
-        model[0].auto_model.enable_input_require_grads()
-    batch = batch_of(model, collate=features)
-    for loss, expected in ((losses.Contrastive, "padded" if reentrant else mode), (losses.CachedContrastive, "padded")):
-        stock = run(loss(model), batch)
-        with pylate_fastmaxsim.enabled(stock_masking=True):
-            assert_equal(run(loss(model), batch), stock)
-            assert mode_of(model) == {expected}
-    assert "a hook of your own is on the gradient of 0.auto_model.embeddings.word_embeddings.weight" in caplog.text
+        checkpointed(model, reentrant=True)
+    assert_as_stock(losses.Contrastive(model), batch_of(model, collate=features))
+    assert mode_of(model) == {"padded" if reentrant else mode}
+    said = "a hook of your own is on the gradient of 0.auto_model.embeddings.word_embeddings.weight"
+    assert (said in caplog.text) == reentrant

@@ -4,8 +4,6 @@ Of names with an underscore the list is complete, which the last test sees to. T
 would not be an error but turn something off. Names that are imported or patched fail by themselves.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect
@@ -42,19 +40,12 @@ PACKAGE = Path(pylate_fastmaxsim.__file__).parent
 
 
 def own(kind: type) -> SimpleNamespace:
-    """What objects of a class have of their own, as far as its code sets it."""
     names = re.findall(r"self\.(\w+)(?:: [^=\n]+)? = ", inspect.getsource(kind))
     return SimpleNamespace(**dict.fromkeys(names, True), __name__=kind.__name__)
 
 
 def checkpointed_layer() -> nn.Module:
-    sizes = {
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "intermediate_size": 8,
-        "vocab_size": 8,
-    }
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8}
     encoder = transformers.BertModel(transformers.BertConfig(**sizes))
     encoder.gradient_checkpointing_enable()
     return encoder.encoder.layer[0]
@@ -93,11 +84,7 @@ NAMES = [
     (torch, "_C _dynamo", "operators in transforms, compiled layers"),
     (torch._C, "_functorch _is_tracing _len_torch_dispatch_stack", "operators in graphs, modes and transforms"),
     (torch._C._functorch, "peek_interpreter_stack is_batchedtensor is_legacy_batchedtensor", "operators in transforms"),
-    (
-        torch._C._functorch,
-        "is_functorch_wrapped_tensor is_gradtrackingtensor get_unwrapped",
-        "the refusal of torch.func",
-    ),
+    (torch._C._functorch, "is_functorch_wrapped_tensor is_gradtrackingtensor get_unwrapped", "no torch.func"),
     (torch._dynamo, "maybe_mark_dynamic", "compiled layers"),
     (torch._dynamo.config, "recompile_limit optimize_ddp skip_nnmodule_hook_guards", "compiled layers"),
     (torch._dynamo.config, "skip_tensor_guards_with_matching_dict_tags", "compiled layers"),
@@ -111,11 +98,7 @@ NAMES = [
     (transformers, "AttentionInterface", "packed attention"),
     (transformers.Gemma3nTextConfig(), "num_kv_shared_layers", "decoders without a cache"),
     (transformers.modeling_layers, "GradientCheckpointingLayer", "compiled checkpointing"),
-    (
-        transformers.utils.output_capturing,
-        "maybe_install_capturing_hooks",
-        "compiled layers whose outputs are asked for",
-    ),
+    (transformers.utils.output_capturing, "maybe_install_capturing_hooks", "outputs of compiled layers"),
     (Trainer, "_init_training_state _load_from_checkpoint _load_optimizer_and_scheduler", "recipes that go on"),
     (Trainer, "_load_rng_state _save _save_rng_state", "recipes that go on"),
     (TrainingArguments("out", use_cpu=True), "_n_gpu _setup_devices", "the arguments of a recipe"),
@@ -132,9 +115,9 @@ NAMES = [
     (Dataset.from_dict({}), "_fingerprint", "the cache of distillation data"),
 ]
 
-if (
-    importlib.util.find_spec("triton")
-    and importlib.import_module("pylate_fastmaxsim.kernels.runtime.cached_launch")._KNOWN
+if importlib.util.find_spec("triton") and (
+    # Which releases have them is said nowhere else.
+    importlib.import_module("pylate_fastmaxsim.kernels.runtime.cached_launch")._KNOWN
 ):
     import triton
     from triton.compiler import CompiledKernel
@@ -148,31 +131,11 @@ if (
     ]
 
 # Of Sentence Transformers 6: where it is installed, the tests of MultiVectorEncoder fail without them.
-OF_MULTI_VECTOR = {
-    "_convert_to_tensor",
-    "_create_minibatch",
-    "_declared_forward_params",
-    "_fill_empty_document_scores",
-    "_query_token_counts",
-    "_zero_row_mask",
-}
-# Strings that look like private names.
-NO_NAMES = {
-    "_FORWARD_WITH_WINNERS",
-    "_arguments",
-    "_attention_mask",
-    "_exit",  # of os
-    "_id",
-    "_input_ids",
-    "_kl_divergence",
-    "_regularizer",
-    "_regularizer_threshold",
-    "_mask",
-    "_threshold",
-    "_tiles",
-    "_vendor",
-}
-OF_NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
+OF_MULTI_VECTOR = "_convert_to_tensor _create_minibatch _declared_forward_params _fill_empty_document_scores"
+OF_MULTI_VECTOR += " _query_token_counts _zero_row_mask"
+# Strings that look like private names, and what named tuples have. _exit is of os.
+NO_NAMES = "_FORWARD_WITH_WINNERS _arguments _attention_mask _exit _id _input_ids _kl_divergence _regularizer"
+NO_NAMES += " _regularizer_threshold _mask _threshold _tiles _vendor _asdict _fields _replace"
 
 
 @pytest.mark.parametrize("owner, names, needs", NAMES, ids=[f"{entry[1]}".split()[0] for entry in NAMES])
@@ -199,7 +162,9 @@ def test_the_list_is_complete():
     # Functions, classes, what objects are given as their own, and what modules and classes hold.
     define = r"(?:def |class |self\.|cls\.)(_[A-Za-z]\w*)|^ *(_[A-Za-z]\w*)(?:: [^=\n]+)?(?: = |$)"
     defined = {name for text in texts.values() for found in re.findall(define, text, re.MULTILINE) for name in found}
-    listed = {name for _, names, _ in NAMES for name in names.split()} | NO_NAMES | OF_NAMED_TUPLES | OF_MULTI_VECTOR
+    listed = {
+        name for names in (*(names for _, names, _ in NAMES), NO_NAMES, OF_MULTI_VECTOR) for name in names.split()
+    }
     for file, text in texts.items():
         more = taken_from_others(text, defined) - listed
         assert not more, f"{file.relative_to(PACKAGE)} needs {', '.join(sorted(more))}, which NAMES does not have."

@@ -1,7 +1,5 @@
 """Decoders that encode texts keep no keys and values for texts that go on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pylate import losses
@@ -15,7 +13,6 @@ from tests.support.models import collated, load_model, sentences
 
 @pytest.fixture
 def kept(monkeypatch):
-    """For every layer that keeps its keys, True."""
     seen, update = [], DynamicCache.update
     monkeypatch.setattr(DynamicCache, "update", lambda self, *args: seen.append(True) or update(self, *args))
     return seen

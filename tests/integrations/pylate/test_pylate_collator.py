@@ -1,7 +1,5 @@
 """What the patched collator leaves with a batch is used where it fits the batch, and nowhere else."""
 
-from __future__ import annotations
-
 import multiprocessing
 
 import pytest

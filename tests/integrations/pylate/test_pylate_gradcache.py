@@ -1,7 +1,5 @@
 """GradCache of PyLate's losses: what it holds, how it divides texts, and how it adds gradients up."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -10,12 +8,11 @@ from pylate import losses
 from torch.nn import functional as F
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim import _winners
 from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
-from tests.support.compared import assert_equal, batch_of, run
+from tests.support.compared import assert_as_stock, assert_equal, batch_of, run
 from tests.support.hosts import operators
 from tests.support.models import features, load_model, looking, sentences
 
@@ -72,7 +69,7 @@ def test_chunks_of_queries(model, monkeypatch, dtype):
     loss_function, batch = losses.CachedContrastive(model, mini_batch_size=2), batch_of(model)
     pylate_fastmaxsim.enable()
     at_once = run(loss_function, batch)
-    monkeypatch.setattr(_winners, "_AT_ONCE_BYTES", 1)  # else a batch of gigabytes
+    monkeypatch.setattr(pylate_losses, "queries_at_once", lambda *_: 1)  # else a batch of gigabytes
     scored = operators((pylate_losses, "maxsim"))(model, monkeypatch)
     in_chunks = run(loss_function, batch)
     assert len(scored) == 3  # of two queries each, as the loss asks for
@@ -81,7 +78,7 @@ def test_chunks_of_queries(model, monkeypatch, dtype):
 
 def test_embeddings_and_their_gradient_are_held_once(model, packed, monkeypatch):
     """Each is as large as all documents, so that of large batches nothing else counts."""
-    monkeypatch.setattr(_winners, "_AT_ONCE_BYTES", 0)  # else a batch of gigabytes
+    monkeypatch.setattr(pylate_losses, "queries_at_once", lambda *_: 1)  # else a batch of gigabytes
     size = model(features(model, sentences(1))[0])["token_embeddings"].shape[-1]
     held = []
 
@@ -110,10 +107,7 @@ def test_an_encoder_that_looks_at_padding_in_calls_of_several_texts_only(
 ):
     model = load_model(encoder("lfm2"), do_query_expansion=query_expansion).double()
     loss_function = losses.CachedContrastive(model, mini_batch_size=mini_batch_size)
-    batch = batch_of(model, queries=4)
-    expected = run(loss_function, batch)
-    pylate_fastmaxsim.enable(stock_masking=True)
-    assert_equal(run(loss_function, batch), expected)
+    assert_as_stock(loss_function, batch_of(model, queries=4))
     said = "Queries are divided into calls as stock PyLate does: Lfm2Model gives other token embeddings"
     assert (said in caplog.text) == query_expansion
 

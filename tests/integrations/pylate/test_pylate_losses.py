@@ -1,12 +1,10 @@
 """PyLate's losses beside the numbers that tests of all hosts compare: masks, columns, metrics, adapters, launches."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
 import torch
-from peft import LoraConfig, PrefixTuningConfig, TaskType, get_peft_model
+from peft import PrefixTuningConfig, TaskType, get_peft_model
 from pylate import losses, scores
 from torch.nn import functional as F
 
@@ -14,7 +12,7 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim.integrations.encoding.plans import unit
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
-from tests.support.compared import assert_as_stock, assert_equal, batch_for, batch_of, mode_of, run
+from tests.support.compared import assert_as_stock, assert_equal, batch_for, batch_of, run
 from tests.support.hosts import operators
 from tests.support.models import collated, features, load_model, looking, sentences
 from tests.support.pylate_steps import OPTIONS
@@ -28,20 +26,6 @@ def test_every_option_is_compared(loss_class):
     # Options of later versions of PyLate are added to OPTIONS; those of earlier ones are a part.
     options = set(inspect.signature(loss_class).parameters) - {"model", "score_metric"}
     assert options <= set().union(*OPTIONS[loss_class])
-
-
-@pytest.mark.parametrize("expansion", [{"do_query_expansion": False}, {"attend_to_expansion_tokens": True}], ids=str)
-def test_query_expansion(encoder, expansion):
-    model = load_model(encoder("modernbert"), **expansion).double()
-    batch = batch_of(model)
-    for loss_class in BOTH:
-        loss_function = loss_class(model)
-        stock = run(loss_function, batch)
-        with pylate_fastmaxsim.enabled(stock_masking=True):
-            assert_equal(run(loss_function, batch), stock)
-            # A mask may hold numbers, of which PyLate looks only at which are 0.
-            doubled = [{**column, "attention_mask": 2 * column["attention_mask"]} for column in batch]
-            assert_equal(run(loss_function, doubled), stock)
 
 
 @pytest.mark.parametrize("padding_free", [True, False])
@@ -75,27 +59,11 @@ def test_stock_masking_where_some_documents_have_no_masked_token(encoder, mode, 
         assert abs(run(loss_function, batch, labels)[0] - stock[0]) > 1e-6
 
 
-@pytest.mark.parametrize("loss_class", BOTH)
-def test_columns_of_their_own_length(model, packed, loss_class):
-    # What a user gets who tokenizes without pad=True. Stock cannot stack these.
-    short, long = (model.tokenize(sentences(6, longest=each, seed=each), is_query=False) for each in (6, 40))
-    pad = long["input_ids"].shape[1] - short["input_ids"].shape[1]
-    assert pad > 0
-    padded = {key: F.pad(value, (0, pad)) for key, value in short.items()}
-    queries = batch_of(model)[0]
-    loss_function = loss_class(model)
-    stock = run(loss_function, [queries, padded, long])
-    pylate_fastmaxsim.enable(stock_masking=True)
-    assert_equal(run(loss_function, [queries, short, long]), stock)
-
-
 def test_padding_stays_where_it_is_asked_for(model):
     loss_function, batch, shapes = losses.Contrastive(model), batch_of(model), []
-    stock = run(loss_function, batch)
     model[0].register_forward_pre_hook(looking(lambda _module, args: shapes.append(args[0]["input_ids"].shape)))
-    pylate_fastmaxsim.enable(padding_free=False, stock_masking=True)
-    assert_equal(run(loss_function, batch), stock)
-    assert shapes == [(6, 12), (6, 32), (6, 32)]
+    assert_as_stock(loss_function, batch, padding_free=False)
+    assert shapes == [(6, 12), (6, 32), (6, 32)] * 2
 
 
 def _sum_of_products(queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None):
@@ -120,17 +88,6 @@ def test_other_score_metrics_get_what_stock_gives_them(model, metric, loss_class
     assert len([message for message in caplog.messages if "score_metric" in message]) == 1
 
 
-def test_a_loss_built_while_enabled_is_stock_again_afterwards(model):
-    batch, labels = batch_of(model, columns=1), torch.rand(6, 1, dtype=torch.float64)
-    for loss_class in ALL:
-        stock = run(loss_class(model), batch, labels)
-        with pylate_fastmaxsim.enabled(stock_masking=True):
-            loss_function = loss_class(model)
-            ours = loss_function(sentence_features=[dict(column) for column in batch], labels=labels)
-        assert ours.item() == pytest.approx(stock[0].item(), rel=1e-10)
-        assert torch.equal(run(loss_function, batch, labels)[0], stock[0])
-
-
 @pytest.mark.parametrize("loss_class", ALL)
 def test_queries_without_documents_are_refused(model, loss_class):
     pylate_fastmaxsim.enable()
@@ -138,25 +95,7 @@ def test_queries_without_documents_are_refused(model, loss_class):
         loss_class(model)(batch_of(model)[:1], torch.rand(6, 1))
 
 
-@pytest.mark.parametrize("wrapped", [True, False], ids=["get_peft_model", "add_adapter"])
-def test_lora(encoder, mode, wrapped):
-    model = load_model(encoder("bert")).double()
-    options = {"task_type": TaskType.FEATURE_EXTRACTION, "init_lora_weights": False}
-    config = LoraConfig(r=4, target_modules=["query", "value"], **options)
-    if wrapped:
-        model[0].auto_model = get_peft_model(model[0].auto_model, config)
-    else:
-        model.add_adapter(config)
-    model.double().train()
-    batch = batch_of(model)
-    weights = run(losses.Contrastive(model), batch)[1]
-    assert any("lora" in name for name in weights) and not any("word_embed" in name for name in weights)
-    assert_as_stock(losses.Contrastive(model), batch)
-    assert mode_of(model) == mode
-
-
 def test_virtual_tokens_of_peft_that_come_after_the_first_batch(encoder, packed):
-    """Of stock's losses, CachedContrastive takes prefix tuning."""
     model = load_model(encoder("bert")).double()
     loss_function, batch = losses.CachedContrastive(model), batch_of(model)
     with pylate_fastmaxsim.enabled(stock_masking=True):

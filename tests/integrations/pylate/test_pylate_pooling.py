@@ -1,54 +1,17 @@
 """PyLate with another pooling than the maximum: scores, and losses beside those that tests of all hosts compare."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from pylate import evaluation, losses, rank, scores
-from torch import nn
-from torch.nn import functional as F
+from pylate import losses, rank, scores
 from torch.nn.utils.rnn import pad_sequence
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TokenBatch, TopK, reference
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
-from tests.support.compared import assert_equal, batch_for, batch_of, mode_of, run
-from tests.support.models import load_model, sentences
+from tests.support.compared import assert_equal, batch_of, mode_of, run
 from tests.support.pooled_definitions import PlainScores
 
 POOLINGS = [TopK(4), Softmax(0.1), LogSumExp(0.1)]
-
-
-class ZeroRows(nn.Module):
-    """A head without a positive number for some tokens, whose vectors are then zero."""
-
-    made = False
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        zero = values[..., :1] > 0
-        self.made |= bool(zero.any())
-        return values.masked_fill(zero, 0)
-
-
-@pytest.mark.parametrize("expand", [False, True])
-@pytest.mark.parametrize("pooling", [Max(), POOLINGS[0], POOLINGS[2]])
-@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.Distillation])
-def test_tokens_whose_vectors_are_zero_do_not_count(encoder, loss_class, pooling, expand):
-    """Without a mask, as of queries with expansion, and with one, in training as in evaluation."""
-    model = load_model(encoder("bert", num_hidden_layers=1), do_query_expansion=expand).double()
-    model[1].activation_function = zeros = ZeroRows()
-    batch, labels = batch_for(loss_class, model)
-    own = loss_class is losses.Distillation
-    loss_function = loss_class(model, score_metric=PooledScores(pooling, length_normalize=True, own_documents=own))
-    stock = run(loss_function, batch, labels)
-    assert zeros.made
-    with pylate_fastmaxsim.enabled(padding_free="always"):
-        assert_equal(run(loss_function, batch, labels), stock)
-        assert mode_of(model) == "grouped"
-    if pooling != Max():
-        stock = run(loss_class(model, score_metric=PooledScores(pooling, own_documents=own)), batch, labels)
-        with pylate_fastmaxsim.enabled(padding_free="always", pooling=pooling):
-            assert_equal(run(loss_class(model), batch, labels), stock)
 
 
 def test_losses_in_groups_and_in_chunks(model, monkeypatch):
@@ -114,25 +77,6 @@ def test_scores_of_embeddings_of_different_lengths(pooling):
         assert [each["score"] for each in result] == pytest.approx(best.tolist(), rel=1e-5)
 
 
-def test_evaluator(encoder):
-    """PyLate's evaluator pads embeddings with zeros and gives no mask."""
-    model = load_model(encoder("modernbert")).eval()
-    queries, documents, labels = sentences(4, longest=8), sentences(12, seed=1), torch.rand(4, 3)
-    groups = [documents[begin : begin + 3] for begin in range(0, 12, 3)]
-    evaluator = evaluation.ColBERTDistillationEvaluator(queries, groups, labels.tolist(), write_csv=False)
-    with pylate_fastmaxsim.enabled(pooling=Softmax(0.1)):
-        ours = evaluator(model)["kl_divergence"]
-    encoded = [
-        TokenBatch.from_list(model.encode(texts, is_query=texts is queries, convert_to_numpy=False))
-        for texts in (queries, documents)
-    ]
-    expected = reference.pooled_scores(*encoded, torch.arange(12).view(4, 3), pooling=Softmax(0.1))
-    lowest, highest = expected.min(1, keepdim=True).values, expected.max(1, keepdim=True).values
-    student = F.log_softmax((expected - lowest) / (highest - lowest + 1e-8), dim=-1)
-    loss = F.kl_div(student, F.log_softmax(labels, dim=-1), reduction="batchmean", log_target=True)
-    assert ours == pytest.approx(loss.item(), rel=1e-4)
-
-
 def test_what_only_stock_could_score_is_an_error(model, monkeypatch):
     queries, documents = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
     pylate_fastmaxsim.enable(pooling=TopK(4))
@@ -153,5 +97,3 @@ def test_scores_that_are_not_known_code_refuse_another_pooling(monkeypatch):
     pylate_fastmaxsim.enable()
     with pytest.raises(ValueError, match=sentence):
         pylate_fastmaxsim.enable(pooling=TopK(4))
-    monkeypatch.undo()
-    pylate_fastmaxsim.enable(pooling=TopK(4))

@@ -1,7 +1,5 @@
 """A ColBERT that is an embedding table becomes a static model with its scores; one that looks at context is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pylate.scores import colbert_scores
@@ -17,7 +15,6 @@ QUERIES, DOCUMENTS = models.sentences(6, longest=10), ["", *models.sentences(20)
 
 
 def assert_scores(static: StaticLateInteraction, queries: list[torch.Tensor], documents: list[torch.Tensor]) -> None:
-    """Scores of all pairs are those of these vectors."""
     found, positions = static.search(QUERIES, DOCUMENTS, len(DOCUMENTS), exact=True)
     rows = [[colbert_scores(q[None], d[None]).item() if len(d) else 0.0 for d in documents] for q in queries]
     torch.testing.assert_close(found.gather(1, positions.argsort(dim=1)), torch.tensor(rows), atol=1e-5, rtol=0)

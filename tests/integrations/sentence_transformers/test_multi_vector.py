@@ -1,10 +1,6 @@
 """Sentence Transformers' own late interaction: what of a MultiVectorEncoder is encoded without padding, and when."""
 
-from __future__ import annotations
-
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,10 +12,9 @@ from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import doctor, hosts
-from pylate_fastmaxsim.integrations.sentence_transformers import encoder as sentence_transformers_encoder
 from tests.support.hosts import encoder_calls
 from tests.support.models import looking
-from tests.support.multi_vector import CACHED, COUNT, HOST, POSITIVES, batch_of, load, modes, step_of
+from tests.support.multi_vector import HOST, POSITIVES, batch_of, load, modes, step_of
 
 
 @pytest.fixture
@@ -37,7 +32,6 @@ def test_query_expansion(encoder, mode, monkeypatch, caplog, strategy, attend):
 
 
 def test_columns_that_are_not_merged(model, packed, monkeypatch):
-    """Column after column, in whatever calls they are asked for."""
     step = step_of(model)
     made, stock = encoder_calls(model), step.run()
     pylate_fastmaxsim.enable()
@@ -48,39 +42,6 @@ def test_columns_that_are_not_merged(model, packed, monkeypatch):
     made.clear()
     step.assert_equal(step.run(), stock)
     assert len(made) == 1
-
-
-def test_what_is_asked_for_in_another_way_is_encoded(model, packed):
-    """A score of somebody's own may encode other texts of the same model, while the loss encodes its own."""
-    step, seen = step_of(model), []
-    similarity = step.loss.similarity_fct
-
-    def encoding(queries, documents, **masks):
-        seen.append(model(batch_of(model)[2], task="document")["token_embeddings"])
-        return similarity(queries, documents, **masks)
-
-    step.loss.similarity_fct = encoding
-    pylate_fastmaxsim.enable()
-    step.run()
-    expected = model(batch_of(model)[2], task="document")
-    attended = expected["attention_mask"].bool()
-    torch.testing.assert_close(seen[0][attended], expected["token_embeddings"][attended])
-
-
-def test_what_is_decided_in_the_first_pass_holds_in_the_second(encoder, packed, monkeypatch):
-    """Wider texts of the same batch may be decided about in between."""
-    model = load(encoder("bert", hidden_dropout_prob=0.3))
-    made, decisions = encoder_calls(model), iter(["packed", "padded", "grouped"])
-    pylate_fastmaxsim.enable()
-    model(batch_of(model)[1], task="document")  # prepares the encoder for packed texts
-    made.clear()
-    monkeypatch.setattr(sentence_transformers_encoder, "mode_for", lambda *args, **kwargs: next(decisions))
-    # As many calls as there are columns: a fourth question would have no answer.
-    step = step_of(model, CACHED, mini_batch_size=COUNT)
-    value = step.value()
-    calls = len(made)
-    value.backward()
-    assert all(torch.equal(*passes) for passes in zip(made[:calls], made[calls:], strict=True))
 
 
 def test_only_training_leaves_padding_out(model, mode):
@@ -145,22 +106,3 @@ def test_an_option_that_only_pylate_has(caplog, monkeypatch):
     monkeypatch.setattr(hosts, "HOSTS", tuple(host for host in hosts.HOSTS if host.name == "Sentence Transformers"))
     pylate_fastmaxsim.enable(stock_masking=True)
     assert "stock_masking=True has no effect: it is an option for PyLate." in caplog.text
-
-
-SCRIPT = """
-import torch
-from sentence_transformers import MultiVectorEncoder
-from sentence_transformers.util import maxsim
-from pylate_fastmaxsim.integrations.options import current_options
-print("on" if current_options() else "off", "forward" in vars(MultiVectorEncoder),
-      maxsim(torch.ones(1, 1, 1), torch.full((1, 1, 1), 2.0)).item())
-"""
-
-
-@pytest.mark.process
-def test_a_script_that_is_not_edited(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "pylate_fastmaxsim.run", "script.py"]
-    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert said.stdout.split() == ["on", "True", "2.0"]
-    assert "Sentence Transformers" in said.stderr and "Nothing was accelerated" not in said.stderr

@@ -1,15 +1,9 @@
 """The complete script of docs/sentence_transformers.md, compared as it is printed."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.compared_script import compared
 from tests.support.examples import training_example
-
-pytest.importorskip(
-    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
-)
 
 
 @pytest.mark.e2e

@@ -1,26 +1,18 @@
 """Scores and evaluators of Sentence Transformers' MultiVectorEncoder, with the maximum and other poolings."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-
-from tests.support.edited import edited
-
-pytest.importorskip(
-    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
-)
-
 from sentence_transformers import util
 from sentence_transformers.multi_vector_encoder import evaluation, scoring
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TopK
 from pylate_fastmaxsim.integrations.sentence_transformers import scores as sentence_transformers_scores
+from tests.support.edited import edited
 from tests.support.hosts import operators
 from tests.support.multi_vector import NEGATIVES, POSITIVES, TEACHER, load
 from tests.support.multi_vector import QUERIES as TEXTS

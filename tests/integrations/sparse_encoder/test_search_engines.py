@@ -1,7 +1,5 @@
 """``semantic_search_fastmaxsim`` beside Sentence Transformers' own search and helpers."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

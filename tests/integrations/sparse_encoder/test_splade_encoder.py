@@ -1,7 +1,5 @@
 """Embeddings and losses of SPLADE models without vocabulary logits, beside what tests of all hosts compare."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -15,11 +13,8 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_encoder
 from tests.support.sparse_encoders import (
     FAMILIES,
-    Router,
-    SpladePooling,
     autoencoder,
     inference_free,
-    masked_lm,
     splade,
     transformer_of,
 )
@@ -107,18 +102,9 @@ def test_adapters_in_the_encoder(model, mode, monkeypatch, wrapped):
 
 @pytest.mark.parametrize("options", [{"query_regularizer_weight": None}, CACHED], ids=["contrastive", "cached"])
 def test_queries_without_an_encoder(encoder, mode, monkeypatch, caplog, options):
-    """Inference-free SPLADE: a Router sends queries to SparseStaticEmbedding."""
     model = inference_free(encoder("distilbert", masked_lm=True))
     HOST.assert_as_stock(model, step_of(model, **options), monkeypatch)
     assert HOST.modes(model) == {mode} and "stock" not in caplog.text
-
-
-def test_one_encoder_in_two_routes(encoder, mode, monkeypatch):
-    transformer = masked_lm(encoder("bert", masked_lm=True))
-    routes = [[transformer], [transformer]]
-    model = SparseEncoder(modules=[Router.for_query_document(*routes), SpladePooling()], device="cpu").double().train()
-    HOST.assert_as_stock(model, step_of(model), monkeypatch)
-    assert HOST.modes(model) == {mode}
 
 
 def test_a_hook_in_the_encoder_keeps_the_padding(model, packed, monkeypatch, caplog):

@@ -1,7 +1,5 @@
 """SPLADE models, or parts of them, that are left to stock: with a line of log, and with stock's values."""
 
-from __future__ import annotations
-
 import copy
 import logging
 
@@ -22,7 +20,7 @@ from transformers import (
     MobileBertConfig,
     MobileBertForMaskedLM,
 )
-from transformers.models.bert.modeling_bert import BertLMPredictionHead, BertOnlyMLMHead
+from transformers.models.bert.modeling_bert import BertLMPredictionHead
 
 import pylate_fastmaxsim
 from tests.support.edited import edited
@@ -37,45 +35,15 @@ def model(encoder) -> SparseEncoder:
     return splade(encoder("bert", masked_lm=True))
 
 
-class Unchanged(nn.Module):
-    def forward(self, features: dict) -> dict:
-        return features
-
-
 class ReadsLogits(nn.Module):
     def forward(self, features: dict) -> dict:
         logits = features["token_embeddings"].mean(dim=1)
         return {**features, "sentence_embedding": features["sentence_embedding"] + logits}
 
 
-class OwnEncoder(SparseEncoder):
-    def forward(self, input: dict, **kwargs) -> dict:
-        for module in self.children():
-            input = module(input)
-        return input
-
-
 class OwnPooling(SpladePooling):
     def forward(self, features: dict) -> dict:
         return {**features, "sentence_embedding": features["token_embeddings"].relu().mean(dim=1)}
-
-
-class OwnStep(nn.Module):
-    """Its tokens [..., L, d] depend on the others of their text, padding included."""
-
-    def __init__(self, step: nn.Module) -> None:
-        super().__init__()
-        self.step = step
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self.step(hidden)
-        return hidden - hidden.mean(dim=-2, keepdim=True)
-
-
-class OwnHead(BertOnlyMLMHead):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = super().forward(hidden)
-        return logits * 0.5 if self.training else logits
 
 
 class OwnBert(BertForMaskedLM):
@@ -98,10 +66,8 @@ def other_architecture(kind, config, **sizes):
     def change(model) -> None:
         torch.manual_seed(0)
         vocabulary = mlm(model).config.vocab_size
-        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        set_mlm(
-            model, kind(config(vocab_size=vocabulary, num_hidden_layers=1, num_attention_heads=2, **sizes, **dropout))
-        )
+        common = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_dropout_prob": 0.0}
+        set_mlm(model, kind(config(vocab_size=vocabulary, attention_probs_dropout_prob=0.0, **common, **sizes)))
 
     return change
 
@@ -111,18 +77,14 @@ def adapter_on_the_decoder(model) -> None:
     model.double()
 
 
-def centres(_module, _args, output: torch.Tensor) -> torch.Tensor:
-    return output - output.mean(dim=-2, keepdim=True)
+def hook_inside(model) -> None:
+    dense = mlm(model).cls.predictions.transform.dense
+    dense.register_forward_hook(lambda _module, _args, output: output - output.mean(dim=-2, keepdim=True))
 
 
 def replace_forward(module: nn.Module) -> None:
     forward = module.forward
     module.forward = lambda *args, **kwargs: forward(*args, **kwargs)
-
-
-def own_step(model) -> None:
-    head = mlm(model).cls.predictions
-    head.transform = OwnStep(head.transform)
 
 
 HOOK = "a hook or another forward is on "
@@ -134,34 +96,22 @@ MOBILE_BERT = other_architecture(MobileBertForMaskedLM, MobileBertConfig, **PART
 # What is changed, and the line of log.
 CASES = {
     "sum": (lambda m: setattr(m[1], "pooling_strategy", "sum"), 'SpladePooling has pooling_strategy="sum"'),
-    "module between": (lambda m: m.insert(1, Unchanged()), "Unchanged follows the encoder, not SpladePooling"),
+    "module between": (lambda m: m.insert(1, nn.Identity()), "Identity follows the encoder, not SpladePooling"),
     "own pooling": (lambda m: m.__setitem__(1, OwnPooling()), "OwnPooling has a forward of its own"),
     "module behind": (lambda m: m.append(ReadsLogits()), "ReadsLogits may read them"),
-    "own model": (lambda m: setattr(m, "__class__", OwnEncoder), "OwnEncoder has a forward of its own"),
     "own language model": (lambda m: setattr(mlm(m), "__class__", OwnBert), "OwnBert has no head that is known"),
     "hook on the model": (lambda m: m.register_forward_hook(lambda *_: None), HOOK + "SparseEncoder"),
     "hook on the pooling": (lambda m: m[1].register_forward_pre_hook(lambda *_: None), HOOK + "SpladePooling"),
     "hook on the head": (lambda m: mlm(m).cls.register_forward_hook(lambda *_: None), HOOK + "BertOnlyMLMHead"),
-    "hook inside the head": (
-        lambda m: mlm(m).cls.predictions.transform.dense.register_forward_hook(centres),
-        "a hook of your own is on Linear",
-    ),
-    "own step of the head": (own_step, "OwnStep is a module of your own"),
-    "own head": (lambda m: setattr(mlm(m).cls, "__class__", OwnHead), "OwnHead is a module of your own"),
+    "hook inside the head": (hook_inside, "a hook of your own is on Linear"),
     "forward of the decoder": (lambda m: replace_forward(mlm(m).cls.predictions.decoder), HOOK + "Linear"),
-    "adapter on the decoder": (
-        adapter_on_the_decoder,
-        "the decoder of BertForMaskedLM is a peft.tuners.lora.layer.Linear",
-    ),
+    "adapter on the decoder": (adapter_on_the_decoder, "the decoder of BertForMaskedLM is a peft.tuners.lora.layer"),
     "a bias behind the decoder": (ESM, "EsmForMaskedLM gives other logits than its parts"),
     "another head": (ELECTRA, "ElectraForMaskedLM has no head that is known"),
     "a decoder in parts": (MOBILE_BERT, "MobileBertForMaskedLM cannot run in parts (RuntimeError"),
     "FSDP": (lambda m: setattr(mlm(m).cls, "_is_fsdp_managed_module", True), "FSDP divides the weights of"),
     "DataParallel": (lambda m: setattr(m[0], "_is_replica", True), "DataParallel copies the model in every step"),
-    "hidden states": (
-        lambda m: setattr(mlm(m).config, "output_hidden_states", True),
-        "it returns the hidden states of all layers",
-    ),
+    "hidden states": (lambda m: setattr(mlm(m).config, "output_hidden_states", True), "it returns the hidden states"),
 }
 
 
@@ -229,8 +179,6 @@ def test_what_comes_after_the_check_by_numbers(model, monkeypatch, change):
 
 
 class Exported:
-    """As a model in ONNX's format: called like the one it was made of, and no module."""
-
     def __init__(self, model: nn.Module) -> None:
         self.model, self.config = model, model.config
 
@@ -282,7 +230,6 @@ def test_a_language_model_that_is_compiled_as_a_whole(model, monkeypatch):
 
 
 def test_a_copy_and_its_original_are_independent(model):
-    """What is known of a model is not copied with it."""
     features = batch_of(model, 2)[1]
     pylate_fastmaxsim.enable()
     first = model(dict(features))["sentence_embedding"]
