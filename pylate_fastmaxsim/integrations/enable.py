@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pylate_fastmaxsim.integrations.options import (
     Options,
     PaddingFree,
     current_options,
+    pooling_from_text,
     refuse_unknown_options,
     set_options,
     switched_off,
@@ -47,7 +49,7 @@ def enable(
     padding_free: PaddingFree = True,
     compile: bool = False,
     stock_masking: bool = False,
-    pooling: Pooling = Max(),
+    pooling: Pooling | str = Max(),
     quiet: bool = False,
 ) -> Status:
     """Make PyLate, colpali-engine and Sentence Transformers' MultiVectorEncoder score without a similarity tensor.
@@ -91,8 +93,8 @@ def enable(
         runs that were made with it. PyLate only.
     pooling
         How a query token pools its similarities to the tokens of a document, in every score that is accelerated:
-        ``Max()``, ``TopK(k)``, ``Softmax(temperature)`` or ``LogSumExp(temperature)``; see
-        :func:`~pylate_fastmaxsim.pooled_scores`. XTR scores, which have a choice of tokens of their own, stay as they
+        ``Max()``, ``TopK(k)``, ``Softmax(temperature)`` or ``LogSumExp(temperature)``, or as the commands write them,
+        ``"top_k=4"``; see :func:`~pylate_fastmaxsim.pooled_scores`. XTR scores, which have a choice of tokens of their own, stay as they
         are, and so do losses with a ``score_metric`` of their own and indexes of other libraries.
     quiet
         Print nothing. Otherwise the first process of a machine writes one line to stderr that says what is accelerated.
@@ -110,8 +112,8 @@ def enable(
         Sentence Transformers from 5 up to but not including 7 can be imported. Of those that are installed and cannot
         be, a line of log says why they are left alone.
     ValueError
-        The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off, or ``stock_masking=True`` comes
-        with another pooling than ``Max()``.
+        The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off, ``stock_masking=True`` comes with
+        another pooling than ``Max()``, or a text names no pooling.
     TypeError
         ``pooling`` is not one, or another option is neither True nor False, nor is ``padding_free`` ``"always"``. Or there
         is no option of a name.
@@ -129,6 +131,11 @@ def enable(
     tensor([[1.]])
     >>> pylate_fastmaxsim.disable()
     """
+    if isinstance(pooling, str):
+        try:
+            pooling = pooling_from_text(pooling)
+        except ArgumentTypeError as error:
+            raise ValueError(str(error)) from None
     new = Options(padding_free, compile, stock_masking, pooling)
     if (setting := switched_off()) is not None:
         _logger.info("%s: nothing is accelerated.", setting)
@@ -217,7 +224,7 @@ def enabled(
     padding_free: PaddingFree = True,
     compile: bool = False,
     stock_masking: bool = False,
-    pooling: Pooling = Max(),
+    pooling: Pooling | str = Max(),
 ) -> Iterator[None]:
     """:func:`enable` for the length of a ``with`` block. Afterwards the options from before are in force again.
 

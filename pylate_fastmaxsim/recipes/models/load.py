@@ -67,7 +67,13 @@ def kind_of(model: ModelSection) -> Kind:
         if module not in NEEDED:
             raise
         library, extra = NEEDED[module]
-        raise RecipeError(f"model.kind {model.kind} needs {library}: {install_command(extra)} ({error}).") from error
+        # Of Sentence Transformers 6, which trains the same models.
+        other = ", or write model.kind: multi_vector" * (
+            module == "colbert" and hasattr(sentence_transformers, "MultiVectorEncoder")
+        )
+        raise RecipeError(
+            f"model.kind {model.kind} needs {library}: {install_command(extra)}{other} ({error})."
+        ) from error
 
 
 def load_model(
