@@ -98,7 +98,11 @@ def fit_to_loss(recipe: Recipe, dataset: Dataset, labels: list[str]) -> Dataset:
     if len(columns) < 2:
         raise RecipeError(
             f"data.columns must be the query, its positive and any negatives, got [{', '.join(columns)}]; "
-            "a column with _id in its name counts as an id."
+            + (
+                "the file is divided by semicolons: write it with commas or tabs."
+                if any(";" in column for column in columns)
+                else "a column with _id in its name counts as an id."
+            )
         )
     require_text_columns(dataset, columns, "data")
     return dataset
