@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Protocol, get_args
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim import enabled
 from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import SAMPLE_DOCUMENTS
@@ -184,8 +185,11 @@ class Search:
 
     def ranking(self) -> Ranking:
         """The ``k`` best documents of each query."""
+        # Of the encoders, that of SPLADE is accelerated where nothing is trained.
+        plugin = enabled() if self.model.kind == "sparse" else nullcontext()
         try:
-            scores, self.positions = self._search()
+            with plugin:
+                scores, self.positions = self._search()
         except NotFiniteError:
             raise RecipeError(
                 f"MODEL {self.name}: some embeddings are NaN or infinite, as after a training that diverged."
