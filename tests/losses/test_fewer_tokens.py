@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from pylate_fastmaxsim import TokenBatch
-from pylate_fastmaxsim.losses.views import first_tokens, pooled_tokens
+from pylate_fastmaxsim.losses.views import pooled_tokens
 
 
 def batch_and_tokens() -> tuple[TokenBatch, list[torch.Tensor]]:
@@ -22,12 +22,6 @@ def batch_and_tokens() -> tuple[TokenBatch, list[torch.Tensor]]:
 def tokens_of(batch: TokenBatch) -> list[torch.Tensor]:
     values, mask = batch.to_padded()
     return [rows[live] for rows, live in zip(values, mask, strict=True)]
-
-
-@pytest.mark.parametrize("count", [1, 3, 7, 20])
-def test_first(count):
-    batch, tokens = batch_and_tokens()
-    torch.testing.assert_close(tokens_of(first_tokens(batch, count)), [each[:count] for each in tokens])
 
 
 @pytest.mark.parametrize("count", [1, 3, 7, 20])
@@ -53,8 +47,3 @@ def test_a_token_that_does_not_count_changes_nothing():
     values = batch.values.detach().masked_fill(~batch.keep[:, None], torch.nan).requires_grad_()
     pooled_tokens(batch.with_values(values), 2).values.sum().backward()
     assert values.grad.isfinite().all()
-
-
-def test_no_document_has_as_many_as_are_asked_for():
-    batch, _ = batch_and_tokens()
-    assert pooled_tokens(batch, 10**12).max_length <= batch.max_length

@@ -13,10 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
-from tests.support.compared import assert_equal
+from tests.support.compared import assert_equal, found, run
 from tests.support.loss_hosts import HOST
 from tests.support.models import attend_to_own_document, sentences
-from tests.support.ranks import loss_and_gradients
 
 pytestmark = [pytest.mark.process, pytest.mark.smoke]
 
@@ -32,7 +31,7 @@ def _started(folder: str) -> tuple[nn.Module, Callable[[Callable], tuple]]:
     batch = HOST.columns(core, sentences(6, longest=8, seed=rank), *texts)
     labels = torch.rand(6, 2, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     model = DistributedDataParallel(core)
-    return model, lambda loss: loss_and_gradients(core, lambda columns: loss(columns, labels), batch)
+    return model, lambda loss: run(loss, batch, labels)
 
 
 def _same(folder: str, makes: list[Callable[[nn.Module], nn.Module]], **options) -> None:
@@ -79,8 +78,10 @@ def _pages(folder: str) -> None:
     pages = processor.process_images([page(4 * rank + number) for number in range(4)])
 
     def step(model: nn.Module, finish: Callable = lambda loss: loss) -> tuple:
-        loss = ColbertLoss(temperature=0.2)
-        return loss_and_gradients(core, lambda _: finish(loss(model(**queries), model(**pages))), [])
+        core.zero_grad()
+        loss = finish(ColbertLoss(temperature=0.2)(model(**queries), model(**pages)))
+        loss.backward()
+        return found(core, loss)
 
     stock = step(model)
     with pylate_fastmaxsim.enabled():

@@ -1,24 +1,16 @@
-"""Documents gathered in several processes have the scores and gradients of one, and losses on them those of PyLate."""
+"""Documents gathered in several processes have the scores and gradients of one."""
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from pylate import losses
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-import pylate_fastmaxsim
-from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TokenBatch, TopK, maxsim, pooled_scores
-from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
+from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK, maxsim, pooled_scores
 from pylate_fastmaxsim.ops.gathered import gather_documents
 from pylate_fastmaxsim.pooling import Pooling
-from tests.support.compared import assert_equal
-from tests.support.models import attend_to_own_document, features, load_model, sentences
-from tests.support.pooled_definitions import PlainScores
-from tests.support.ranks import loss_and_gradients, run_cases
+from tests.support.ranks import run_cases
 
 DIM = 8
 
@@ -103,39 +95,6 @@ def _different_kinds(folder: str) -> None:
         assert maxsim(torch.ones(1, 3, DIM), documents).unique().tolist() == [3 * DIM]
 
 
-def _batch(model, rank: int, queries: int = 6):
-    longest = (6, 40, 2, 20)[rank]
-    texts = [sentences(queries, longest=8, seed=rank)]
-    texts += [sentences(queries, longest=longest, seed=10 * column + rank) for column in (1, 2)]
-    if rank == 1:
-        # Nothing but tokens of the skiplist, beside those that every document has.
-        texts[2] = [". !"] * queries
-    return features(model, *texts)
-
-
-def _losses(loss_class, packed: bool = False, pooling: Pooling = Max(), **options) -> Callable[[str], None]:
-    """A loss in float32 as in stock, which is given another pooling as a ``score_metric`` in plain PyTorch."""
-
-    def run(folder: str) -> None:
-        core = load_model(f"{folder}/modernbert", document_length=32)
-        batch = _batch(core, dist.get_rank())
-        loss_function = loss_class(DistributedDataParallel(core), gather_across_devices=True, **options)
-        step = partial(loss_and_gradients, core, loss_function, batch)
-        metric = options.get("score_metric", PooledScores(pooling))
-        pooled = metric.pooling != Max()
-        default = loss_function.score_metric
-        if pooled:
-            loss_function.score_metric = PlainScores(metric)
-        stock = step()
-        loss_function.score_metric = default
-        if packed:
-            encoding_attention.variable_length_attention = attend_to_own_document
-        with pylate_fastmaxsim.enabled(stock_masking=not pooled, pooling=pooling):
-            assert_equal(step(), stock, 1e-5)
-
-    return run
-
-
 def _on_gpu(batch: TokenBatch) -> TokenBatch:
     values, starts, lengths, keep = (each.cuda() for each in (batch.values, batch.starts, batch.lengths, batch.keep))
     return TokenBatch(values, starts, lengths, batch.max_length, keep)
@@ -174,7 +133,6 @@ def _waits_for_no_computation(folder: str) -> None:
     torch.testing.assert_close(layout(gathered), expected, rtol=0, atol=0)
 
 
-METRIC = PooledScores(Softmax(0.1), length_normalize=True)
 GPU_CASES = {"gradients on GPUs": _gradients_on_gpus, "waits for no computation": _waits_for_no_computation}
 CPU_CASES = {
     "operator": _operator(),
@@ -184,11 +142,6 @@ CPU_CASES = {
     "operator with softmax": _operator(pooling=Softmax(0.5)),
     "operator with log-sum-exp": _operator(pooling=LogSumExp(0.5)),
     "different kinds": _different_kinds,
-    "contrastive": _losses(losses.Contrastive),
-    "cached packed": _losses(losses.CachedContrastive, mini_batch_size=2, packed=True),
-    "cached chunks": _losses(losses.CachedContrastive, mini_batch_size=3, score_mini_batch_size=2),
-    "contrastive top-k": _losses(losses.Contrastive, pooling=TopK(3)),
-    "cached metric": _losses(losses.CachedContrastive, mini_batch_size=2, score_metric=METRIC),
 }
 
 

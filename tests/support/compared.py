@@ -3,7 +3,6 @@
 import torch
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 from tests.support.models import features, sentences
 
@@ -67,7 +66,3 @@ def assert_as_stock(loss_function, batch, labels=None, times: int = 1, tolerance
     pylate_fastmaxsim.enable(**{"stock_masking": True, **options})
     for _ in range(times):
         assert_equal(run(loss_function, batch, labels), stock, tolerance)
-
-
-def mode_of(model) -> str:
-    return next(iter(modes.chosen[unwrap(model)].values()))

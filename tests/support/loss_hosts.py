@@ -3,18 +3,27 @@
 ``HOST`` has its models, batches and losses by the same names, and what a loss of ours has to equal, by the host alone.
 """
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pylate_fastmaxsim import encode, maxsim
-from pylate_fastmaxsim.integrations.encoding import modes
-from tests.support.models import features, load_model, sentences
+from tests.support.hosts import host_of
+from tests.support.models import features, sentences
+
+try:
+    from pylate import losses
+
+    from tests.support import training_runs
+except ImportError:  # Sentence Transformers 6 excludes it
+    from tests.support import multi_vector
+
+    training_runs = None
 
 VIEWS = {"dims": (16, 6), "weights": (1.0, 0.5), "document_tokens": (None, 3), "token_weights": (2.0, 1.0)}
 # Of ContrastiveDistillation, and in `both`.
@@ -70,27 +79,32 @@ class OverCutModels(nn.Module):
         return total
 
 
-class PyLate:
-    # Of enable(), for scores that are those of the host; and how far they are then.
-    exactly = {"stock_masking": True}
-    tolerance = 1e-10
+class Host:
+    def __init__(self, name: str) -> None:
+        self.steps = host_of(name)
+        # Of enable(), for scores that are those of the host.
+        self.exactly = self.steps.options
 
     def load(self, path: str, double: bool = True, **options: object):
-        model = load_model(path, **options)
-        return model.double() if double else model
+        model = self.steps.load(path, **options)
+        return model if double else model.float()
+
+    def modes(self, model) -> set[str]:
+        return self.steps.modes(model)
+
+    def batch_for(self, name: str, model) -> list[dict]:
+        return batch_of(model)
+
+
+class PyLate(Host):
+    tolerance = 1e-10
+    # Losses without GradCache by their names.
+    losses = "contrastive", "distillation"
 
     def columns(self, model, *texts: list[str]) -> list[dict[str, Tensor]]:
         return features(model, *texts)
 
-    def modes(self, model) -> set[str]:
-        return set(modes.chosen[model].values())
-
-    # Losses without GradCache by their names.
-    losses = "contrastive", "distillation"
-
     def loss(self, name: str, model) -> nn.Module:
-        from pylate import losses
-
         if name == "distillation":
             return losses.Distillation(model, normalize_scores=False)
         return losses.Contrastive(model)
@@ -100,21 +114,15 @@ class PyLate:
 
     def with_gradcache(self, model, **options) -> tuple[nn.Module, nn.Module]:
         """A loss with GradCache, and the one of the whole batch."""
-        from pylate import losses
-
         cached = losses.CachedContrastive(model, mini_batch_size=2, size_average=False, **options)
         return cached, losses.Contrastive(model, size_average=False, **options)
 
     def gathered(self, model, ranks: int) -> tuple[nn.Module, float]:
         """The contrastive loss over the documents of all ranks with temperature 0.5, and how many times that it is."""
-        from pylate import losses
-
         return losses.Contrastive(model, gather_across_devices=True, temperature=0.5), float(ranks)
 
     def both(self, model) -> nn.Module:
         """What ContrastiveDistillation computes with ``OPTIONS``."""
-        from pylate import losses
-
         loss = self.loss("distillation", model)
         loss.score_metric = lambda *args, **kwargs: losses.distillation.colbert_kd_scores(*args, **kwargs) / 0.5
 
@@ -124,76 +132,43 @@ class PyLate:
         return Weighted(model, (0.7, losses.Contrastive(model, temperature=0.5)), (3.0, distillation))
 
     def over_cut_models(self, loss: nn.Module) -> nn.Module:
-        from pylate.losses.contrastive import extract_skiplist_mask
-
         def cut(dim, tokens, model, args, _given, output):
             is_query = args[0]["input_ids"].shape[1] == model.query_length
             if tokens is not None and not is_query:
-                _, live = extract_skiplist_mask([args[0], args[0]], model.skiplist)
+                _, live = losses.contrastive.extract_skiplist_mask([args[0], args[0]], model.skiplist)
                 args[0]["attention_mask"] = (live & (live.cumsum(1) <= tokens)).long()
             return {**output, "token_embeddings": output["token_embeddings"][..., :dim]}
 
         return OverCutModels(loss, cut)
 
     def train(self, model, loss, folder: Path) -> list[float]:
-        from tests.support.training_runs import candidates, train
-
-        return train(model, loss, candidates(), folder, eval_strategy="epoch")
+        return training_runs.train(model, loss, training_runs.candidates(), folder, eval_strategy="epoch")
 
 
-class MultiVector:
-    exactly: dict = {}
+class MultiVector(Host):
     # Scores are float32 in a model in float64 too.
     tolerance = 3e-6
-
-    def load(self, path: str, double: bool = True):
-        from sentence_transformers import MultiVectorEncoder
-
-        torch.manual_seed(0)
-        model = MultiVectorEncoder(path, device="cpu").train()
-        return model.double() if double else model
+    losses = "contrastive", "contrastive in mini-batches", "contrastive, mean", "contrastive by XTR"
+    losses += "distillation", "margins"
 
     def columns(self, model, *texts: list[str]) -> list[dict]:
         tasks = ["query", *["document"] * (len(texts) - 1)]
         return [{**model.preprocess(each, task=task), "task": task} for each, task in zip(texts, tasks, strict=True)]
 
-    def modes(self, model) -> set[str]:
-        return set(modes.chosen[model[0]].values())
-
-    losses = "contrastive", "in mini-batches", "mean", "XTR", "distillation", "margins"
-
     def loss(self, name: str, model) -> nn.Module:
-        from sentence_transformers.multi_vector_encoder import losses, scoring
-
-        if name in ("distillation", "margins"):
-            kind = losses.MultiVectorDistillKLDivLoss if name == "distillation" else losses.MultiVectorMarginMSELoss
-            return kind(model)
-        options = {
-            "in mini-batches": {"mini_batch_size": 5, "score_mini_batch_size": 3, "scale": 2.0},
-            "mean": {"similarity_fct": scoring.mean_colbert_scores, "scale": 8.0},
-            "XTR": {"similarity_fct": scoring.XTRScores(9)},
-        }
-        return losses.MultiVectorMultipleNegativesRankingLoss(model, **options.get(name, {}))
-
-    def batch_for(self, name: str, model) -> list[dict]:
-        return batch_of(model)
+        loss_class, options = multi_vector.LOSSES[name]
+        return loss_class(model, **({} if name == "distillation" else options))
 
     def with_gradcache(self, model, **options) -> tuple[nn.Module, nn.Module]:
-        from sentence_transformers.multi_vector_encoder import losses
-
-        cached = losses.CachedMultiVectorMultipleNegativesRankingLoss(model, mini_batch_size=3, **options)
-        return cached, losses.MultiVectorMultipleNegativesRankingLoss(model, **options)
+        cached = multi_vector.CACHED(model, mini_batch_size=3, **options)
+        return cached, multi_vector.CONTRASTIVE(model, **options)
 
     def gathered(self, model, ranks: int) -> tuple[nn.Module, float]:
-        from sentence_transformers.multi_vector_encoder import losses
-
-        return losses.MultiVectorMultipleNegativesRankingLoss(model, scale=2.0, gather_across_devices=True), 1.0
+        return multi_vector.CONTRASTIVE(model, scale=2.0, gather_across_devices=True), 1.0
 
     def both(self, model) -> nn.Module:
-        from sentence_transformers.multi_vector_encoder import losses
-
-        contrastive = losses.MultiVectorMultipleNegativesRankingLoss(model, scale=2.0)
-        distillation = losses.MultiVectorDistillKLDivLoss(model, student_temperature=0.5, teacher_temperature=0.25)
+        contrastive = multi_vector.CONTRASTIVE(model, scale=2.0)
+        distillation = multi_vector.DISTILLATION(model, student_temperature=0.5, teacher_temperature=0.25)
         # It is times the square of its student temperature.
         return Weighted(model, (0.7, lambda columns, _: contrastive(columns)), (3.0 / 0.25, distillation))
 
@@ -207,25 +182,19 @@ class MultiVector:
         return OverCutModels(loss, cut)
 
     def train(self, model, loss, folder: Path) -> list[float]:
-        from datasets import Dataset
-        from sentence_transformers import MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
-
+        trainer_class, arguments_class = self.steps.trainer
         options = {"per_device_train_batch_size": 3, "max_steps": 4, "logging_steps": 1, "report_to": "none"}
-        arguments = MultiVectorEncoderTrainingArguments(str(folder), use_cpu=True, disable_tqdm=True, **options)
+        arguments = arguments_class(str(folder), use_cpu=True, disable_tqdm=True, **options)
         rows = dict(zip(("query", "positive", "negative_1", "negative_2"), TEXTS, strict=True))
         data = Dataset.from_dict({**rows, "label": LABELS.tolist()})
-        trainer = MultiVectorEncoderTrainer(model=model, args=arguments, train_dataset=data, loss=loss)
+        trainer = trainer_class(model=model, args=arguments, train_dataset=data, loss=loss)
         trainer.train()
         trainer.save_model(str(folder / "saved"))
         assert type(loss).__name__ in (folder / "saved" / "README.md").read_text(encoding="utf-8")
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-try:
-    importlib.import_module("pylate")
-    HOST: PyLate | MultiVector = PyLate()
-except ImportError:
-    HOST = MultiVector()
+HOST = PyLate("PyLate") if training_runs else MultiVector("MultiVectorEncoder")
 
 
 def batch_of(model) -> list[dict]:

@@ -1,13 +1,10 @@
 """Tiny encoders with random weights and tokenizers trained on the spot, so that nothing is downloaded."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
@@ -34,9 +31,6 @@ from transformers import (
     Qwen3Config,
     XLMRobertaConfig,
 )
-
-if TYPE_CHECKING:
-    from pylate.models import ColBERT
 
 TEXT = """
 Late interaction keeps one vector for every token of a document, and compares each of them with each
@@ -96,9 +90,7 @@ def build_model(
     return str(folder)
 
 
-def load_model(
-    path: str, document_length: int = 32, query_length: int = 12, device: str = "cpu", **options: object
-) -> ColBERT:
+def load_model(path: str, document_length: int = 32, query_length: int = 12, device: str = "cpu", **options: object):
     from pylate.models import ColBERT
 
     torch.manual_seed(0)
@@ -112,14 +104,14 @@ def checkpointed(model: Sequence[nn.Module], reentrant: bool = False) -> None:
         model[0].auto_model.enable_input_require_grads()
 
 
-def features(model: ColBERT, queries: Sequence[str], *columns: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+def features(model, queries: Sequence[str], *columns: Sequence[str]) -> list[dict[str, torch.Tensor]]:
     """A tokenized batch without what our collator adds."""
     batch = [model.tokenize(list(queries), is_query=True, pad=True)]
     batch += [model.tokenize(list(column), is_query=False, pad=True) for column in columns]
     return [{key: value.to(model.device) for key, value in column.items()} for column in batch]
 
 
-def collated(model: ColBERT, queries: Sequence, *columns: Sequence, **options: object) -> list[dict]:
+def collated(model, queries: Sequence, *columns: Sequence, **options: object) -> list[dict]:
     """The same batch from PyLate's collator with its ``options``, as the trainer hands it to a loss."""
     from pylate.utils import ColBERTCollator
 

@@ -3,6 +3,7 @@
 from pylate import losses
 from pylate.scores import XTRKDScores, XTRScores
 
+from pylate_fastmaxsim import PooledScores
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 from tests.support import rank_steps
@@ -54,7 +55,7 @@ LOSSES |= {
 
 def step_of_rank(model, wrapped, name: str, rank: int, **options) -> Step:
     loss_class = next(loss_class for loss_class, each in NAMES.items() if each == name)
-    # Scores by XTR are float32.
+    # Scores by these are float32.
     tolerance = 1e-5 if "score_metric" in options else 1e-10
     return Step(loss_class(wrapped, **options), rank_steps.batch_of(model, rank), tolerance=tolerance)
 
@@ -66,7 +67,7 @@ HOST = Host(
     transformer=lambda model: model[0],
     decided_by=lambda model: model,
     families={"modernbert": None},
-    watch=operators((pylate_losses, "maxsim"), (pylate_losses, "xtr_scores")),
+    watch=operators((pylate_losses, "maxsim"), (pylate_losses, "xtr_scores"), (PooledScores, "of_batches")),
     options={"stock_masking": True},
     metric="score_metric",
 )

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
@@ -40,15 +39,6 @@ def run_cases(module: str, ranks: int, folder: Path, backend: str = "gloo") -> C
         return [file.read_text() if file.exists() else "did not end" for file in files]
 
     return outcome
-
-
-def loss_and_gradients(core: nn.Module, loss_function: nn.Module, batch: list[dict]) -> tuple[float, dict]:
-    core.zero_grad()
-    loss = loss_function([dict(column) for column in batch])
-    loss.backward()
-    # Of what FSDP makes flat, a rank may have no part of a weight.
-    gradients = {name: weight.grad.clone() for name, weight in core.named_parameters() if weight.grad is not None}
-    return loss.item(), gradients
 
 
 def _process(rank: int, module: str, ranks: int, folder: str, backend: str) -> None:

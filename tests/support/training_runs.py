@@ -26,26 +26,18 @@ def candidates() -> Dataset:
     return Dataset.from_dict({"query": sentences(ROWS, longest=8), "documents": documents, "label": scores})
 
 
-def train(
-    model: ColBERT,
-    loss,
-    data: Dataset | dict[str, Dataset],
-    folder,
-    trainer_class: type = SentenceTransformerTrainer,
-    collator_class: type = ColBERTCollator,
-    **arguments,
-) -> list[float]:
+def train(model: ColBERT, loss, data: Dataset | dict[str, Dataset], folder, **arguments) -> list[float]:
     """The loss of each step."""
     options = {"num_train_epochs": 2, "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH}
     options |= {"learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no", "report_to": [], "seed": 1}
     options |= {"output_dir": str(folder), "disable_tqdm": True, "use_cpu": True, **arguments}
-    trainer = trainer_class(
+    trainer = SentenceTransformerTrainer(
         model=model,
         args=SentenceTransformerTrainingArguments(**options),
         train_dataset=data,
         eval_dataset=data,
         loss=loss,
-        data_collator=collator_class(tokenize_fn=model.tokenize),
+        data_collator=ColBERTCollator(tokenize_fn=model.tokenize),
     )
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -113,24 +113,3 @@ def test_layers_in_a_list_of_blocks():
     layers = [nn.Linear(1, 1) for _ in range(3)]
     blocks = nn.ModuleList([nn.ModuleList(layers[:1]), nn.ModuleList(layers[1:])])
     assert encoder_layers(nn.ModuleDict({"blocks": blocks})) == layers
-
-
-def test_rotary_angles_are_computed_once_a_forward(encoder, monkeypatch):
-    model = load_model(encoder("modernbert", num_hidden_layers=4)).double()
-    loss_function, batches = losses.Contrastive(model), [batch_of(model, seed=seed) for seed in range(2)]
-    expected = [run(loss_function, batch) for batch in batches]
-    rotary = model[0].auto_model.rotary_emb
-    stock, made = type(rotary).forward, []
-
-    def forward(self, x, position_ids, layer_type=None):
-        made.append(layer_type)
-        return stock(self, x, position_ids, layer_type)
-
-    monkeypatch.setattr(type(rotary), "forward", forward)
-    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
-        for batch, stock_result in zip(batches, expected, strict=True):
-            made.clear()
-            assert_equal(run(loss_function, batch), stock_result)
-            calls = len(made) / len(set(made))
-            assert calls < len(encoder_layers(model)) and set(made) == {"full_attention", "sliding_attention"}
-    assert rotary._compiled_call_impl is None

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim import PooledScores, Softmax, TopK
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import masks, modes
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
@@ -179,6 +180,7 @@ def _too_few_to_divide(folder: str) -> None:
 
 
 GATHERED = {"gather_across_devices": True}
+SOFTMAX = PooledScores(Softmax(0.1), length_normalize=True)
 _unbuffered = partial(data_parallel, broadcast_buffers=False)
 _static = partial(_unbuffered, static_graph=True)
 
@@ -194,6 +196,8 @@ CASES = {
     # No row has its 46th largest similarity twice, as the 40th: which of equal ones stock lets through depends on the
     # last bit.
     "xtr": compare_host("PyLate", "cached", mini_batch_size=2, score_metric=XTRScores(46), **GATHERED),
+    "top-k": compare_host("PyLate", "contrastive", score_metric=PooledScores(TopK(3)), **GATHERED),
+    "cached softmax": compare_host("PyLate", "cached", mini_batch_size=2, score_metric=SOFTMAX, **GATHERED),
     "one packs": partial(_ranks_that_differ, wrap=data_parallel, change=_pack, mode="grouped"),
     "one finds a difference": partial(_ranks_that_differ, wrap=fully_sharded, change=_centre, mode="padded"),
     "one has a hook": partial(_ranks_that_differ, wrap=data_parallel, change=_hook, mode="padded"),

@@ -8,12 +8,11 @@ import torch
 from pylate import losses
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding import modes
 from tests.support.compared import assert_equal, run
 from tests.support.encoded import batch_of, calls_of, mode_of
-from tests.support.models import TEXT, attend_to_own_document, collated, features, load_model, sentences
+from tests.support.models import collated, features, load_model, sentences
 
 WIDE = {"local_attention": 24}  # of ModernBERT: local layers see 12 tokens to each side, all of a query of 12
 
@@ -103,22 +102,6 @@ def test_such_queries_have_a_call_of_their_own(encoder, packed, caplog, queries,
     encoding_encode.release()
     assert_as_stock(model, batch, joint=False)
     assert said in caplog.text
-
-
-def test_an_attention_to_tokens_that_are_not_attended_to_shows_where_no_query_has_any(encoder, monkeypatch):
-    def to_all(*args, key_cu_seqlens, **options):
-        return attend_to_own_document(*args, **options)
-
-    monkeypatch.setattr(encoding_attention, "variable_length_attention", to_all)
-    model = load(encoder)
-    full = collated(model, [" ".join(TEXT.split()[begin : begin + 20]) for begin in range(4)], sentences(4, seed=1))
-    assert full[0]["attention_mask"].all()
-    with pylate_fastmaxsim.enabled(padding_free=False, stock_masking=True):
-        expected = step(model, batch_of(model))
-    pylate_fastmaxsim.enable(stock_masking=True)
-    step(model, full)
-    assert set(modes.joined[model].values()) == {False}
-    assert_equal(step(model, batch_of(model)), expected)
 
 
 @pytest.mark.compile

@@ -10,11 +10,10 @@ from torch.nn import functional as F
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import TokenBatch, reference
-from pylate_fastmaxsim.integrations.encoding.plans import unit
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
-from tests.support.compared import assert_as_stock, assert_equal, batch_for, batch_of, run
+from tests.support.compared import assert_equal, batch_for, batch_of, run
 from tests.support.hosts import operators
-from tests.support.models import collated, features, load_model, looking, sentences
+from tests.support.models import collated, features, load_model, sentences
 from tests.support.pylate_steps import OPTIONS
 
 BOTH = losses.Contrastive, losses.CachedContrastive
@@ -57,13 +56,6 @@ def test_stock_masking_where_some_documents_have_no_masked_token(encoder, mode, 
         assert_equal(run(loss_function, batch, labels), stock)
     with pylate_fastmaxsim.enabled():
         assert abs(run(loss_function, batch, labels)[0] - stock[0]) > 1e-6
-
-
-def test_padding_stays_where_it_is_asked_for(model):
-    loss_function, batch, shapes = losses.Contrastive(model), batch_of(model), []
-    model[0].register_forward_pre_hook(looking(lambda _module, args: shapes.append(args[0]["input_ids"].shape)))
-    assert_as_stock(loss_function, batch, padding_free=False)
-    assert shapes == [(6, 12), (6, 32), (6, 32)] * 2
 
 
 def _sum_of_products(queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None):
@@ -123,24 +115,3 @@ def test_one_launch_scores_all_documents_without_padding_in_the_autocast_dtype(
     assert queries.values.dtype == documents.values.dtype == torch.bfloat16
     assert len(documents.values) == sum(int(column["attention_mask"].sum()) for column in batch[1:])
     assert len(documents) == sum(len(column["input_ids"]) for column in batch[1:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_unit_is_what_normalising_in_float32_and_rounding_gives(dtype):
-    embeddings = torch.randn(2, 5, 16, dtype=torch.float64).to(dtype)
-    embeddings[0, 0] = 0
-    embeddings = embeddings.transpose(0, 1).requires_grad_()
-    gradient = torch.randn(5, 2, 16).bfloat16()
-    exact = embeddings.detach().double().requires_grad_()
-    expected = F.normalize(exact, dim=-1)
-    expected.backward(gradient.double())
-    with torch.autocast("cpu", torch.bfloat16):
-        ours = unit(embeddings)
-    ours.backward(gradient)
-    assert ours.dtype == torch.bfloat16 and embeddings.grad.dtype == dtype
-    torch.testing.assert_close(ours.double(), expected.detach(), rtol=2**-8, atol=0)
-    live = exact.grad.abs() < 1e6  # what is left of a vector of zeros is its gradient over the bound
-    rtol, atol = 2**-7 if dtype == torch.bfloat16 else 1e-5, 1e-6 * exact.grad[live].abs().max().item()
-    own = embeddings.grad.double()
-    torch.testing.assert_close(own[live], exact.grad[live], rtol=rtol, atol=atol)
-    torch.testing.assert_close(own[~live], exact.grad[~live], rtol=2**-7, atol=0)

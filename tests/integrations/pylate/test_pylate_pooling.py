@@ -8,7 +8,8 @@ from torch.nn.utils.rnn import pad_sequence
 import pylate_fastmaxsim
 from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TokenBatch, TopK, reference
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
-from tests.support.compared import assert_equal, batch_of, mode_of, run
+from tests.support.compared import assert_equal, batch_of, run
+from tests.support.encoded import mode_of
 from tests.support.pooled_definitions import PlainScores
 
 POOLINGS = [TopK(4), Softmax(0.1), LogSumExp(0.1)]
@@ -22,7 +23,7 @@ def test_losses_in_groups_and_in_chunks(model, monkeypatch):
     plain = run(losses.CachedContrastive(model, score_metric=PlainScores(metric)), batch)
     with pylate_fastmaxsim.enabled(pooling=metric.pooling):
         assert_equal(run(loss_function, batch), plain)
-        assert mode_of(model) == "grouped"
+        assert mode_of(model) == {"grouped"}
     assert asked == [(12, 12, 4)]  # tokens of a query, documents, and the four winners of each, a byte each
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
-from tests.support.compared import assert_as_stock, assert_equal, batch_for, batch_of, run
+from tests.support.compared import assert_as_stock, assert_equal, batch_for, run
 from tests.support.hosts import operators
 from tests.support.models import features, sentences
 from tests.support.pylate_steps import metric_of
@@ -49,13 +49,3 @@ def test_a_masked_token_counts_as_zero(model, mode):
     assert ((best < 0) & ~mask.all(dim=1)).any()
     loss_function = losses.Contrastive(model, score_metric=XTRScores(int(mask.sum())))
     assert_as_stock(loss_function, batch, tolerance=1e-5, stock_masking=False)
-
-
-def test_a_small_last_batch_takes_all_its_tokens(model):
-    batch = batch_of(model, columns=1, queries=2)
-    loss_function = losses.Contrastive(model, score_metric=XTRScores(1000))
-    with pytest.raises(RuntimeError, match="out of range"):
-        run(loss_function, batch)
-    largest = losses.Contrastive(model, score_metric=XTRScores(len(batch[1]["input_ids"].flatten())))
-    with pylate_fastmaxsim.enabled():
-        assert torch.equal(run(loss_function, batch)[0], run(largest, batch)[0])

@@ -13,8 +13,6 @@ from sentence_transformers import SparseEncoder
 from torch import nn
 from transformers import (
     BertForMaskedLM,
-    ElectraConfig,
-    ElectraForMaskedLM,
     EsmConfig,
     EsmForMaskedLM,
     MobileBertConfig,
@@ -25,7 +23,7 @@ from transformers.models.bert.modeling_bert import BertLMPredictionHead
 import pylate_fastmaxsim
 from tests.support.edited import edited
 from tests.support.sparse_encoders import Router, SpladePooling, masked_lm, splade, transformer_of
-from tests.support.splade_steps import Step, batch_of, splade_loss, step_of, watch_decoder
+from tests.support.splade_steps import Step, batch_of, splade_loss, step_of
 
 STOCK = "Vocabulary logits are computed for every token, as stock Sentence Transformers does: "
 
@@ -91,7 +89,6 @@ HOOK = "a hook or another forward is on "
 SMALL = {"hidden_size": 32, "intermediate_size": 32}
 PARTS = {**SMALL, "embedding_size": 16, "intra_bottleneck_size": 16}
 ESM = other_architecture(EsmForMaskedLM, EsmConfig, **SMALL, pad_token_id=0)
-ELECTRA = other_architecture(ElectraForMaskedLM, ElectraConfig, **SMALL, embedding_size=32)
 MOBILE_BERT = other_architecture(MobileBertForMaskedLM, MobileBertConfig, **PARTS)
 # What is changed, and the line of log.
 CASES = {
@@ -107,7 +104,6 @@ CASES = {
     "forward of the decoder": (lambda m: replace_forward(mlm(m).cls.predictions.decoder), HOOK + "Linear"),
     "adapter on the decoder": (adapter_on_the_decoder, "the decoder of BertForMaskedLM is a peft.tuners.lora.layer"),
     "a bias behind the decoder": (ESM, "EsmForMaskedLM gives other logits than its parts"),
-    "another head": (ELECTRA, "ElectraForMaskedLM has no head that is known"),
     "a decoder in parts": (MOBILE_BERT, "MobileBertForMaskedLM cannot run in parts (RuntimeError"),
     "FSDP": (lambda m: setattr(mlm(m).cls, "_is_fsdp_managed_module", True), "FSDP divides the weights of"),
     "DataParallel": (lambda m: setattr(m[0], "_is_replica", True), "DataParallel copies the model in every step"),
@@ -216,17 +212,6 @@ def test_an_edited_pooling_is_left_to_stock(model, monkeypatch, caplog):
     monkeypatch.undo()
     pylate_fastmaxsim.enable()
     assert "SPLADE without vocabulary logits, exact search of sparse embeddings; " in caplog.text
-
-
-@pytest.mark.compile
-def test_a_language_model_that_is_compiled_as_a_whole(model, monkeypatch):
-    step, decoded = step_of(model, columns=2), watch_decoder(model, monkeypatch)
-    stock = step.run()
-    pylate_fastmaxsim.enable()
-    mlm(model).compile(backend="eager")
-    decoded.clear()
-    step.assert_equal(step.run(), stock)
-    assert decoded
 
 
 def test_a_copy_and_its_original_are_independent(model):
