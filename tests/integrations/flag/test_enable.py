@@ -205,7 +205,8 @@ OPTIONS = [
     ({"compile": 1}, TypeError, "compile must be True or False, got 1"),
     ({"paddingfree": True}, TypeError, r"^\w+\(\) has no option 'paddingfree'; did you mean 'padding_free'\?$"),
     ({"ring": True}, TypeError, "has no option 'ring'; its options are padding_free, compile, stock_masking, pooling"),
-    ({"pooling": "top_k=4"}, TypeError, r"enable: pooling must be Max\(\), .* got 'top_k=4'"),
+    ({"pooling": 4}, TypeError, r"enable: pooling must be Max\(\), .* got 4"),
+    ({"pooling": "top=4"}, ValueError, "pooling must be max, top_k=K, softmax=T or log_sum_exp=T, .* got 'top=4'"),
     (STOCK_MASKED, ValueError, r"stock_masking=True takes pooling=Max\(\) only, .* got TopK\(k=4\)"),
 ]
 

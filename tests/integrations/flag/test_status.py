@@ -22,7 +22,8 @@ def test_one_line_says_what_is_on(said, monkeypatch):
         with monkeypatch.context() as each:
             each.setenv(name, "1")
             pylate_fastmaxsim.enable()
-    with pylate_fastmaxsim.enabled(compile=True):
+    with pylate_fastmaxsim.enabled(compile=True, pooling="top_k=4"):
+        assert pylate_fastmaxsim.status().options.pooling == pylate_fastmaxsim.TopK(4)
         assert pylate_fastmaxsim.status().options.compile
     assert said() == ""
     pylate_fastmaxsim.disable()

@@ -54,6 +54,7 @@ CONTRASTIVE = r"""
 {query: q, pos: [p], neg: [{title: t, abstract: a}]} | | data.text_key=body
     | data.text_key must name .*, got body: 'neg' of row 0 has the keys title, abstract, of which none is among body
 {query: q, main_idea: p} | | | data.columns must be the query, its positive and .* got .query.; a column
+{"query;positive": q} | | | data.columns must be .* got .query;positive.; the file is divided by semicolons
 """
 
 DISTILLATION = r"""

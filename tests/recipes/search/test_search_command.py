@@ -31,11 +31,13 @@ def small_parts(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("kind", RETRIEVERS)
-def test_the_run_file_has_the_ranking_and_the_scores_of_the_host(kind, saved, files, tmp_path):
+def test_the_run_file_has_the_ranking_and_the_scores_of_the_host(kind, saved, files, tmp_path, caplog):
     run, result = tmp_path / "out" / "run.trec", tmp_path / "result.json"
     done = search(saved(kind), *files, "--k", 10**12, "--run", run)  # more than there are
     assert all(len(results) <= 150 for results in read_run(run).values())
-    done = search(saved(kind), *files, "--k", 20, "--run", run, "--json", result)
+    with caplog.at_level("INFO", "pylate_fastmaxsim"):
+        done = search(saved(kind), *files, "--k", 20, "--run", run, "--json", result)
+    assert ("SPLADE without vocabulary logits" in caplog.text) == (kind == SPARSE)
     expected = host_scores(load_retriever(saved(kind), "cpu"), QUERIES, DOCUMENTS).tolist()
     found = read_run(run)
     assert list(found) == [f"q{row}" for row in range(8)]  # those without judgements too
