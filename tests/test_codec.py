@@ -1,11 +1,6 @@
-"""Residual codes: the order of PLAID's bits, codecs trained and on disk, and what is refused."""
-
-import errno
-import os
 import pickle
 import random
 import sys
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -131,14 +126,6 @@ def test_saving_leaves_the_old_codec_or_the_new_one(tmp_path):
     for number, (_, state) in enumerate(states(root, lambda: new.save(root / "codec.safetensors"), cuts=20)):
         left = ResidualCodec.load(written(state, tmp_path / str(number)) / "codec.safetensors")
         assert numbers_of(left) in (numbers_of(old), numbers_of(new))
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with (
-        mock.patch.object(os, "fsync", side_effect=full),
-        pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device: '.*root/codec.safetensors'$"),
-    ):
-        old.save(root / "codec.safetensors")
-    assert numbers_of(ResidualCodec.load(root / "codec.safetensors")) == numbers_of(new)
-    assert os.listdir(root) == ["codec.safetensors"]
 
 
 def changed(**tensors):
@@ -151,17 +138,14 @@ def changed(**tensors):
     [
         (lambda: changed(centroids=torch.zeros(2, 8)), r"centroids must be float16 \[C, d\], got torch.float32"),
         (lambda: changed(weights=torch.zeros(8).half()), "bits must be 1, 2 or 4, .* got 8 weights and 3 cutoffs"),
-        (lambda: changed(cutoffs=torch.zeros(4)), "got 4 weights and 4 cutoffs"),
         (lambda: changed(cutoffs=torch.full((3,), torch.nan)), "cutoffs must be finite"),
         (lambda: changed(cutoffs=torch.tensor([0.1, -0.1, 0.2])), "cutoffs must be ascending"),
         (lambda: changed(centroids=torch.zeros(0, 8).half()), "at least one centroid"),
         (lambda: changed(centroids=torch.zeros(1, 6).half()), r"d \* bits must be a multiple of 8, got d = 6 and 2"),
-        (lambda: changed(weights=torch.zeros(4, device="meta").half()), "weights must be on cpu, .* got meta"),
         (lambda: random_codec(8, 2).encode(torch.zeros(3, 16)), "the codec is for d = 8, but the vectors have d = 16"),
         (lambda: random_codec(8, 2).encode(torch.zeros(3, 8).int()), r"floating point \[T, d\], got torch.int32"),
         (lambda: random_codec(8, 2).encode(torch.zeros(3, 8, device="meta")), "on cpu and the vectors on meta"),
         (lambda: ResidualCodec.train(torch.zeros(9, 8), bits=3), "train: bits must be 1, 2 or 4, got 3"),
-        (lambda: ResidualCodec.train(torch.zeros(9)), r"sample must be floating point \[n, d\]"),
         (lambda: ResidualCodec.train(torch.full((9, 8), torch.inf)), "sample must be finite"),
         (lambda: ResidualCodec.train(torch.zeros(9, 8), centroids=9), "one vector more than centroids, got 9 for 9"),
     ],

@@ -1,5 +1,3 @@
-"""Compressed documents: what numbers become and come back as, their sequences, and what is refused."""
-
 import pickle
 
 import pytest
@@ -51,10 +49,11 @@ def test_numbers_come_back_within_half_a_step(format, dtype):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_small_chunks_give_the_same(format, monkeypatch):
+def test_small_chunks_and_a_pickle_give_the_same(format, monkeypatch):
     whole = compressed_as(documents(), format)
     monkeypatch.setattr("pylate_fastmaxsim.codec.AT_ONCE", 48)
     assert_same(compressed_as(documents(), format), whole)
+    assert_same(pickle.loads(pickle.dumps(whole)), whole)
     queries = torch.randn(9, 16)
     for name in ("int8", "fp8"):
         pieces = [rounded_queries(part, name) for part in queries.split(1)]
@@ -90,12 +89,6 @@ def test_documents_that_share_some_rows_are_refused(format):
         batch = TokenBatch(torch.ones(8, 16), torch.tensor(starts), torch.tensor(lengths), 6)
         with pytest.raises(ValueError, match="compress: documents must not share rows, unless they share all of them"):
             compressed_as(batch, format)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_batches_can_be_pickled(format):
-    batch = compressed_as(documents(), format)
-    assert_same(pickle.loads(pickle.dumps(batch)), batch)
 
 
 def test_the_scale_of_fp8_fits_the_numbers():
@@ -138,15 +131,6 @@ def test_empty_batches(format):
     for batch in (documents(lengths=()), documents(lengths=(0, 0)), TokenBatch.from_padded(torch.zeros(0, 3, 8))):
         few = compressed_as(batch, format)
         assert len(few) == len(batch) and few.decompress().to_padded()[0].shape == batch.to_padded()[0].shape
-
-
-def test_memory():
-    batch = TokenBatch.from_list([torch.randn(100, 128)])
-    sequences = 16
-    assert compress(batch, "int8").nbytes == 100 * 128 + 4 + sequences
-    assert compress(batch, "int8", per_token=True).nbytes == 100 * 132 + sequences
-    assert compress(batch, "fp8").nbytes == 100 * 128 + sequences
-    assert compress(batch, random_codec(128, 2)).nbytes == 100 * (4 + 32 + 4) + sequences
 
 
 def test_plaid_codes_have_unit_vectors():

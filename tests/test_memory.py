@@ -1,5 +1,3 @@
-"""Peak memory, and errors that say that memory ran out."""
-
 from pathlib import Path
 
 import pytest

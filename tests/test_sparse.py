@@ -1,5 +1,3 @@
-"""Sparse vectors from everything that holds them, and what is refused."""
-
 import copy
 import gzip
 import json
@@ -136,16 +134,13 @@ def test_json_lines_from_files_and_folders_plain_and_gzip(tmp_path):
     [
         (LINES[0][:-9], SEA, "not a whole JSON object"),
         (b"\xff\xfe{", SEA, "not a whole JSON object"),
-        ("[1]", SEA, 'must be an object with "id" and "vector"'),
         ('{"id": null, "vector": {"sea": 1}}', SEA, 'must be an object with "id" and "vector"'),
         ('{"id": 1, "vector": [1]}', SEA, 'must be an object with "id" and "vector"'),
         ('{"id": 1, "vector": {"lake": 1}}', SEA, "the token 'lake' is not in the vocabulary"),
-        ('{"id": 1, "vector": {"2": 1}}', 2, "keys must be numbers of terms from 0 to 1, got '2'"),
         ('{"id": 1, "vector": {"sea": 1}}', 2, "keys must be numbers of terms from 0 to 1, got 'sea'"),
         ('{"id": 1, "vector": {"sea": "1"}}', SEA, "weights must be numbers"),
         ('{"id": 1, "vector": {"sea": -1}}', SEA, "weights must be at least 0 and finite in float32, got -1"),
         ('{"id": 1, "vector": {"sky": 2, "sea": NaN}}', SEA, "at least 0 and finite in float32, got nan"),
-        ('{"id": 1, "vector": {"sea": 1e39}}', SEA, "at least 0 and finite in float32, got 1e"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, vocabulary, message):
@@ -211,11 +206,8 @@ OUTSIDE = torch.sparse_coo_tensor([[3], [0]], [1.0], (2, 2), check_invariants=Fa
         (lambda: direct(terms=TERMS.flip(0)), r"terms must ascend within a vector and not repeat, got 1 \(vector 0"),
         (lambda: direct(terms=TERMS[[1, 1]]), "terms must ascend within a vector and not repeat, got 3"),
         (lambda: direct(weights=torch.tensor([1.0, 0.0])), r"weights must be finite and above 0, got 0.0 \(vector 0, term 3\)"),
-        (lambda: direct(weights=torch.tensor([1.0, torch.inf])), "weights must be finite and above 0, got inf"),
         (lambda: direct(vocabulary=0), "vocabulary must be at least 1, got 0"),
         (lambda: direct(vocabulary=(1 << 31) + 1), "vocabulary must be at most 2147483648, got 2147483649"),
-        (lambda: direct(vocabulary=2.5), "vocabulary must be an integer, at least 1, got 2.5"),
-        (lambda: LISTS([[(0, 1)], [(1, -0.5)]], 2), r"at least 0 and finite in float32, got -0.5 \(vector 1, term 1\)"),
         # The sum is positive.
         (lambda: LISTS([[(0, 2), (0, -1)]], 2), r"at least 0 and finite in float32, got -1.0 \(vector 0, term 0\)"),
         (lambda: LISTS([[(0, 1e39)]], 2), "at least 0 and finite in float32, got inf"),
@@ -223,7 +215,6 @@ OUTSIDE = torch.sparse_coo_tensor([[3], [0]], [1.0], (2, 2), check_invariants=Fa
         (lambda: LISTS([[(2, 1)]], 2), r"terms must be from 0 to 1, the vocabulary, got 2 \(vector 0, term 2\)"),
         (lambda: LISTS([[(0.5, 1)]], 2), "terms must be integers, got float64"),
         (lambda: LISTS([[(0, "1")]], 2), "weights must be real numbers, got <U1"),
-        (lambda: LISTS([[(0, 10**400)]], 2), "weights must be real numbers, got object"),
         (lambda: LISTS([(0, 1.0)], 2), r"each of rows must be a list of pairs \(term, weight\)"),
         (lambda: TORCH([torch.ones(2)]), r"got list; a list of vectors is torch.stack\(vectors\)"),
         (lambda: TORCH(torch.ones(1, 2, 2)), r"tensor must be \[N, vocabulary\], got shape \(1, 2, 2\)"),

@@ -143,9 +143,6 @@ def direct(**arguments) -> TokenBatch:
         # Of an additive mask, and of weights.
         (lambda: TokenBatch.from_padded(torch.ones(1, 2, 3), torch.tensor([[0.0, -1e4]])), ValueError, "from_padded: mask must"),
         (lambda: direct().with_values(torch.randn(3, 3)), ValueError, r"with T = 2, as before, got torch.float32 of shape \(3, 3\)"),
-        (lambda: direct(values=torch.randn(2)), ValueError, r"values must be \[T, d\]"),
-        (lambda: direct(starts=ONE[:0], lengths=ONE[:0], max_length=-1), ValueError, "max_length must be at least 0, got -1"),
-        (lambda: direct(keep=torch.ones(3, dtype=torch.bool)), ValueError, r"keep must be bool \[T\] with T = 2, .* \(3,\)"),
         (lambda: TokenBatch(torch.ones(4, 4), 0 * BOUNDS, 2 + 0 * BOUNDS, 2, gapless=True), ValueError, "with gapless .* but some belong to several"),
         (lambda: TokenBatch.from_padded([[[1.0]]]), TypeError, r"from_padded: padded values must be a tensor \[N, L, d\], got list"),
         (lambda: TokenBatch.from_packed(np.ones((2, 3)), BOUNDS), TypeError, "from_packed: values .* got ndarray"),

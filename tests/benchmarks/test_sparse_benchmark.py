@@ -1,5 +1,3 @@
-"""The benchmark of sparse search: its data, the baselines and its table."""
-
 import pytest
 import torch
 
@@ -15,18 +13,6 @@ CPU = torch.device("cpu")
 def collection(count: int = 70) -> list[SparseBatch]:
     (chunk,) = sparse_data.documents(count, CPU)
     return [chunk.select(torch.arange(50)), chunk.select(torch.arange(50, count))]
-
-
-def test_queries_share_as_many_terms_with_documents_as_published_models():
-    documents = list(sparse_data.documents(2000, CPU))
-    asked = sparse_data.queries(documents, 300)
-    drawn = sparse_data.describe(documents, asked)
-    assert drawn["documents"] == 2000 and abs(drawn["terms_per_document"] - 127) < 3
-    assert abs(drawn["terms_per_query"] - 50) < 3 and abs(drawn["shared_terms"] - 4.4) < 0.5
-    for batch in (*documents, asked):  # the constructor checks every number
-        SparseBatch(batch.offsets, batch.terms, batch.weights, batch.vocabulary)
-    # Half of a query is from a document, of which it has more terms than chance gives.
-    assert reference.sparse_scores(asked.select(torch.arange(5)), documents[0]).max(dim=1).values.min() > 2
 
 
 def test_the_exact_result_is_that_of_the_whole():

@@ -93,6 +93,13 @@ def check_errors(cells: dict[str, dict]) -> None:
             assert gradients and max(gradients) < bound, (name, cell)
 
 
+def check_fidelity(cells: dict[str, dict]) -> None:
+    assert [round(cell["bytes_per_token"], 1) for cell in cells.values()] == [64, 32, 16.1, 20, 16, 16, 12, 10]
+    shares = [cells[f"random/{format}"]["top100"] for format in ("float32", "int8", "residual-4", "residual-1")]
+    assert shares[0] == 1 and shares == sorted(shares, reverse=True) and len({*shares}) == 4
+    assert all(cell["rescored"]["top10"] >= cell["top10"] for cell in cells.values())
+
+
 def check_losses(cells: dict[str, dict]) -> None:
     for name, cell in cells.items():
         # Stock's scores are rounded to bfloat16, and divided by a temperature of 0.02.
@@ -138,6 +145,7 @@ def check_corpus(cells: dict[str, dict]) -> None:
 CHECKS = {
     **dict.fromkeys(("operators", "head", "pooling_operators", "splade_head", "compressed_operators"), check_errors),
     "losses": check_losses,
+    "compressed_fidelity": check_fidelity,
     "train_step": check_step_of_ranks,
     "splade_step": check_turns,
     "sparse_search": check_sparse,

@@ -1,5 +1,3 @@
-"""Batches of training steps have the size that they say, for every loss; and the search for the largest batch."""
-
 import random
 
 import pytest

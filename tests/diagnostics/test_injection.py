@@ -89,18 +89,3 @@ def test_counts_are_refused_that_are_no_numbers_of_tokens(case):
     for counts in ((), (-1,), (1.5,), (2, 2)):
         with pytest.raises(ValueError, match="counts must be different whole numbers from 0"):
             injection_sweep(*case, POOLINGS, counts=counts)
-
-
-@pytest.mark.parametrize("pooling", POOLINGS, ids=lambda pooling: type(pooling).__name__)
-@pytest.mark.parametrize("first, more", [(0, 0), (0, 2), (2, 0), (1, 1), (6, 4)])
-def test_states_join_to_that_of_all_tokens(pooling, first, more):
-    similarities = 2 * torch.rand(5, first + more, generator=torch.Generator().manual_seed(1)) - 1
-    weighting = injection.weighting_of(pooling)
-    parts = (injection.state_of(weighting, part) for part in similarities.split([first, more], dim=1))
-    both, share = injection.joined(weighting, *parts)
-    expected = injection.pooled(pooling, injection.state_of(weighting, similarities))
-    torch.testing.assert_close(injection.pooled(pooling, both), expected)
-    assert ((share == 0) if not more else (share == 1) if not first else (share >= 0) & (share <= 1)).all()
-    if first + more:
-        padded = injection.state_of(weighting, torch.nn.functional.pad(similarities, (0, 3), value=-torch.inf))
-        torch.testing.assert_close(injection.pooled(pooling, padded), expected)

@@ -5,13 +5,11 @@ import pytest
 
 from pylate_fastmaxsim.recipes.comparison.compare import compare
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.ranking import write_run
 from pylate_fastmaxsim.recipes.files import prepare_file
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.mine import mine
 from pylate_fastmaxsim.recipes.training.train import train
 from tests.support.case_tables import cases
-from tests.support.full_disk import no_file_above
 from tests.support.tiny_recipe import tiny, write
 
 
@@ -62,12 +60,3 @@ def test_a_recipe_replaces_nothing_that_it_reads(name, override, said, tmp_path)
     with pytest.raises(RecipeError, match=said.replace("OUT", str(out))):
         run(recipe)
     assert {path: path.stat().st_mtime_ns for path in before} == before
-
-
-def test_a_full_disk_leaves_the_run_file_of_before(tmp_path):
-    file = tmp_path / "run.trec"
-    write_run(file, {"q": {"old": 1.0}})
-    before = file.read_text()
-    with no_file_above(20_000), pytest.raises(OSError, match="File too large"):
-        write_run(file, {f"q{query}": {"new": 1.0} for query in range(2000)})
-    assert file.read_text() == before and os.listdir(tmp_path) == ["run.trec"]

@@ -165,20 +165,16 @@ def numbers(value: float, d: int = 16) -> TokenBatch:
     ("wrong", "options", "error", "sentence"),
     [
         (numbers(1.0), {}, TypeError, "batches must be batches of documents, as a list of TokenBatch, got one Token"),
-        (lambda held: None, {}, TypeError, "batches must be batches of .*, as a list of TokenBatch, got NoneType"),
         ([torch.ones(1, 1, 2)], {}, TypeError, "each of batches must be a TokenBatch, got Tensor.$"),
         ([], {}, ValueError, "there must be at least one batch"),
         ([numbers(1.0, d) for d in (2, 3)], {}, ValueError, "all batches must have the same d, .* got 2 and 3"),
         ([numbers(1.0)], {"format": codec(d=8)}, ValueError, "the same d, also that of a codec .*, got 8 and 16"),
         ([numbers(1e39)], {}, ValueError, "too large for torch.bfloat16"),
-        ([numbers(torch.nan)], {"format": "int8"}, ValueError, ".*finite"),
-        ([numbers(torch.nan)], {"format": "fp8"}, ValueError, ".*finite"),
         ([numbers(1.0), numbers(2.0)], {"format": "fp8"}, ValueError, "at most 1.75 in magnitude, .* scale 0.00390625"),
         ([numbers(1.0)], {"dtype": torch.float64}, ValueError, "dtype must be one of .*, got torch.float64"),
         ([numbers(1.0)], {"format": "int4"}, ValueError, "format must be None, 'int8', .*Codec, got 'int4'"),
         ([], {"format": "int8", "dtype": torch.float32}, ValueError, "dtype is of documents that are not compressed"),
         ([], {"rank": (2, 2)}, ValueError, r"rank \(r, n\) must have r from 0 to n - 1, got \(2, 2\)"),
-        ([], {"rank": 1}, TypeError, r"rank must be a pair of integers \(r, n\), got 1"),
     ],
 )
 def test_after_a_wrong_call_the_right_one_writes(wrong, options, error, sentence, tmp_path):
@@ -192,13 +188,11 @@ def test_after_a_wrong_call_the_right_one_writes(wrong, options, error, sentence
     [
         ("batches", {"tokens_per_batch": 0}, ValueError, "tokens_per_batch must be at least 1, got 0"),
         ("batches", {"begin": 3, "end": 2}, ValueError, "in order and from 0 to 5, got 3 and 2"),
-        ("batches", {"begin": -1, "end": 2}, ValueError, "in order and from 0 to 5, got -1 and 2"),
         ("batches", {"end": 6}, ValueError, "in order and from 0 to 5, got 0 and 6"),
         ("select", {"positions": [5]}, ValueError, "positions must be from 0 to 4, got"),
         ("select", {"positions": [-1]}, ValueError, "positions must be from 0 to 4, got"),
         ("select", {"positions": torch.tensor([[1]])}, TypeError, "positions must be int"),
         ("select", {"positions": torch.ones(5, dtype=torch.bool)}, TypeError, "positions must be int"),
-        ("select", {"positions": "1"}, TypeError, "positions must be int"),
     ],
 )
 def test_what_cannot_be_read_is_refused(method, argument, error, sentence, tmp_path):

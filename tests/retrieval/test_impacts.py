@@ -1,5 +1,3 @@
-"""Reading files of impacts in batches, with ids, and from where an interrupted reader stopped."""
-
 import json
 
 import pytest

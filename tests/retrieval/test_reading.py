@@ -1,5 +1,3 @@
-"""Batches of a corpus that a thread reads ahead, for a GPU."""
-
 import threading
 import weakref
 

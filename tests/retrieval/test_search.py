@@ -66,10 +66,8 @@ def test_without_documents_there_is_no_result():
     ("arguments", "error", "sentence"),
     [
         ((QUERIES, [], 0), ValueError, "k must be at least 1, got 0."),
-        ((QUERIES, [], True), TypeError, "k must be an integer, at least 1, got True."),
         ((torch.ones(2, 2, 3), [QUERIES], 1), TypeError, "queries must be a TokenBatch, got Tensor."),
         ((QUERIES, QUERIES, 1), TypeError, ".* as a list of TokenBatch, got one TokenBatch."),
-        ((QUERIES, torch.ones(2, 2, 3), 1), TypeError, ".* as a list of TokenBatch, got one Tensor."),
         ((QUERIES, [QUERIES, [torch.ones(2, 3)]], 1), TypeError, "each of documents must be a TokenBatch, got list.$"),
     ],
 )

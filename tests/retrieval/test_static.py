@@ -2,7 +2,6 @@
 
 import itertools
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -90,18 +89,6 @@ def test_a_document_that_shares_no_term_and_scores_the_same_comes_first():
     assert made.documents(collection).offsets.tolist() == [0, 0, 1]
     scores, positions = made.search(asked, collection, 1, exact=True)
     assert (scores.tolist(), positions.tolist()) == ([[1.0]], [[0]])
-
-
-def test_how_many_documents_are_scored_again_depends_on_the_threshold():
-    asked, collection = texts(12, 9, seed=1), texts(400, 25, seed=2)
-    rescored = []
-    for threshold in ("lowest", 0.6, 1.5):
-        made = StaticLateInteraction(*tables("cpu"), threshold=threshold)
-        with mock.patch.object(model, "certified_search", wraps=certificate.certified_search) as search:
-            made.search(asked, collection, 5, exact=True)
-        rescored.append(certificate.certified_search(*search.call_args.args)[2][2:].double())
-    assert rescored[0].median() == 5 + certificate.MORE_THAN_ASKED
-    assert rescored[0].mean() < rescored[1].mean() < rescored[2].mean() == len(collection)
 
 
 def test_weights_of_both_sides_are_those_of_maxsim_with_scaled_vectors():

@@ -243,7 +243,6 @@ def test_codes_that_are_no_centroids_reach_no_kernel(read, tmp_path):
     [
         ("sparse", "index.json", {"format": "other"}, "SparseIndex.load: .* is damaged, or of another release"),
         ("sparse", "index.json", {"documents_per_block": 9}, "has blocks of 9 documents, but this release has 8"),
-        ("static", "static_late_interaction.json", {"format": "other"}, "is damaged, or of another release"),
         ("bfloat16", "corpus.json", {"format": "other"}, "Corpus: .* is damaged, or of another release; put it back"),
     ],
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -133,35 +132,6 @@ def _content(file: Node, chance: random.Random) -> bytes:
     return chance.choice((kept, lost, file.now, lost + bytes(len(file.now) - len(lost))))
 
 
-@contextmanager
-def watched(root: Path, before: Callable[[Disk], None]) -> Iterator[Disk]:
-    """Context that calls ``before`` before each event of the file system under ``root``."""
-    disk = Disk(root)
-    disk.look()
-    disk.sync_all()
-    fsync = os.fsync
-
-    def event(stock: Callable) -> Callable:
-        def call(*args, **kwargs):
-            disk.look()
-            before(disk)
-            result = stock(*args, **kwargs)
-            if stock is fsync:
-                disk.sync(*args)
-            disk.look()
-            return result
-
-        return call
-
-    # Events within an event, as of rmtree, count as well.
-    events = {name: event(getattr(os, name)) for name in EVENTS}
-    # The system's exchange of two folders, for which os has no function whose calls could be seen.
-    exchanged = event(replace._exchange)
-    with mock.patch.multiple(os, **events), mock.patch.object(replace, "_exchange", exchanged):
-        yield disk
-    disk.look()
-
-
 def written(state: State, folder: Path) -> Path:
     """A state as files under a new folder."""
     folder.mkdir()
@@ -178,14 +148,29 @@ def states(root: Path, write: Callable[[], None], cuts: int, seed: int = 0) -> l
 
     States that are equal come once.
     """
-    chance, found = random.Random(seed), {}
+    chance, found, disk, fsync = random.Random(seed), {}, Disk(root), os.fsync
+    disk.look()
+    disk.sync_all()
 
-    def before(disk: Disk) -> None:
-        left = [("kill", disk.after_a_kill()), *(("cut", disk.after_a_power_cut(chance)) for _ in range(cuts))]
-        for kind, state in left:
-            found.setdefault(frozenset(state.items()), (kind, state))
+    def event(stock: Callable) -> Callable:
+        def call(*args, **kwargs):
+            disk.look()
+            left = [("kill", disk.after_a_kill()), *(("cut", disk.after_a_power_cut(chance)) for _ in range(cuts))]
+            for kind, state in left:
+                found.setdefault(frozenset(state.items()), (kind, state))
+            result = stock(*args, **kwargs)
+            if stock is fsync:
+                disk.sync(*args)
+            disk.look()
+            return result
 
-    with watched(root, before) as disk:
+        return call
+
+    # Events within an event, as of rmtree, count as well.
+    events = {name: event(getattr(os, name)) for name in EVENTS}
+    # The system's exchange of two folders, for which os has no function whose calls could be seen.
+    exchanged = event(replace._exchange)
+    with mock.patch.multiple(os, **events), mock.patch.object(replace, "_exchange", exchanged):
         write()
-    during = list(found.values())
-    return [*during, *(("end", disk.after_a_power_cut(chance)) for _ in range(cuts))]
+    disk.look()
+    return [*found.values(), *(("end", disk.after_a_power_cut(chance)) for _ in range(cuts))]

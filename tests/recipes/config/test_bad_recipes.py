@@ -61,20 +61,15 @@ multi_vector | loss={name: distillation, objective: margin_mse, pooling: {top_k:
 splade | loss.pooling={top_k: 2} | loss.pooling is not a key of a recipe with model.kind splade;
 splade | loss.mini_batch_size=2 | does not apply to loss.name contrastive, but to cached_contrastive and distillation.
 splade | loss.regularizers=null | loss.regularizers is missing; model.kind splade needs the weights of its regulariz
-splade | loss.regularizers={} | loss.regularizers.document_weight is missing; it must be a number.
 splade | loss.regularizers={document_weight: 1, document: l1, document_threshold: 3}
   | loss.regularizers.document_threshold applies to the regularizer flops only.
 splade | loss={name: distillation, objective: margin_mse, temperature: 2, regularizers: {document_weight: 1}}
   | loss.temperature does not apply to loss.objective margin_mse, which compares scores as they are.
 splade | training.query_learning_rate=0.1 | training.query_learning_rate applies to model.inference_free only.
-splade | training.log_gradient_concentration=5 | training.log_gradient_concentration is not a key of a recipe with model
-splade | mining={teacher: a, pairs: {source: hub, name: b}} | mining is not a key of a recipe with model.kind splade;
-pages | model.kind=colbert | model.dtype is not a key of a recipe with model.kind colbert;
 pages | model.kind=page | model.kind must be one of colbert, multi_vector, splade, colpali, colqwen2, got 'page'.
 pages | model.lora={r: 8} | model.lora.target_modules is missing
 pages | loss.in_batch_term_weight=0.5 | does not apply to loss.name colbert, but to colbert_negative_ce and
 pages | data={source: docstrings, packages: [torch]} | data.source must be hub or files with model.kind colqwen2
-pages | evaluation={beir: a/b} | evaluation.beir is not a key of a recipe with model.kind colqwen2;
 """
 
 

@@ -98,7 +98,6 @@ query-id corpus-id score / 100 500 x | | data.files: the grade of query 100 and 
 query query b | | data.files: the first line of .*triples.tsv must name each of its columns once
 | | data.files: there are no rows in .*triples.tsv.
 100 500 499 | data.collection=null | data.collection is missing; data.queries needs it.
-100 500 499 | data.queries=rows.txt | data.queries must end in .parquet, .jsonl, .*, got rows.txt.
 positive query / p q | data.collection=null data.queries=null
     | data.columns must be given where the data has 'positive' before 'query'
 """

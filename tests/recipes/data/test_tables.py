@@ -4,7 +4,7 @@ import shutil
 import pytest
 from datasets import Dataset, DatasetDict
 
-from pylate_fastmaxsim.recipes.data.tables import has_plain_files, load_files, load_subset, load_table
+from pylate_fastmaxsim.recipes.data.tables import load_files, load_subset, load_table
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from tests.support.tiny_recipe import hub_dataset
 
@@ -56,19 +56,10 @@ def test_a_folder_that_is_written_anew_is_read_anew(layout, tmp_path):
             hub_dataset(folder, documents=rows)
         else:
             Dataset.from_list(rows).to_json(folder / "documents.jsonl")
+            (folder / "README.md").write_text("# my notes, which name no subsets\n")
         for file in folder.rglob("*"):  # as of an archive in which all files have one time
             os.utime(file, ns=(0, 0))
         return load_subset("data.name", str(folder), "documents", ("document_id", "text"))[:]["text"]
 
     assert load("old")[7] == "old 7"
     assert load("new")[7] == "new 7"
-
-
-NOTES = {"# my notes\n": True, "---\nlicense: mit\nconfigs: []\n---\n": True}
-NOTES["---\nconfigs: [\n---\n"] = False  # which datasets refuses
-
-
-@pytest.mark.parametrize(("notes", "plain"), NOTES.items())
-def test_a_readme_that_names_no_subsets_is_no_matter(notes, plain, tmp_path):
-    (tmp_path / "README.md").write_text(notes)
-    assert has_plain_files(str(tmp_path)) == plain

@@ -2,7 +2,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from benchmarks.harness.suite import run_suite
 from tests.support.paths import CRANFIELD
@@ -51,8 +50,6 @@ def test_the_benchmark_trains_mines_distils_and_goes_on(small_collection, tmp_pa
         assert stock.shape == (2, 2) and stock.isfinite().all()
         torch.testing.assert_close(fast, stock, rtol=1e-3, atol=1e-4)
     assert cells["distilled/seed=0/fast"]["mining"]["rows"] > 8
-    weights = [load_file(output / f"{stage}-0-fast/model/1_Dense/model.safetensors") for stage in STAGES]
-    assert not torch.equal(*(each["linear.weight"] for each in weights))
 
     asked = {json.loads(line)["text"] for line in (small_collection / "queries.jsonl").read_text().splitlines()}
     trained = {text for line in (output / "pairs.jsonl").read_text().splitlines() for text in json.loads(line).values()}

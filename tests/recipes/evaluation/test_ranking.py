@@ -1,7 +1,6 @@
 from functools import partial
 
 import pytest
-import torch
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import Softmax, TokenBatch, TopK, compress, maxsim, reference
@@ -158,9 +157,3 @@ def test_what_shares_no_term_with_a_query_is_no_result(sparse, collection, monke
 def test_a_pooling_is_refused_where_there_are_no_tokens(kind, saved, collection):
     with pytest.raises(RecipeError, match="loss.pooling must be max for a sparse or static model"):
         ranking.retrieve(retriever_of(load_retriever(saved(kind), "cpu")), collection, 8, TopK(2))
-
-
-def test_negative_weights_are_refused(sparse, collection, monkeypatch):
-    monkeypatch.setattr(sparse, "encode_query", lambda texts, **options: -torch.ones(len(texts), 207).to_sparse())
-    with pytest.raises(RecipeError, match="The vectors of the sparse model cannot be searched: .*, got -1.0"):
-        ranking.retrieve(retriever_of(sparse), collection, 8)

@@ -11,7 +11,7 @@ from pylate_fastmaxsim.recipes.mining.mine import mine
 from tests.support.case_tables import cases
 from tests.support.mining_recipe import mine_but_stop, parts_written, same_data, written_to
 from tests.support.recipe_runs import command
-from tests.support.saved_models import LATE, SPARSE
+from tests.support.saved_models import SPARSE
 
 REFUSED = """
 mining.range_max=3 | mining.range_max must be at least range_min + num_negatives, got 3, 1 and 3.
@@ -27,12 +27,8 @@ mining.first_stage={kind: bm25, k: 15}
     | mining.first_stage.k must be at least 16, mining.range_max plus the largest number of
 mining.first_stage={kind: bm25, model: a/b}
     | mining.first_stage.model does not apply to mining.first_stage.kind bm25, but to sparse and static.
-mining.first_stage={kind: bm25, threshold: 0.5}
-    | mining.first_stage.threshold does not apply to mining.first_stage.kind bm25
 mining.first_stage={kind: static, model: SPARSE}
     | must be of the kind static late interaction with mining.first_stage.kind static
-mining.first_stage={kind: sparse, model: LATE}
-    | must be of the kind sparse with mining.first_stage.kind sparse, but it is of the kind late
 mining.first_stage={kind: static, model: UNFITTED}
     | UNFITTED cannot be used: StaticLateInteraction: idf needs counts of tokens
 mining.first_stage={kind: sparse} | mining.first_stage.model is missing; mining.first_stage.kind sparse needs it.
@@ -42,8 +38,7 @@ mining.first_stage={kind: sparse, model: /no/such} | mining.first_stage.model: t
 
 @pytest.mark.parametrize(("override", "sentence"), cases(REFUSED))
 def test_what_does_not_fit_is_one_sentence(override, sentence, recipe, saved, tmp_path):
-    names = {"PAIRS": str(tmp_path / "pairs"), "UNFITTED": str(tmp_path / "idf")}
-    names |= {"SPARSE": saved(SPARSE), "LATE": saved(LATE)}
+    names = {"PAIRS": str(tmp_path / "pairs"), "UNFITTED": str(tmp_path / "idf"), "SPARSE": saved(SPARSE)}
     if "UNFITTED" in override:
         model = StaticLateInteraction(torch.eye(4), tokenizer=Tokenizer(BPE()), threshold=0.5, query_weights="idf")
         model.save(names["UNFITTED"])

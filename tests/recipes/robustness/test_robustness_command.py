@@ -149,12 +149,9 @@ def test_a_trained_recipe_is_measured_and_reported(tmp_path):
     page = (folder / "robustness.html").read_text()
     assert "http://" not in page and "https://" not in page and page.count("data:image/svg+xml;base64,") == 5
     assert "nDCG@10 / Recall@1" in done.stdout and str(folder / "robustness.png") in done.stdout
-    model = folder / "model"
+    model, data = folder / "model", write_folder(tmp_path / "data")
     for words, said in (
-        (
-            [model, "--beir", write_folder(tmp_path / "data"), "--output", model],
-            f"--output {model}/robustness.json cannot",
-        ),
+        ([model, "--beir", data, "--output", model], f"--output {model}/robustness.json cannot"),
         ([file, "--set", "evaluation.rows=0"], "tiny has no data to evaluate on; name one collection with --beir"),
     ):
         done = fastmaxsim(["robustness", *words])

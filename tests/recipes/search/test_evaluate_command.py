@@ -132,7 +132,6 @@ def test_bad_input_is_one_line_before_anything_is_encoded(arguments, said, saved
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Retriever, "encode", None)
     model = Path(saved(LATE))
-
     (tmp_path / "link").symlink_to(model)
     for name in ("a/x", "b/x", "a-x"):
         shutil.copytree(model, tmp_path / name)

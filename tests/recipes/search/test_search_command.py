@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from transformers import AutoTokenizer
 
-from pylate_fastmaxsim import StaticLateInteraction
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.recipes.data import collection as beir
 from pylate_fastmaxsim.recipes.evaluation import ranking
@@ -97,13 +95,6 @@ def test_a_static_model_ranks_by_bounds_where_it_is_asked_to(saved, files, tmp_p
         assert len(scores) == 150 and all(scores[name] <= found[name] + 1e-5 for name in found)
         different += list(found) != list(scores)[: len(found)]
     assert different
-
-
-def test_a_bm25_that_has_not_counted_is_one_line(encoder, files, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(encoder("bert")).backend_tokenizer
-    StaticLateInteraction.bm25(tokenizer, tokenizer.get_vocab_size()).save(tmp_path / "model")
-    done = search(tmp_path / "model", *files, code=2)
-    assert "fastmaxsim: The static model cannot encode: " in done.stderr and "fit" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["float16", "int8", "fp8", "residual-2"])

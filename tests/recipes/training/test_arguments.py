@@ -71,12 +71,10 @@ def test_a_gpu_without_bf16(gpu_without_bf16, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("supported", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_adapters_on_a_gpu_without_bf16_have_float32_weights(supported, dtype, gpu_without_bf16, monkeypatch):
-    engine = pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
+    pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
     asked = {}
     for name in ("ColQwen2", "ColQwen2Processor"):
-        monkeypatch.setattr(
-            getattr(engine.models, name), "from_pretrained", lambda *_, **options: asked.update(options)
-        )
+        monkeypatch.setattr(f"colpali_engine.models.{name}.from_pretrained", lambda *_, **more: asked.update(more))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported)
     section = load_recipe(COLQWEN).model
     with pytest.raises(AttributeError):  # no model is there

@@ -98,13 +98,6 @@ def test_checkpoints_of_an_unknown_recipe_are_neither_adopted_nor_removed(resume
     assert {name: content for name, content in files_of(out).items() if name in before} == before
 
 
-def test_starting_over_keeps_the_checkpoint_that_it_starts_from(trained, tmp_path):
-    checkpoint = tmp_path / "out" / "checkpoint-4"
-    recipe = load_recipe(trained, ["model.build=null", f"model.name_or_path={checkpoint}"])
-    with pytest.raises(RecipeError, match="checkpoint-4 lies in output_dir"):
-        training.train(recipe, resume=False)
-
-
 def test_copies_of_checkpoints_are_neither_continued_nor_removed(trained, tmp_path):
     out = tmp_path / "out"
     copies = [shutil.copytree(out / "checkpoint-4", out / name) for name in ("checkpoint-8-backup", "checkpoint-x")]

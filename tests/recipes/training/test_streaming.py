@@ -115,13 +115,7 @@ def test_processes_read_different_rows(recipe_of):
 @pytest.mark.parametrize(
     ("rows", "override", "sentence"),
     [
-        (
-            PAIRS,
-            "data.columns=[query, answer]",
-            "data.columns: no column 'answer', the data has the columns query, pos",
-        ),
         (PAIRS, "training.per_device_train_batch_size=40", "training.per_device_train_batch_size must be at most 30"),
-        (LISTS, "data.seed=1", "data.negatives_per_query is missing, .*: the first has 1, row 1 has 2."),
         ([PAIRS[0], {"query": "q", "positive": 3}], "data.seed=1", "data: a column holds values of several types in "),
         ([], "data.seed=1", "data.* there are no rows|data cannot be loaded"),
     ],

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors import SafetensorError
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from pylate_fastmaxsim.cli.recipes import advice_on_memory
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -19,16 +19,12 @@ from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
 from tests.support.case_tables import cases
 from tests.support.power_cut import states
-from tests.support.recipe_runs import command, interrupt, same_model, train_with
+from tests.support.recipe_runs import command, interrupt, same_model
 from tests.support.tiny_recipe import split_overrides, text, tiny, write
 
 
 def without_checkpoints(folder, output: str = "out"):
     return write(folder, tiny(folder, output, training={"max_steps": 3, "save_steps": None}))
-
-
-def ending_with(error: BaseException):
-    return mock.Mock(side_effect=error)
 
 
 def test_a_run_that_goes_on_saves_and_logs_at_the_intervals_of_now(tmp_path):
@@ -45,7 +41,7 @@ def test_the_model_is_saved_before_it_is_evaluated(tmp_path, monkeypatch, caplog
     file, out = without_checkpoints(tmp_path), tmp_path / "out"
     out.mkdir()
     (out / "train.json").write_text('{"ndcg@10": 1.0}')  # of an earlier run
-    monkeypatch.setattr(training, "evaluate", ending_with(KeyboardInterrupt()))
+    monkeypatch.setattr(training, "evaluate", mock.Mock(side_effect=KeyboardInterrupt))
     assert command("train", file).exit_code == 130
     assert f"the trained model is in {out}/model" in caplog.messages[-1]
     assert same_model(tmp_path / "whole", out)
@@ -53,7 +49,8 @@ def test_the_model_is_saved_before_it_is_evaluated(tmp_path, monkeypatch, caplog
     assert result["losses"] == whole["losses"] and "ndcg@10" not in result
     card = (out / "model" / "README.md").read_text()
     assert card.count("## Training recipe") == 1 and "ndcg@10" not in card
-    monkeypatch.setattr(training, "evaluate", ending_with(torch.OutOfMemoryError("CUDA out of memory.\nMore.")))
+    full = torch.OutOfMemoryError("CUDA out of memory.\nMore.")
+    monkeypatch.setattr(training, "evaluate", mock.Mock(side_effect=full))
     done = command("train", file)
     said = "fastmaxsim: evaluation.batch_size of 32 is more than fits into memory; the trained model is in "
     assert done.exit_code == 2 and done.stderr.splitlines()[-1].startswith(said)
@@ -206,20 +203,6 @@ def test_a_run_goes_on_with_the_next_batch_and_is_finished_after_its_epochs(accu
     assert same_model(tmp_path / "whole", tmp_path / "parts")
     monkeypatch.setattr(Trainer, "train", None)  # nothing is left to do
     assert training.train(recipe("whole"))["losses"] == whole["losses"]
-
-
-def test_the_last_step_is_not_saved_twice(tmp_path, monkeypatch):
-    recipe = uneven(tmp_path, "out", save_steps=1, save_total_limit=1, num_train_epochs=1)
-    saved = []
-
-    class Noted(TrainerCallback):
-        def on_save(self, args, state, control, **kwargs):
-            saved.append(state.global_step)
-
-    whole = train_with(recipe, Noted())
-    assert saved == [step + 1 for step in range(whole["steps"])]
-    monkeypatch.setattr(Trainer, "train", None)
-    assert training.train(recipe)["resumed_from"] == f"checkpoint-{saved[-1]}"
 
 
 def test_an_older_transformers_does_not_go_on_after_an_uneven_epoch(tmp_path, monkeypatch):
