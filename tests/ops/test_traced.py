@@ -220,17 +220,6 @@ def test_an_exported_program_has_gradients_or_says_that_it_has_none(function):
     torch.testing.assert_close(*(torch.autograd.grad(each, (queries, documents)) for each in results))
 
 
-@pytest.mark.parametrize("name", ["maxsim", "xtr 5", "splade"])
-def test_gradients_in_batches_are_those_one_by_one(name):
-    case = learned(problem(name, rows=5, masked=False))
-    scores, leaves = OPERATORS[name].call(case), list(case.leaves.values())
-    grads = torch.randn(3, *scores.shape)
-    batched = torch.autograd.grad(scores, leaves, grads, retain_graph=True, is_grads_batched=True)
-    for i, grad in enumerate(grads):
-        own = torch.autograd.grad(scores, leaves, grad, retain_graph=True)
-        torch.testing.assert_close(own, tuple(gradient[i] for gradient in batched))
-
-
 @pytest.mark.parametrize("name", ["maxsim", "top 2", "softmax 0.2", "xtr 5", "splade", "project", "int8"])
 def test_second_derivatives_are_refused(name):
     case = learned(problem(name, masked=False))

@@ -1,6 +1,6 @@
 """Small batches as CUDA graphs: what is filled up, when graphs are used, and that losses and gradients are stock's.
 
-On a CPU a stand-in repeats the recorded calls; test_graphs_cuda.py records real ones.
+On a CPU a stand-in repeats the recorded calls; test_encode_cuda.py records real ones.
 """
 
 import pytest
@@ -173,14 +173,3 @@ def test_gradcache_keeps_to_the_encoder(model, recorded):
         for _ in range(3):
             run(loss_function, batch)
     assert not recorded
-
-
-@pytest.mark.parametrize(("tokens", "texts", "longest"), [(1, 1, 1), (64, 3, 64), (5475, 128, 300), (16384, 700, 90)])
-def test_sizes_hold_their_batches(tokens, texts, longest):
-    size = graphs.Size.smallest_for(tokens, texts, longest)
-    assert tokens <= size.tokens <= max(64, tokens * 1.07)
-    ends = torch.linspace(0, tokens, texts + 1).int()
-    borders = size.borders(torch.stack([ends, ends]), tokens)
-    assert borders.shape == (2, size.texts + 1) and borders.dtype == torch.int32
-    assert borders[:, : texts + 1].equal(torch.stack([ends, ends])) and set(borders[:, -1].tolist()) == {size.tokens}
-    assert borders[:, texts:].diff().min() >= 0 and borders[:, texts:].diff().max() <= size.longest

@@ -1,7 +1,6 @@
 """How a model is encoded, and why: whatever its first batch shows, losses and gradients are those of stock."""
 
 import logging
-import warnings
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
@@ -27,7 +26,6 @@ from tests.support.models import (
     TEXT,
     Behind,
     attend_to_own_document,
-    checkpointed,
     collated,
     features,
     load_model,
@@ -320,13 +318,3 @@ def test_hooks_of_all_modules_keep_the_padding(model, packed, caplog):
     finally:
         added.remove()
     assert "a hook of your own is on all modules" in caplog.text
-
-
-def test_deciding_warns_of_nothing_that_training_does_not(encoder):
-    model = load_model(encoder("bert"))
-    checkpointed(model, reentrant=True)
-    pylate_fastmaxsim.enable()
-    with warnings.catch_warnings(record=True) as said:  # as errors they would be a reason to encode otherwise
-        warnings.simplefilter("always")
-        losses.Contrastive(model)(batch_of(model), None).backward()
-    assert not [str(warning.message) for warning in said]

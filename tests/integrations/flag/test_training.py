@@ -6,11 +6,10 @@ from functools import partial
 import pytest
 import torch
 from pylate import losses
-from pylate.models import ColBERT
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import modes
-from tests.support.models import load_model, sentences
+from tests.support.models import load_model
 from tests.support.training_runs import BATCH, ROWS, candidates, pairs, train
 
 pytestmark = pytest.mark.e2e
@@ -97,15 +96,3 @@ def test_compiled_model(encoder, packed, tmp_path, by_the_trainer):
     torch._dynamo.reset()
     assert ours == pytest.approx(stock, rel=2e-3)
     assert set(modes.chosen[model].values()) == {"packed"}
-
-
-def test_a_checkpoint_is_an_ordinary_model(encoder, packed, tmp_path):
-    model = load_model(encoder("modernbert"))
-    pylate_fastmaxsim.enable()
-    train(model, losses.Contrastive(model), pairs(), tmp_path, save_strategy="steps", save_steps=4, max_steps=4)
-    pylate_fastmaxsim.disable()
-    checkpoint = tmp_path / "checkpoint-4"
-    assert not any("fastmaxsim" in path.read_text() for path in checkpoint.rglob("*.json"))
-    again, texts = ColBERT(model_name_or_path=str(checkpoint), device="cpu"), sentences(4)
-    for own, other in zip(again.encode(texts, is_query=False), model.eval().encode(texts, is_query=False), strict=True):
-        assert own == pytest.approx(other, abs=1e-5)
