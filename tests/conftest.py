@@ -28,6 +28,7 @@ if host is None or not Path(host.origin).with_name("multi_vector_encoder").exist
 
 # Files of a minute and more. They start first, so that no worker is left with one when the others have ended.
 LONG = (
+    "test_operators.py",
     "test_compile.py",
     "test_suites.py",
     "test_modernbert_layers.py",
