@@ -17,7 +17,9 @@ from transformers import (
     BigBirdConfig,
     CLIPTextConfig,
     ConvBertConfig,
+    DebertaV2Config,
     DistilBertConfig,
+    ElectraConfig,
     FNetConfig,
     Gemma3nTextConfig,
     GPT2Config,
@@ -29,6 +31,7 @@ from transformers import (
     MPNetConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    T5Config,
     XLMRobertaConfig,
 )
 
@@ -161,6 +164,9 @@ _SHARPENED |= {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0
 _LOCAL = {"local_attention": 8, "global_attn_every_n_layers": 2, "max_position_embeddings": 128}
 # Texts of more than 28 tokens attend to blocks of 4 tokens; a batch of shorter ones has the encoder attend to all for good.
 _BLOCKS = {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1}
+_RELATIVE = {"relative_attention": True, "position_biased_input": False, "pos_att_type": ["p2c", "c2p"]}
+# T5 has names of its own for these sizes.
+_T5 = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
 # Two of the layers are convolutions over neighbouring tokens.
 _CONVOLVED = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
 _GEMMA = {"laurel_rank": 4, "hidden_size_per_layer_input": 8, "sliding_window": 8}
@@ -173,6 +179,11 @@ _CONFIGS = {
     "convbert": (ConvBertConfig, _UNDROPPED | {"embedding_size": 32}),
     "fnet": (FNetConfig, {"hidden_dropout_prob": 0.0}),
     "bigbird": (BigBirdConfig, _UNDROPPED | _BLOCKS),
+    # These four are drawn by tools/fuzz.py.
+    "deberta": (DebertaV2Config, _UNDROPPED | _RELATIVE),
+    "electra": (ElectraConfig, _UNDROPPED | {"embedding_size": 16}),
+    "t5": (T5Config, _T5),
+    "llama": (LlamaConfig, {"num_key_value_heads": 1}),
     "longrope": (LlamaConfig, {"rope_parameters": _LONG}),
     "dynamic rope": (LlamaConfig, {"rope_parameters": _DYNAMIC, "max_position_embeddings": 16}),
     "lfm2": (Lfm2Config, _CONVOLVED | {"num_key_value_heads": 1}),
