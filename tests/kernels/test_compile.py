@@ -58,9 +58,9 @@ def fits(directory, kernel, arch, operand, options, absent=(), unit=False, **con
     """PTX of a kernel that fits; ``options`` are tiles or those of Triton."""
     if hasattr(options, "_asdict"):
         options, constants = options_of(options), constants | blocks_of(options)
-    ptx, shared = compiled(kernel, arch, operand, options, absent, **constants)
-    check(arch, operand, ptx, shared, directory, unit=unit)
-    return ptx
+    made = compiled(kernel, arch, operand, options, absent, **constants)
+    check(arch, operand, made, directory, unit)
+    return made.asm["ptx"]
 
 
 EVERYWHERE = (("bf16", 128), ("bf16x6", 128))
@@ -434,10 +434,10 @@ def test_attention(kernel, table, dim, operand, window, dropout):
     tiles = table[columns]
     for tile in (*tiles.short, tiles.long):
         constants = layout | {"LONGER_THAN": 0, "BLOCK": tile.block, "LONG": tile is tiles.long}
-        ptx, shared = compiled(kernel, 90, operand, options_of(tile), absent, **constants)
+        made = compiled(kernel, 90, operand, options_of(tile), absent, **constants)
         # Some spill a few registers, and were faster than those that spill none.
-        assert shared <= SHARED_MEMORY[90]
-        assert ("wgmma.mma_async" in ptx) == (tile.block >= 64)
+        assert made.metadata.shared <= SHARED_MEMORY[90]
+        assert ("wgmma.mma_async" in made.asm["ptx"]) == (tile.block >= 64)
 
 
 def test_log_sums_are_there_where_the_backward_reads_them():

@@ -1,6 +1,5 @@
 """Compiles kernels ahead of time, as their launches would, for GPUs that this machine does not have."""
 
-import inspect
 import re
 import subprocess
 from collections.abc import Iterator
@@ -9,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from triton import compiler
+from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 
 from pylate_fastmaxsim._winners import no_winner  # the constant of a launch that nothing else names
 from pylate_fastmaxsim.kernels.runtime.arch import ARCHITECTURES, INPUT_PRECISION
 from pylate_fastmaxsim.kernels.runtime.cached_launch import RELEASE, Launcher
 
+CUOBJDUMP = Path(nvidia.__file__).with_name("bin") / "cuobjdump"
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 MATRIX_UNIT = {80: "mma.sync", 86: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 # Of vectors: 16-bit ones by their dtype, float32 by how it is multiplied.
@@ -77,8 +77,8 @@ def blocks_of(tile) -> dict[str, int]:
 
 def compiled(
     launcher: Launcher, arch: int, operand: str, options: dict, absent=(), winners=torch.uint8, types=(), **constants
-) -> tuple[str, int]:
-    """PTX and shared memory of a kernel, called as launches call it; ``absent`` pointers are None."""
+) -> compiler.CompiledKernel:
+    """A kernel, called as launches call it; ``absent`` pointers are None."""
     kernel = launcher.kernel
     known = TYPES | dict.fromkeys(["winners", "token_winners"], WINNERS[winners])
     types = known | dict.fromkeys(VECTORS.split(), ELEMENT[operand]) | dict(types)
@@ -91,30 +91,23 @@ def compiled(
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")
     }
     source = compiler.ASTSource(kernel, signature, constants, aligned)
-    result = compiler.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    return result.asm["ptx"], result.metadata.shared
+    return compiler.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def check(arch: int, operand: str, ptx: str, shared: int, directory: Path, unit: bool = False) -> None:
+def check(arch: int, operand: str, kernel: compiler.CompiledKernel, directory: Path, unit: bool = False) -> None:
     """It fits the GPU, spills nothing, and multiplies as precisely as asked; with ``unit`` on its matrix unit.
 
     Spills are looked at in the release of Triton that the tiles were chosen for. Others allot registers otherwise.
     """
-    assert shared <= SHARED_MEMORY[arch]
+    ptx = kernel.asm["ptx"]
+    assert kernel.metadata.shared <= SHARED_MEMORY[arch]
     if operand != "tf32":
         assert "tf32" not in ptx, "only float32 at medium precision may be rounded to TF32"
     if unit and kind(operand) == "half":
         assert MATRIX_UNIT[arch] in ptx
     if RELEASE == (3, 6):
-        (directory / "kernel.ptx").write_text(ptx)
-        target = re.search(r"\.target (sm_\w+)", ptx).group(1)
-        command = [_ptxas(arch), "-v", f"--gpu-name={target}", "kernel.ptx", "-o", "kernel.o"]
-        run = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=True)
-        spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", run.stderr)]
-        assert max(spilled) == 0, run.stderr
-
-
-def _ptxas(arch: int) -> str:
-    """Path of the assembler that this release of Triton brings."""
-    found = get_ptxas(*[arch][: len(inspect.signature(get_ptxas).parameters)])
-    return found[0] if isinstance(found, tuple) else found.path
+        (directory / "kernel.cubin").write_bytes(kernel.asm["cubin"])
+        command = [CUOBJDUMP, "-res-usage", "kernel.cubin"]
+        usage = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=True).stdout
+        # Where registers do not suffice, numbers wait on the stack of a thread.
+        assert re.findall(r"STACK:(\d+) .* LOCAL:(\d+)", usage) == [("0", "0")], usage

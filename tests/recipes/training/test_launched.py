@@ -11,7 +11,7 @@ from tests.support.launcher import launch
 from tests.support.page_recipes import PAGES
 from tests.support.tiny_recipe import fell_back, list_rows
 
-LAYERS = {"colqwen2": "Qwen2VLDecoderLayer", "colpali": "GemmaDecoderLayer"}
+LAYERS = {"colpali": "GemmaDecoderLayer"}
 # With dropout, so that each process must go on with its own random numbers.
 TEXTS = {
     "contrastive": "",
@@ -21,7 +21,7 @@ STREAMED = "data.streaming=true data.negatives_per_query=2 evaluation.rows=0 mod
 WEIGHTS = {"adapters": "training.save_total_limit=3", "all": "training.save_total_limit=3 model.lora=null"}
 # All recipes of a launch are trained by one pair of processes, because starting it takes longer than they do.
 LAUNCHES = [("ddp", "colbert", TEXTS | {"streamed": STREAMED}), ("fsdp", "colbert", TEXTS)]
-LAUNCHES += [("ddp", "colqwen2", WEIGHTS), ("fsdp", "colpali", WEIGHTS)] if PAGES else []
+LAUNCHES += [("fsdp", "colpali", WEIGHTS)] if PAGES else []
 
 
 @pytest.mark.process
