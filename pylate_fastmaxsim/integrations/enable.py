@@ -94,8 +94,8 @@ def enable(
     pooling
         How a query token pools its similarities to the tokens of a document, in every score that is accelerated:
         ``Max()``, ``TopK(k)``, ``Softmax(temperature)`` or ``LogSumExp(temperature)``, or as the commands write them,
-        ``"top_k=4"``; see :func:`~pylate_fastmaxsim.pooled_scores`. XTR scores, which have a choice of tokens of their own, stay as they
-        are, and so do losses with a ``score_metric`` of their own and indexes of other libraries.
+        ``"top_k=4"``; see :func:`~pylate_fastmaxsim.pooled_scores`. XTR scores, which have a choice of tokens of their
+        own, stay as they are, and so do losses with a ``score_metric`` of their own and indexes of other libraries.
     quiet
         Print nothing. Otherwise the first process of a machine writes one line to stderr that says what is accelerated.
         ``PYLATE_FASTMAXSIM_QUIET=1`` in the environment does the same.
