@@ -174,8 +174,3 @@ def test_what_is_quoted_is_in_the_code():
         for part in line.split("...")
     ):
         assert any(part in text for text in texts), part
-
-
-def test_the_readme_installs_from_the_address_of_the_project():
-    address = re.search(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
-    assert f'pip install "pylate-fastmaxsim[pylate] @ git+{address}"' in README
