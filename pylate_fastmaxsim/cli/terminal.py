@@ -89,6 +89,8 @@ def quiet_libraries() -> None:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     logging.getLogger("pylate.models.colbert").setLevel(logging.ERROR)
+    # It raises as well what it logs.
+    logging.getLogger("datasets.packaged_modules.json.json").setLevel(logging.CRITICAL)
 
 
 def end_with(sentence: str, code: int = 1) -> NoReturn:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import glob
 import gzip
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,22 +81,9 @@ def load_files(
     return _load(key, ", ".join(every), builder, **options)
 
 
-@contextmanager
-def _quiet_reader() -> Iterator[None]:
-    """Without the line that the reader of JSON logs beside the error that it raises."""
-    reader = logging.getLogger("datasets.packaged_modules.json.json")
-    level = reader.level
-    reader.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        reader.setLevel(level)
-
-
 def _load(key: str, place: str, path: str, subset: str | None = None, **options: Any) -> Dataset | IterableDataset:
     try:
-        with _quiet_reader():
-            table = load_dataset(path, subset, **options)
+        table = load_dataset(path, subset, **options)
     except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
         if isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
             error = error.__cause__  # DatasetGenerationError only says that something failed
