@@ -1,5 +1,6 @@
 """Checks of arguments, and of how a call runs, that all operators share."""
 
+import difflib
 import operator
 from collections.abc import Iterable
 
@@ -140,3 +141,10 @@ def is_plain_backward(grad: Tensor) -> bool:
     # With gradients enabled second ones are asked for, which the registered operators refuse. They take a compiled
     # backward whole, and a batch of gradients once for each.
     return is_plain(grad) and not torch.is_grad_enabled() and not torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
+def suggestion(name: str, names: Iterable[str], all_of: str) -> str:
+    """What an error says of a name that is none of these: the nearest, or ``all_of`` and the list."""
+    names = list(names)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"{all_of} {', '.join(names)}."

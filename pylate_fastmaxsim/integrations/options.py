@@ -7,7 +7,6 @@ README are made from these fields.
 
 from __future__ import annotations
 
-import difflib
 import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any, Literal, ParamSpec, TypeVar
 
+from pylate_fastmaxsim._checks import suggestion
 from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK, check_pooling
 
 # "always": also where a model has code of somebody's own.
@@ -113,8 +113,7 @@ def refuse_unknown_options(function: Callable[P, R]) -> Callable[P, R]:
     def checked(*arguments: P.args, **options: P.kwargs) -> R:
         for name in options:
             if name not in names:
-                close = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"its options are {', '.join(names)}."
+                hint = suggestion(name, names, "its options are")
                 raise TypeError(f"{function.__name__}() has no option {name!r}; {hint}")
         return function(*arguments, **options)
 

@@ -6,7 +6,6 @@ Shipped recipes come with the package: in its wheel, or beside it in a checkout.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import shutil
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from pylate_fastmaxsim._checks import suggestion
 from pylate_fastmaxsim.recipes.config.kinds import build_recipe
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -169,9 +169,7 @@ def shipped_recipe(name: str) -> Path:
     """The file of a recipe that comes with the package."""
     shipped = shipped_recipes()
     if name not in shipped:
-        close = difflib.get_close_matches(name, shipped, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"the package has {', '.join(shipped)}."
-        raise RecipeError(f"there is no recipe {name}; {hint}")
+        raise RecipeError(f"there is no recipe {name}; {suggestion(name, shipped, 'the package has')}")
     return shipped[name]
 
 

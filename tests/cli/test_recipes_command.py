@@ -46,7 +46,7 @@ def test_a_recipe_is_found_by_name_behind_a_file_of_that_name(tmp_path, monkeypa
 
 
 ABSENT = """
-quickstar | there is no recipe quickstar; did you mean quickstart.
+quickstar | there is no recipe quickstar; did you mean .quickstart..
 nothing | there is no recipe nothing; the package has
 recipes/quickstart.yaml | there is no file recipes/quickstart.yaml; to run .* write quickstart.
 other.yaml | Cannot read the recipe other.yaml:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import operator
 import os
@@ -12,6 +11,7 @@ import typing
 from contextlib import suppress
 from typing import Any, Literal
 
+from pylate_fastmaxsim._checks import suggestion
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 _TYPE_NAMES = {
@@ -41,8 +41,7 @@ def build(section: type, values: Any, path: str, whose: str = "") -> Any:
     for name, value in values.items():
         dotted = f"{path}.{name}" if path else name
         if name not in fields:
-            close = difflib.get_close_matches(str(name), fields, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"allowed here: {', '.join(fields)}."
+            hint = suggestion(str(name), fields, "allowed here:")
             raise RecipeError(f"{dotted} is not a key of a recipe{whose}; {hint}")
         options = fields[name].metadata
         limits, word = options.get("limits", {}), options.get("null")
