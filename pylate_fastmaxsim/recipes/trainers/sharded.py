@@ -87,7 +87,7 @@ class WholeModelMixin:
         NaN stands for metrics of embeddings that are not finite.
         """
         begun = time.perf_counter()
-        found = [self.measure(model=self.whole_model()) if self.is_world_process_zero() else None]
+        found = [self.measure(self.whole_model()) if self.is_world_process_zero() else None]
         broadcast_object_list(found)
         metrics = {
             f"{metric_key_prefix}_{name}": math.nan if value is None else value for name, value in found[0].items()
@@ -112,6 +112,11 @@ class WholeModelMixin:
                         "output_dir, or start over with --no-resume."
                     )
         super()._load_optimizer_and_scheduler(checkpoint)
+
+
+def note_metrics(model: Any, metrics: dict[str, float]) -> None:
+    """Add nDCG@10 to the last row of the log of training in a model's card, which the host has begun."""
+    model.model_card_data.training_logs[-1]["ndcg@10"] = metrics["eval_ndcg@10"]
 
 
 class TextTrainerMixin(WholeModelMixin):
@@ -142,6 +147,11 @@ class TextTrainerMixin(WholeModelMixin):
         done = super()._init_training_state(*arguments)
         # Rows that are streamed have no number, and one epoch without an end.
         return batches_done(self.state, len(self._train_dataloader)) if has_length(self._train_dataloader) else done
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = super().evaluate(*args, **kwargs)
+        note_metrics(self.model, metrics)
+        return metrics
 
     def _load_best_model(self) -> None:
         """As that of Sentence Transformers, which only logs an error."""

@@ -38,7 +38,8 @@ def training_arguments(recipe: Recipe, kind: Kind, **overrides: Any) -> Sentence
     own = options.pop("arguments")
     for name in ("precision", "log_gradient_concentration", "early_stopping_patience"):
         options.pop(name, None)
-    pushed = [name for name in own if name == "push_to_hub" or name.startswith("hub_")]
+    # What train does itself: the final model is pushed, and the untrained one evaluated once.
+    done_here = [name for name in own if name in ("push_to_hub", "eval_on_start") or name.startswith("hub_")]
     query_rate = options.pop("query_learning_rate", None)
     if query_rate is not None:
         options["learning_rate_mapping"] = {r"\.sub_modules\.query\.": query_rate}
@@ -71,8 +72,7 @@ def training_arguments(recipe: Recipe, kind: Kind, **overrides: Any) -> Sentence
         "disable_tqdm": False,
         "metric_for_best_model": BEST_METRIC if recipe.training.needs_best else None,
         "greater_is_better": own.get("metric_for_best_model", BEST_METRIC).removeprefix("eval_") not in LOWER_IS_BETTER,
-        # train pushes the final model.
-        **{name: value for name, value in own.items() if name not in pushed},
+        **{name: value for name, value in own.items() if name not in done_here},
         **overrides,
     }
     with as_recipe_error("training"):  # an unknown scheduler or optimizer, a device without this precision

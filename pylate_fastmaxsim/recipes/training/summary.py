@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from pylate_fastmaxsim.integrations.encoding.modes import chosen
 from pylate_fastmaxsim.recipes.config.schema import Recipe
@@ -15,31 +15,39 @@ from pylate_fastmaxsim.recipes.data.collection import RecipeData
 
 
 class Summary(TrainerCallback):
-    """Tells ``begin`` what is trained before the first step, in the main process, and times the training."""
+    """Tells ``begin`` what is trained, in the main process, calls ``evaluate`` before the first step, and times the training."""
 
-    def __init__(self, recipe: Recipe, data: RecipeData, begin: Callable[[dict[str, Any]], object]) -> None:
-        self._recipe, self._data, self._begin = recipe, data, begin
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: RecipeData,
+        begin: Callable[[dict[str, Any]], object],
+        evaluate: Callable[[], object] | None,
+    ) -> None:
+        self._recipe, self._data, self._begin, self._evaluate = recipe, data, begin, evaluate
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self._started, self._epoch, self._step = time.perf_counter(), state.epoch or 0, state.global_step
-        if not state.is_world_process_zero:
-            return
-        held_out, fast = self._data.held_out, self._recipe.fast
-        self._begin(
-            {
-                "recipe": self._recipe.name,
-                "rows": None if self._recipe.data.streaming else len(self._data.train),
-                "empty": self._data.empty,
-                "held_out": None if held_out is None else len(held_out),
-                "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-                "device": str(args.device),
-                "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
-                "step": state.global_step,
-                "steps": state.max_steps,
-                "fast": fast.enabled,
-                "report_to": list(args.report_to),
-            }
-        )
+        if state.is_world_process_zero:
+            self._begin(self._described(args, state))
+        if self._evaluate is not None and state.global_step == 0:
+            self._evaluate()
+
+    def _described(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
+        held_out = self._data.held_out
+        return {
+            "recipe": self._recipe.name,
+            "rows": None if self._recipe.data.streaming else len(self._data.train),
+            "empty": self._data.empty,
+            "held_out": None if held_out is None else len(held_out),
+            "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+            "device": str(args.device),
+            "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            "step": state.global_step,
+            "steps": state.max_steps,
+            "fast": self._recipe.fast.enabled,
+            "report_to": list(args.report_to),
+        }
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self._seconds = time.perf_counter() - self._started

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +109,7 @@ def _train(
         checkpoint = last_checkpoint(recipe) if resume else None
         prepared = prepare(recipe, anew=checkpoint is None and arguments.should_save)
         data = load_data(prepared)
-        _set_evaluation(recipe, data, arguments, begins=checkpoint is None)
+        first = _evaluates_first(recipe, data, arguments)
         model = load_model(prepared.model, arguments.device, recipe.training.seed)
         repository = open_repository(recipe) if arguments.should_save else None
         # As in force: the environment may switch the plugin off.
@@ -125,8 +124,8 @@ def _train(
     with plugin_of(recipe.fast):
         if state is None:
             trainer = kind.build_trainer(recipe.loss, model, data.train, arguments)
-            trainer.measure = partial(evaluate, prepared, data=data)
-            summary = Summary(recipe, data, begin)
+            trainer.measure = lambda model: evaluate(prepared, model, data)
+            summary = Summary(recipe, data, begin, trainer.evaluate if first else None)
             state = _run_trainer(trained_with, kind, trainer, checkpoint, summary)
             speed, mode = summary.speed(trainer), encoding_mode(trainer.model)
             model = trainer.whole_model()
@@ -158,7 +157,7 @@ def _train(
             metrics = _evaluate_saved(prepared, model, data, folder)
             result |= metrics
             if kind.writes_card:
-                add_metrics(trained_with, model, metrics, folder)
+                add_metrics(trained_with, model, metrics, folder, state)
             _write_result(folder, result)
             if repository is not None:
                 result["pushed_to"] = push(recipe, repository, folder)
@@ -166,19 +165,18 @@ def _train(
     return result
 
 
-def _set_evaluation(
-    recipe: Recipe, data: RecipeData, arguments: SentenceTransformerTrainingArguments, begins: bool
-) -> None:
-    """Evaluate before the first step of a run where that takes seconds, or is asked for; refuse a metric that there is not."""
-    asked = recipe.training.arguments.get("eval_on_start", data.held_out is not None and not is_sharded(arguments))
-    arguments.eval_on_start = begins and asked
-    if is_sharded(arguments) and (asked or arguments.eval_strategy != "no"):
+def _evaluates_first(recipe: Recipe, data: RecipeData, arguments: SentenceTransformerTrainingArguments) -> bool:
+    """Whether to evaluate before the first step: where that takes seconds, or is asked for. Refuses metrics that are not there."""
+    sharded = is_sharded(arguments)
+    asked = recipe.training.arguments.get("eval_on_start", data.held_out is not None and not sharded)
+    if sharded and (asked or arguments.eval_strategy != "no"):
         raise RecipeError(
             "training.eval_strategy must be no under FSDP and DeepSpeed, where no process has the whole model."
         )
     metric, names = arguments.metric_for_best_model, metric_names(recipe, data) if data.is_evaluated else []
     if metric is not None and metric.removeprefix("eval_") not in names:
         raise RecipeError(f"training.metric_for_best_model must be one of {', '.join(names)}, got {metric!r}.")
+    return asked
 
 
 def _evaluate_saved(recipe: Recipe, model: HostModel, data: RecipeData, folder: Path) -> dict[str, float | None]:

@@ -36,7 +36,7 @@ colbert | loss.pooling={top_k: 4, softmax: 1} | top_k, softmax, log_sum_exp, got
 colbert | loss.pooling={softmax: 1, start: 2} | loss.pooling.schedule is missing; a schedule has a start,
 colbert | loss.pooling={top_k: 1, start: 2.5, schedule: linear} | loss.pooling.start must be an integer with top_k, got
 colbert | loss.pooling.top_k=2 fast.stock_masking=true | fast.stock_masking must be false with loss.pooling:
-colbert | evaluation.beir=some/data | evaluation must have at most one of rows, beir and nano_beir.
+colbert | evaluation.beir=some/data | evaluation must have at most one of rows, data, beir and nano_beir.
 colbert | evaluation={rows: 0, nano_beir: [nq, ms_marco]} | evaluation.nano_beir must
 colbert | evaluation={rows: 0, nano_beir: [nq, NQ]} | evaluation.nano_beir must
 colbert | evaluation.corpus_format=int8 | evaluation.corpus_format applies to evaluation.beir, which is missing.

@@ -25,7 +25,7 @@ training.report_to=wandb | training.report_to must be auto or none here, because
 training.optim=adamv | training: adamv is not a valid
 training.optim=adamw_8bit | training.optim adamw_8bit cannot be used here: You need to install
 training.lr_scheduler_type=cosine_with_min_lr | training.lr_scheduler_type cosine_with_min_lr cannot be used
-training.lr_scheduler_type=reduce_lr_on_plateau | training.lr_scheduler_type must not be reduce_lr_on_plat
+training.lr_scheduler_type=reduce_lr_on_plateau | training.eval_strategy must be steps or epoch with training.lr_s
 """),
 )
 def test_arguments_that_the_trainer_does_not_take(override, sentence, tmp_path, monkeypatch):

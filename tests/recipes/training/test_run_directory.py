@@ -85,7 +85,7 @@ def test_another_number_of_processes_is_refused_while_steps_are_left(trained, tm
     shutil.copy(before / "rng_state_1.pth", tmp_path / "away" / "checkpoint-4")
     elsewhere = load_recipe(trained, [f"output_dir={tmp_path / 'away'}"])
     assert last_checkpoint(elsewhere) is None
-    assert run_directory.open_run_directory(elsewhere, None, True, writes=False, processes=2) == elsewhere
+    assert run_directory.open_run_directory(elsewhere, None, True, writes=False, processes=2) == (elsewhere, None)
 
 
 @pytest.mark.parametrize("resume", [True, False])
