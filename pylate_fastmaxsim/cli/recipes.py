@@ -55,10 +55,10 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_train(options: argparse.Namespace) -> None:
-    """Train, and print a table of the metrics."""
+    """Train, and print a table of what is trained and one of the metrics."""
     recipe = _load(options)
     from pylate_fastmaxsim._memory import is_out_of_memory
-    from pylate_fastmaxsim.cli.tables import training_table
+    from pylate_fastmaxsim.cli.tables import begun_table, training_table
     from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
     from pylate_fastmaxsim.recipes.training.train import train
 
@@ -71,7 +71,7 @@ def run_train(options: argparse.Namespace) -> None:
     quiet_libraries()
     with report_interruption(kept):
         try:
-            result = train(recipe, options.resume)
+            result = train(recipe, options.resume, lambda summary: plain.print(begun_table(summary)))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

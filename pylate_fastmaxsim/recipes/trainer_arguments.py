@@ -56,6 +56,7 @@ REFUSED = {
     **dict.fromkeys(("hub_strategy", "hub_always_push"), _PUSHED),
     "hub_token": "recipes stand in cards; give it by HF_TOKEN or hf auth login",
 }
+_LIMITS = {"warmup_ratio": {"minimum": 0, "maximum": 1}}
 _SIMPLE = {bool: bool, int: int, float: float, str: str, type(None): type(None), list: list[str], dict: dict[str, Any]}
 
 
@@ -78,7 +79,7 @@ def with_checked_arguments(recipe: Recipe) -> Recipe:
         hint, one_of_names = types[name]
         # YAML reads the word no as false.
         value = "no" if value is False and one_of_names else value
-        checked[name] = convert(value, hint, {}, f"training.{name}")
+        checked[name] = convert(value, hint, _LIMITS.get(name, {}), f"training.{name}")
     if {"bf16", "fp16"} & checked.keys() and recipe.training.precision != "auto":
         raise RecipeError("training.precision must be auto where training.bf16 or training.fp16 is given.")
     if checked.get("warmup_ratio") and recipe.training.warmup_steps:

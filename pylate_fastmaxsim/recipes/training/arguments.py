@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import transformers
 from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import Trainer, get_scheduler
 from transformers.integrations import (
@@ -41,6 +42,8 @@ def training_arguments(recipe: Recipe, kind: Kind, **overrides: Any) -> Sentence
     # What train does itself: the final model is pushed, and the untrained one evaluated once.
     done_here = [name for name in own if name in ("push_to_hub", "eval_on_start") or name.startswith("hub_")]
     query_rate = options.pop("query_learning_rate", None)
+    if "warmup_ratio" in own and int(transformers.__version__.partition(".")[0]) >= 5:
+        options["warmup_steps"] = own.pop("warmup_ratio")  # its name from transformers 5 on
     if query_rate is not None:
         options["learning_rate_mapping"] = {r"\.sub_modules\.query\.": query_rate}
     if not options["gradient_checkpointing"]:
