@@ -65,7 +65,9 @@ def with_checked_arguments(recipe: Recipe) -> Recipe:
     given = recipe.training.arguments
     if not given:
         return recipe
-    types, keys = simple_types(recipe), [each.name for each in fields(recipe.training)]
+    from pylate_fastmaxsim.recipes.models.load import kind_of  # takes seconds
+
+    types, keys = simple_types(kind_of(recipe.model).arguments_class), [each.name for each in fields(recipe.training)]
     checked = {}
     for name, value in given.items():
         if name in REFUSED:
@@ -87,11 +89,8 @@ def with_checked_arguments(recipe: Recipe) -> Recipe:
     return replace(recipe, training=replace(recipe.training, arguments=checked))
 
 
-def simple_types(recipe: Recipe) -> dict[str, tuple[Any, bool]]:
-    """The arguments of the trainer of a recipe that YAML can say: their types, and whether they are one of some names."""
-    from pylate_fastmaxsim.recipes.models.load import kind_of  # takes seconds
-
-    arguments = kind_of(recipe.model).arguments_class
+def simple_types(arguments: type) -> dict[str, tuple[Any, bool]]:
+    """The arguments of a dataclass of them that YAML can say: their types, and whether they are one of some names."""
     hints, found = typing.get_type_hints(arguments), {}
     for each in fields(arguments):
         options = alternatives(hints[each.name])

@@ -130,8 +130,7 @@ class DataSection(RowsSection):
     """
 
     source: Literal["docstrings", "hub", "files", "distillation"] = key(
-        "where the rows come from: docstrings of installed `packages`, a data set on the `hub`, local `files`, or the three "
-        "subsets of a `distillation`"
+        "docstrings of installed `packages`, a data set on the `hub`, local `files`, or the subsets of a `distillation`"
     )
     columns: list[str] | None = key(
         "columns to use, in their order: query, positive, negatives; null: all, by their names",
@@ -148,23 +147,21 @@ class DataSection(RowsSection):
     )
     negatives: list[str] | None = key("systems whose negatives are used; null: all", None, only=_ROWS)
     negatives_per_query: int | None = key(
-        "negatives of each row: of more some are drawn, fewer are repeated; null: all, and every row has as many",
+        "negatives of each row, drawn of more, repeated of fewer; null: all",
         None,
         unit="negatives",
         minimum=1,
         only=_ROWS,
     )
     n_ways: int | None = key(
-        "documents of each row of a distillation, the first ones; null: of ids as many as the shortest row has, of texts all",
+        "first documents of each row of a distillation; null: of ids as many as the shortest row has, of texts all",
         None,
         unit="documents",
         minimum=2,
         only=(*_ROWS, "distillation"),
     )
     streaming: bool = key("read rows while training; needs `training.max_steps`", False)
-    more: list[DataSection] | None = key(
-        "more data sets, sections with the keys of `data`: the rows of all are mixed", None
-    )
+    more: list[DataSection] | None = key("more data sets, whose rows are mixed with these", None)
 
 
 # How the embeddings of documents may be compressed: int8, fp8, and PLAID's residual codes of 1, 2 or 4 bits a number.
@@ -307,9 +304,9 @@ class TrainingSection:
     logging_steps: int = key("log every so many", 10, unit="steps", minimum=1)
     save_steps: int | None = key("save a checkpoint every so many; null: none", 500, unit="steps", minimum=1)
     save_total_limit: int | None = key("checkpoints that are kept; null: all", 2, unit="checkpoints", minimum=1)
-    report_to: str | list[str] = key("where the trainer logs to; auto: TensorBoard and W&B where installed", "auto")
+    report_to: str | list[str] = key("where the trainer logs to; auto: TensorBoard, W&B", "auto")
     early_stopping_patience: int | None = key(
-        "stop after so many evaluations that are no better than the best; needs `eval_strategy`",
+        "stop after so many evaluations that are not the best",
         None,
         unit="evaluations",
         minimum=1,
@@ -352,7 +349,7 @@ class EvaluationSection:
     """
 
     rows: int = key("held out of training: nDCG@10 over their documents or pages", 0, unit="rows", minimum=0)
-    data: DataSection | None = key("validation rows, with the keys of `data`, in place of rows held out", None)
+    data: DataSection | None = key("validation rows, in place of rows held out", None)
     batch_size: int = key("texts or pages encoded at once", 32, unit="texts", minimum=1)
 
     # What only some kinds have as a key.

@@ -98,9 +98,7 @@ def load_data(recipe: Recipe) -> RecipeData:
     if not recipe.data.streaming:
         train = _with_more(recipe, kind, _chosen(train, recipe.data))
         if empty := count_empty(train):
-            logger.warning(
-                "The data has %d rows with an empty query or document, which are trained on as they are.", empty
-            )
+            logger.warning("The data has %d rows with an empty query or document, which are trained on as well.", empty)
         train, held_out = _split(train, recipe.evaluation.rows)
         _require_a_batch(recipe, len(train), 0 if held_out is None else len(held_out))
     if recipe.evaluation.data is not None:

@@ -141,8 +141,7 @@ def lengths_of(training: TrainingSection) -> dict[str, float | None]:
 def _warn_of_longer_run(recipe: Recipe, earlier: Recipe) -> None:
     if is_longer(lengths_of(recipe.training), lengths_of(earlier.training)):
         logger.warning(
-            "The run in %s goes on for longer than it was begun for: the schedules of the learning rate, and of a pooling or "
-            "regularizers, are from here on those of the longer run, so that a rate that had fallen rises again.",
+            "The run in %s is longer than it was begun for: from here on its learning rate follows the longer schedule.",
             recipe.output_dir,
         )
 

@@ -125,7 +125,7 @@ def _train(
         if state is None:
             trainer = kind.build_trainer(recipe.loss, model, data.train, arguments)
             trainer.measure = lambda model: evaluate(prepared, model, data)
-            summary = Summary(recipe, data, begin, trainer.evaluate if first else None)
+            summary = Summary(trained_with, data, begin, trainer.evaluate if first else None)
             state = _run_trainer(trained_with, kind, trainer, checkpoint, summary)
             speed, mode = summary.speed(trainer), encoding_mode(trainer.model)
             model = trainer.whole_model()
