@@ -124,7 +124,9 @@ def _train(
     with plugin_of(recipe.fast):
         if state is None:
             trainer = kind.build_trainer(recipe.loss, model, data.train, arguments)
-            trainer.measure = lambda model: evaluate(prepared, model, data)
+            trainer.measure = lambda model: _evaluate(
+                prepared, model, data, "lower it and start the same command again"
+            )
             summary = Summary(trained_with, data, begin, trainer.evaluate if first else None)
             state = _run_trainer(trained_with, kind, trainer, checkpoint, summary)
             speed, mode = summary.speed(trainer), encoding_mode(trainer.model)
@@ -179,16 +181,25 @@ def _evaluates_first(recipe: Recipe, data: RecipeData, arguments: SentenceTransf
     return asked
 
 
+def _evaluate(recipe: Recipe, model: HostModel, data: RecipeData, advice: str) -> dict[str, float | None]:
+    """Evaluate; an error that memory is full says what to do or what is kept."""
+    try:
+        return evaluate(recipe, model, data)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        size = recipe.evaluation.batch_size
+        raise RecipeError(f"evaluation.batch_size of {size} is more than fits into memory; {advice}.") from error
+
+
 def _evaluate_saved(recipe: Recipe, model: HostModel, data: RecipeData, folder: Path) -> dict[str, float | None]:
     """Evaluate, and say where the model is if that fails."""
     saved = f"the trained model is in {folder}, and {folder.parent / RESULT_FILE} has no metrics"
     try:
-        return evaluate(recipe, model, data)
-    except BaseException as error:
-        if is_out_of_memory(error):
-            raise RecipeError(
-                f"evaluation.batch_size of {recipe.evaluation.batch_size} is more than fits into memory; {saved}."
-            ) from error
+        return _evaluate(recipe, model, data, saved)
+    except RecipeError:
+        raise
+    except BaseException:
         logger.warning("The evaluation did not come to its end: %s.", saved)
         raise
 

@@ -1,12 +1,15 @@
 import errno
+import inspect
 import json
 import math
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from safetensors import SafetensorError
 from transformers import Trainer
 
@@ -179,6 +182,36 @@ def test_the_result_of_a_run_that_diverged_is_json(tmp_path):
     # NaN has an order as well, of which a metric could be made.
     assert result["ndcg@10"] is None and written["ndcg@10"] is None
     assert "## Evaluation" not in (tmp_path / "out/model/README.md").read_text()
+
+
+def test_the_final_model_is_pushed_once_with_its_card(tmp_path, monkeypatch):
+    called = []
+
+    def recorded(name: str, answer):
+        signature = inspect.signature(getattr(HfApi, name))
+
+        def method(*args, **kwargs):
+            called.append((name, signature.bind(*args, **kwargs).arguments))
+            return answer
+
+        monkeypatch.setattr(HfApi, name, method)
+
+    pushed = ["training.push_to_hub=true", "training.hub_model_id=model", "training.hub_private_repo=true"]
+    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 2, "save_steps": 2}))
+    recorded("create_repo", SimpleNamespace(repo_id="me/model"))
+    recorded("upload_folder", SimpleNamespace(commit_url="https://hub/me/model/commit/1"))
+    result = training.train(load_recipe(file, pushed))
+    assert result["pushed_to"] == "https://hub/me/model/commit/1" and [name for name, _ in called] == [
+        "create_repo",
+        "upload_folder",
+    ]
+    made, sent = (arguments for _, arguments in called)
+    assert (made["repo_id"], made["private"], sent["repo_id"]) == ("model", True, "me/model")
+    card = Path(sent["folder_path"], "README.md").read_text()
+    assert "push_to_hub: true" in card and "base_model: /" not in card and "library_name" in card
+    monkeypatch.setattr(HfApi, "create_repo", mock.Mock(side_effect=OSError("no token")))
+    with pytest.raises(RecipeError, match="^training.push_to_hub: model cannot be made on the Hub: no token"):
+        training.train(load_recipe(file, pushed))
 
 
 def uneven(folder, name: str, **section):
