@@ -125,6 +125,8 @@ def _is_a(value: Any, kind: Any) -> bool:
         return value in typing.get_args(kind)
     if kind == list[str]:
         return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
+    if section_of(kind) is not None:
+        return False
     if kind == dict[str, Any]:
         return isinstance(value, dict) and all(isinstance(item, str) for item in value)
     if kind is float:

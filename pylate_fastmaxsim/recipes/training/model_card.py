@@ -28,8 +28,9 @@ def append_recipe(folder: Path, recipe: Recipe) -> None:
     if not kind.writes_card:
         title = f"# {recipe.name}\n\nA model of document pages, trained with {kind.host}"
         file.write_text(f"{title} from `{recipe.model.name_or_path}`.\n", encoding="utf-8")
-        metadata_save(file, {"base_model": recipe.model.name_or_path})
     metadata = (metadata_load(file) or {}) | kind.card_metadata
+    if not kind.writes_card and not Path(recipe.model.name_or_path).is_dir():
+        metadata["base_model"] = recipe.model.name_or_path
     tags = dict.fromkeys([*(metadata.get("tags") or []), *kind.card_tags, "pylate-fastmaxsim"])
     metadata_save(file, metadata | {"tags": list(tags)})
     given = to_yaml(plain_values(recipe, only_set=True))
