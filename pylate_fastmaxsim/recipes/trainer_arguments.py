@@ -17,20 +17,18 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 # What other trainers and people call them.
 OTHER_NAMES = {
     **dict.fromkeys(("batch_size", "train_batch_size", "bs"), "per_device_train_batch_size"),
-    **dict.fromkeys(("epochs", "num_epochs", "n_epochs", "max_epochs"), "num_train_epochs"),
-    **dict.fromkeys(("steps", "num_steps", "num_train_steps", "train_steps", "max_train_steps"), "max_steps"),
-    **dict.fromkeys(("lr", "max_lr", "peak_lr"), "learning_rate"),
-    **dict.fromkeys(("scheduler", "lr_scheduler", "scheduler_type", "schedule"), "lr_scheduler_type"),
+    **dict.fromkeys(("epochs", "num_epochs", "max_epochs"), "num_train_epochs"),
+    **dict.fromkeys(("steps", "num_steps", "train_steps"), "max_steps"),
+    **dict.fromkeys(("lr", "max_lr"), "learning_rate"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "lr_scheduler_type"),
     **dict.fromkeys(("warmup", "num_warmup_steps"), "warmup_steps"),
-    **dict.fromkeys(("grad_accum", "accumulation_steps", "gradient_accumulation"), "gradient_accumulation_steps"),
-    **dict.fromkeys(("grad_clip", "gradient_clip_val", "clip_grad_norm"), "max_grad_norm"),
-    "evaluation_strategy": "eval_strategy",
-    **dict.fromkeys(("evaluation_steps", "eval_every"), "eval_steps"),
+    **dict.fromkeys(("grad_accum", "accumulation_steps"), "gradient_accumulation_steps"),
+    **dict.fromkeys(("grad_clip", "gradient_clip_val"), "max_grad_norm"),
     **dict.fromkeys(("patience", "early_stopping"), "early_stopping_patience"),
-    **dict.fromkeys(("num_workers", "dataloader_workers"), "dataloader_num_workers"),
     **dict.fromkeys(("amp", "mixed_precision", "dtype"), "precision"),
-    **dict.fromkeys(("optimizer", "optim_type"), "optim"),
-    **dict.fromkeys(("repo_id", "hub_repo"), "hub_model_id"),
+    "evaluation_strategy": "eval_strategy",
+    "num_workers": "dataloader_num_workers",
+    "repo_id": "hub_model_id",
 }
 # Arguments that a recipe does not take, and why.
 _EVALUATION = "a recipe is evaluated by search and not by batches of a loss; its keys are those of evaluation"

@@ -65,7 +65,9 @@ def measure(
     # What is prepared is that of the recipe, whatever the size of its batches.
     recipe = replace(run, data=prepared.data, model=prepared.model)
     data = load_data(recipe)
-    rows = math.inf if recipe.data.streaming else len(data.train) + len(data.held_out or ())
+    rows = (
+        math.inf if recipe.data.streaming else len(data.train) + (len(data.held_out) if recipe.evaluation.rows else 0)
+    )
     if largest_batch > rows:
         raise RecipeError(
             f"--sweep: batch_size must be at most {rows}, as many rows as the data has, got {largest_batch}."

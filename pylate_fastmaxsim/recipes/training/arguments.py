@@ -45,7 +45,10 @@ def training_arguments(recipe: Recipe, kind: Kind, **overrides: Any) -> Sentence
     if "warmup_ratio" in own and int(transformers.__version__.partition(".")[0]) >= 5:
         options["warmup_steps"] = own.pop("warmup_ratio")  # its name from transformers 5 on
     if query_rate is not None:
-        options["learning_rate_mapping"] = {r"\.sub_modules\.query\.": query_rate}
+        own["learning_rate_mapping"] = {
+            **(own.get("learning_rate_mapping") or {}),
+            r"\.sub_modules\.query\.": query_rate,
+        }
     if not options["gradient_checkpointing"]:
         del options["gradient_checkpointing"]  # later releases of transformers warn of the name
     if recipe.data.streaming:

@@ -71,9 +71,5 @@ def encoding_mode(model: nn.Module) -> str | None:
 
 def metrics_before(state: TrainerState) -> dict[str, float] | None:
     """The metrics of an evaluation before the first step."""
-    entries = [
-        entry for entry in state.log_history if entry["step"] == 0 and any(name.startswith("eval_") for name in entry)
-    ]
-    if not entries:
-        return None
-    return {name.removeprefix("eval_"): value for name, value in entries[0].items() if name.startswith("eval_")}
+    found = next((entry for entry in state.log_history if entry["step"] == 0 and "eval_ndcg@10" in entry), None)
+    return found and {name.removeprefix("eval_"): each for name, each in found.items() if name.startswith("eval_")}
