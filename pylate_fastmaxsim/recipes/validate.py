@@ -151,6 +151,10 @@ def _problems_of_best(recipe: Recipe) -> Iterator[str]:
     needing = training.needs_best
     for key in needing if not evaluates else ():
         yield f"training.eval_strategy must be steps or epoch with training.{key}, which needs evaluations in the training."
+    saves = training.arguments.get("save_strategy", "no" if training.save_steps is None else "steps")
+    best, when = (training.arguments.get(key) for key in ("load_best_model_at_end", "eval_strategy"))
+    if best and saves not in (when, "best"):
+        yield f"training.save_strategy must be {when} or best with load_best_model_at_end, got {saves}."
     if (evaluates or training.arguments.get("eval_on_start")) and not (
         evaluation.has_rows or evaluation.beir or evaluation.nano_beir
     ):

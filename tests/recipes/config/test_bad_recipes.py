@@ -36,6 +36,8 @@ colbert | training.early_stopping_patience=2 | training.eval_strategy must be st
 colbert | training.eval_strategy=steps evaluation.rows=0 | evaluation.rows, data, beir or nano_beir is missing;
 colbert | training.load_best_model_at_end=true training.eval_strategy=steps training.save_total_limit=1
   | training.save_total_limit must be at least 2 with load_best_model_at_end: the best checkpoint and the last.
+colbert | training.load_best_model_at_end=true training.eval_strategy=epoch
+  | training.save_strategy must be epoch or best with load_best_model_at_end, got steps.
 colbert | evaluation.data={source: files, files: [x.jsonl]} | evaluation.data.files: x.jsonl is not a file.
 colbert | data.more=[{source: docstrings, packages: [torch]}] | data.more[0].source must be hub, files or distillation
 colbert | data.more=[{source: hub, name: a, streaming: true}] | data.more[0].streaming does not apply: only data itself has it.
