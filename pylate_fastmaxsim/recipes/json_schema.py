@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from pylate_fastmaxsim.recipes.config.kinds import RECIPES
 from pylate_fastmaxsim.recipes.config.parse import alternatives, section_of
-from pylate_fastmaxsim.recipes.config.schema import TrainingSection
 from pylate_fastmaxsim.recipes.trainer_arguments import REFUSED, simple_types
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", dict: "object"}
@@ -33,8 +32,8 @@ def json_schema() -> Schema:
         has_kind = {"properties": {"kind": {"const": kind}}, "required": [] if kind == "colbert" else ["kind"]}
         then = _section(recipe, sections)
         kinds.append({"if": {"properties": {"model": has_kind}}, "then": then})
-    for name, section in sections.items():
-        if name in {each.__name__ for each in _with_subclasses(TrainingSection)}:
+    for section in sections.values():
+        if "learning_rate" in section["properties"]:
             section["properties"] = more | section["properties"]
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {
@@ -44,10 +43,6 @@ def json_schema() -> Schema:
         "allOf": kinds,
         "$defs": sections,
     }
-
-
-def _with_subclasses(section: type) -> list[type]:
-    return [section, *(below for each in section.__subclasses__() for below in _with_subclasses(each))]
 
 
 def _section(section: type, sections: dict[str, Schema]) -> Schema:
