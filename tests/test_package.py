@@ -55,7 +55,7 @@ ROOMS = {
     "losses": "columns views < pylate multi_vector colpali < encode < contrastive_distillation matryoshka",
     "recipes": (
         "errors < config files < plugin kind compression pooling < data < models < evaluation trainers < kinds "
-        "validate < load < training < targets < mining comparison search < robustness"
+        "validate trainer_arguments < load json_schema < training < targets < mining comparison search < robustness"
     ),
 }
 # Used where it is there; where not, a line of log or an error says what to install. PyTorch brings the release of `cuda`

@@ -23,6 +23,7 @@ from pylate_fastmaxsim.cli import COMMANDS, command_parser
 from pylate_fastmaxsim.comparison.script_child import script_comparison_parser
 from pylate_fastmaxsim.integrations.run_script import script_parser
 from pylate_fastmaxsim.recipes.config.kinds import RECIPES
+from pylate_fastmaxsim.recipes.config.parse import section_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pylate_fastmaxsim"
@@ -50,7 +51,7 @@ def recipe_keys() -> str:
     for kind, recipe in RECIPES.items():
         for section, row in _keys("", recipe):
             sections.setdefault(section, {}).setdefault(row, []).append(kind)
-    parts = []
+    parts, order = [], {section: place for place, section in enumerate(sections)}
     for section, rows in sections.items():
         kinds = {tuple(kinds) for kinds in rows.values()}
         title, header = f"### {section or 'The recipe itself'}", ["key", "value", "default", "meaning"]
@@ -62,8 +63,10 @@ def recipe_keys() -> str:
             lines = [[*row[:3], _group(tuple(kinds)), row[3]] for row, kinds in rows.items()]
         made = table(header, lines)
         for other, more in sections.items():
-            if rows.keys() < more.keys():
-                made = f"Keys of `{other}` but {', '.join(row[0] for row in more if row not in rows)}."
+            left_out = ", ".join(row[0] for row in more if row not in rows)
+            # Of sections with the same keys the first has them.
+            if rows.keys() < more.keys() or (rows.keys() == more.keys() and order[other] < order[section]):
+                made = f"Keys of `{other}`{left_out and f' but {left_out}'}."
         parts.append(f"{title}\n\n{made}")
     return "\n\n".join(parts)
 
@@ -93,7 +96,11 @@ def _keys(section: str, of: type) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _value(key: Field, hint: Any) -> str:
     """The type of a key with its limits and what it counts."""
     options = get_args(hint) if get_origin(hint) not in (Literal, list, dict, None) else (hint,)
-    [kind] = [option for option in options if option is not type(None)]
+    kind, *more = [option for option in options if option is not type(None)]
+    if section_of(kind) not in (None, kind):
+        return "list of sections"
+    if more:
+        return " or ".join(_TYPES[each] for each in (kind, *more))
     if get_origin(kind) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(kind))
     if is_dataclass(kind):

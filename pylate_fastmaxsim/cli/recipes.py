@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,15 +24,20 @@ if TYPE_CHECKING:
 
 
 def add_recipes_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``list``, ``show NAME`` and ``copy NAME [FOLDER]``."""
-    what = "list them (the default), show one, or copy one"
-    parser.add_argument("what", nargs="?", choices=["list", "show", "copy"], default="list", help=what)
+    """Add ``list``, ``show NAME``, ``copy NAME [FOLDER]`` and ``schema``."""
+    what = "list them (the default), show one, copy one, or print a JSON schema for editors"
+    parser.add_argument("what", nargs="?", choices=["list", "show", "copy", "schema"], default="list", help=what)
     parser.add_argument("name", nargs="?", metavar="NAME", help="the name of one")
     parser.add_argument("folder", nargs="?", metavar="FOLDER", type=path, default=path(""), help="where to (here)")
 
 
 def run_recipes(options: argparse.Namespace) -> None:
-    """List the recipes of the package, or show or copy one."""
+    """List the recipes of the package, show or copy one, or print the schema of all."""
+    if options.what == "schema":
+        from pylate_fastmaxsim.recipes.json_schema import json_schema
+
+        print(json.dumps(json_schema(), indent=2))
+        return
     files = shipped_recipes()
     if options.what != "list":
         if options.name is None:
@@ -55,10 +61,10 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_train(options: argparse.Namespace) -> None:
-    """Train, and print a table of the metrics."""
+    """Train, and print a table of what is trained and one of the metrics."""
     recipe = _load(options)
     from pylate_fastmaxsim._memory import is_out_of_memory
-    from pylate_fastmaxsim.cli.tables import training_table
+    from pylate_fastmaxsim.cli.tables import begun_table, training_table
     from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
     from pylate_fastmaxsim.recipes.training.train import train
 
@@ -71,7 +77,7 @@ def run_train(options: argparse.Namespace) -> None:
     quiet_libraries()
     with report_interruption(kept):
         try:
-            result = train(recipe, options.resume)
+            result = train(recipe, options.resume, lambda summary: plain.print(begun_table(summary)))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -18,16 +18,43 @@ from pylate_fastmaxsim.reporting.table import Rows, Table
 NAMES_OF_TESTS = {"student": "Student's paired t-test", "fisher": "Fisher's randomisation test"}
 
 
+def begun_table(summary: dict[str, Any]) -> Table:
+    """What is going to be trained, before the first step."""
+    rows = "streamed" if summary["rows"] is None else f"{summary['rows']:,}"
+    held_out = "" if summary["held_out"] is None else f", {summary['held_out']:,} to evaluate on"
+    empty = f", {summary['empty']:,} with an empty text" if summary["empty"] else ""
+    begin = f"{summary['step']:,} to " if summary["step"] else ""
+    return Table(
+        f"{summary['recipe']}: training",
+        [
+            ("rows", f"{rows}{held_out}{empty}"),
+            ("steps", f"{begin}{summary['steps']:,}, of {summary['batch']:,} rows"),
+            ("precision", f"{summary['precision']} on {summary['device']}"),
+            ("pylate-fastmaxsim", "on" if summary["fast"] else "off"),
+            ("logs to", ", ".join(summary["report_to"]) or "the terminal"),
+        ],
+        header=False,
+        left=2,
+    )
+
+
 def training_table(result: dict[str, Any]) -> Table:
     """The content of ``train.json``."""
     resumed = f" (resumed from {result['resumed_from']})" if result["resumed_from"] else ""
     rows = [("steps", f"{result['steps']}{resumed}")]
     if losses := result["losses"]:
         rows.append(("logged loss, first to last", f"{losses[0][1]:.4f} to {losses[-1][1]:.4f}"))
-    rows += [(title, format_number("{:.4f}", result[key])) for key, title in METRICS.items() if key in result]
+    if (seconds := result["seconds"]) is not None:
+        rows.append(("time", f"{seconds:,.1f} s, {result['rows_per_second']:,.0f} rows/s"))
+    before = result["before"] or {}
+    for key, title in METRICS.items():
+        if key in result:
+            first = f"{format_number('{:.4f}', before[key])} to " if key in before else ""
+            rows.append((title, first + format_number("{:.4f}", result[key])))
     fast = result["fast"]
-    rows.append(("pylate-fastmaxsim", "on" if fast["enabled"] else f"off ({fast['why_off']})"))
-    rows.append(("model", result["model"]))
+    mode = f" ({fast['mode']})" if fast["mode"] else ""
+    rows.append(("pylate-fastmaxsim", f"on{mode}" if fast["enabled"] else f"off ({fast['why_off']})"))
+    rows += [(title, result[key]) for title, key in (("model", "model"), ("pushed to", "pushed_to")) if result[key]]
     return Table(f"{result['recipe']}: trained", rows, header=False, left=2)
 
 

@@ -20,7 +20,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.load import HostModel, encoder_of, kind_of, load_model
 from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin
 from pylate_fastmaxsim.recipes.pooling import final_pooling
-from pylate_fastmaxsim.recipes.training.arguments import training_arguments
+from pylate_fastmaxsim.recipes.training.arguments import ONLY_STEPS, training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.reporting.table import Table
 
@@ -101,10 +101,8 @@ def warm_up(recipe: Recipe, processes: int | None = None) -> Warmed:
             max_steps=2,
             gradient_accumulation_steps=1,
             batch_sampler="batch_sampler",  # each epoch is a single batch, whatever is in it
-            save_strategy="no",
-            logging_strategy="no",
-            report_to=[],
             disable_tqdm=True,
+            **ONLY_STEPS,
         )
         model = load_model(prepared.model, arguments.device, recipe.training.seed)
         sizes = batch_sizes(len(rows), recipe)

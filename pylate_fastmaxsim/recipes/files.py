@@ -32,8 +32,9 @@ def inputs_of(*sections: Any) -> list[Path]:
     for section in sections:
         for field in dataclasses.fields(section):
             value = getattr(section, field.name)
-            if dataclasses.is_dataclass(value):
-                found += inputs_of(value)
+            parts = [each for each in (value if isinstance(value, list) else [value]) if dataclasses.is_dataclass(each)]
+            if parts:
+                found += inputs_of(*parts)
             elif field.metadata.get("path") and value is not None:
                 found += map(Path, value if isinstance(value, list) else [value])
     return found

@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 class Kind:
     """A kind of model that recipes train: how it is made, given rows, trained, and counted in a comparison."""
 
-    host: str  # the library that trains it, by its name on PyPI
+    host: str  # the library that trains it, by its name; on PyPI with hyphens for spaces
     arguments_class: type[TrainingArguments]
     arguments: dict[str, Any] = {}  # that the host needs
     writes_card = True  # whether the host's card of a saved model says something of its training
+    card_metadata: dict[str, str] = {}  # of its card, where the host writes none or another
+    card_tags: tuple[str, ...] = ()
     nano_beir_evaluator: Callable[..., NanoBEIREvaluator]  # of which only queries, documents and judgements are used
     encoder_class: type[PreTrainedModel] = ModernBertModel  # of a model from scratch
 

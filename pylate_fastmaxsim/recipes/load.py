@@ -18,6 +18,7 @@ from pylate_fastmaxsim._checks import suggestion
 from pylate_fastmaxsim.recipes.config.kinds import build_recipe
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.trainer_arguments import with_checked_arguments
 from pylate_fastmaxsim.recipes.validate import check
 
 SUFFIXES = (".yaml", ".yml")
@@ -62,7 +63,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), output_dir: str
         values["output_dir"] = output_dir
     values.setdefault("name", path.stem)
     try:
-        recipe = build_recipe(values)
+        recipe = with_checked_arguments(build_recipe(values))
         check(recipe)
     except OSError as error:  # a path without permission, or with a name that is too long
         raise RecipeError(f"{path}: {error.filename} cannot be reached: {error.strerror}.") from None
@@ -71,7 +72,33 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), output_dir: str
 
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe as YAML that :func:`load_recipe` reads back to the same recipe."""
-    return yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True)
+    return to_yaml(plain_values(recipe))
+
+
+def to_yaml(values: dict[str, Any]) -> str:
+    """Plain values as YAML, in their order."""
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def plain_values(section: Any, only_set: bool = False) -> dict[str, Any]:
+    """A section as plain values. With ``only_set`` without keys that have their defaults, but with those that say its kind."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(section):
+        value, factory = getattr(section, field.name), field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        if field.metadata.get("others"):
+            values |= value
+            continue
+        if dataclasses.is_dataclass(value):
+            value = plain_values(value, only_set)
+            if only_set and not value:
+                continue
+        elif only_set and value == default and field.name != getattr(section, "SELECTOR", "kind"):
+            continue
+        elif isinstance(value, list):
+            value = [plain_values(each, only_set) if dataclasses.is_dataclass(each) else each for each in value]
+        values[field.name] = value
+    return values
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -115,12 +115,16 @@ def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> 
     section = first.evaluation
     if section.beir is not None:
         return section.beir, load_collection(section.beir, section.split), None
-    if section.nano_beir is not None or not section.rows:
+    if section.nano_beir is not None or not section.has_rows:
         has = "several collections (evaluation.nano_beir)" if section.nano_beir else "no data to evaluate on"
         raise RecipeError(f"{first.name} has {has}; name one collection with --beir.")
     prepared = prepare(first)
     data = load_data(prepared)
-    return f"rows held out by {first.name}", collection_of(prepared, data.held_out), data.train
+    return (
+        f"rows held out {'for' if section.data else 'by'} {first.name}",
+        collection_of(prepared, data.held_out),
+        data.train,
+    )
 
 
 def _evaluation_data(recipe: Recipe) -> Any:
@@ -128,7 +132,7 @@ def _evaluation_data(recipe: Recipe) -> Any:
     section = recipe.evaluation
     if section.beir is not None:
         return section.beir, section.split
-    return recipe.data, section.rows, section.nano_beir, recipe.loss.name == "distillation"
+    return recipe.data, section.rows, section.data, section.nano_beir, recipe.loss.name == "distillation"
 
 
 def load_searched_collection(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 from pylate_fastmaxsim.recipes.config.kinds import POSITIONS
 from pylate_fastmaxsim.recipes.config.schema import (
     POOLING_KEYS,
+    DataSection,
     EvaluationSection,
     ModelSection,
     Recipe,
@@ -22,6 +24,9 @@ from pylate_fastmaxsim.recipes.files import ENDINGS, file_type
 def check(recipe: Recipe) -> None:
     """Raise RecipeError if keys contradict each other, or if a file or package is missing."""
     parts = [_problems_of_model(recipe.model), _problems_of_rows(recipe.data, "data")]
+    further = {f"data.more[{place}]": section for place, section in enumerate(recipe.data.more or ())}
+    for section, data in {**further, "evaluation.data": recipe.evaluation.data}.items():
+        parts += [_problems_of_rows(data, section), _problems_of_further(recipe, data, section)]
     if (mining := recipe.mining) is not None:
         parts += [
             _problems_of_rows(mining.pairs, "mining.pairs"),
@@ -32,6 +37,7 @@ def check(recipe: Recipe) -> None:
         _problems_of_loss(recipe),
         _problems_of_pooling(recipe),
         _problems_of_evaluation(recipe.evaluation),
+        _problems_of_best(recipe),
         _problems_of_run(recipe),
     ]
     for sentence in chain.from_iterable(parts):
@@ -111,18 +117,53 @@ def _problems_of_data(recipe: Recipe) -> Iterator[str]:
         yield "training.max_steps is missing; with data.streaming it says when training ends."
     if recipe.evaluation.rows:
         yield (
-            "evaluation.rows must be 0 with data.streaming, whose rows are read once in passing: evaluate on evaluation.beir "
-            "or evaluation.nano_beir."
+            "evaluation.rows must be 0 with data.streaming, whose rows are read once in passing: evaluate on evaluation.data, "
+            "evaluation.beir or evaluation.nano_beir."
         )
     for key, given in {
         "data.max_rows": data.max_rows is not None,
         "data.collection": data.collection is not None,
+        "data.more": data.more is not None,
         "model.build": recipe.model.build is not None,
         "training.batch_sampler": recipe.training.batch_sampler != "batch_sampler",
         "training.log_gradient_concentration": recipe.training.log_gradient_concentration is not None,
     }.items():
         if given:
             yield f"{key} does not apply to data.streaming: it needs all rows at once."
+
+
+def _problems_of_further(recipe: Recipe, data: DataSection | None, section: str) -> Iterator[str]:
+    """Of rows beside those of ``data``."""
+    if data is None:
+        return
+    if data.source == "docstrings":
+        yield f"{section}.source must be hub, files or distillation, got 'docstrings'."
+    for key, given in {"streaming": data.streaming, "more": data.more is not None}.items():
+        if given:
+            yield f"{section}.{key} does not apply: only data itself has it."
+    for sentence in _problems_of_data(replace(recipe, data=data)):
+        yield sentence.replace("data.", f"{section}.", 1) if sentence.startswith("data.") else sentence
+
+
+def _problems_of_best(recipe: Recipe) -> Iterator[str]:
+    training, evaluation = recipe.training, recipe.evaluation
+    evaluates = training.arguments.get("eval_strategy", "no") != "no"
+    needing = training.needs_best
+    for key in needing if not evaluates else ():
+        yield f"training.eval_strategy must be steps or epoch with training.{key}, which needs evaluations in the training."
+    saves = training.arguments.get("save_strategy", "no" if training.save_steps is None else "steps")
+    best, when = (training.arguments.get(key) for key in ("load_best_model_at_end", "eval_strategy"))
+    if best and saves not in (when, "best"):
+        yield f"training.save_strategy must be {when} or best with load_best_model_at_end, got {saves}."
+    if (evaluates or training.arguments.get("eval_on_start")) and not (
+        evaluation.has_rows or evaluation.beir or evaluation.nano_beir
+    ):
+        yield "evaluation.rows, data, beir or nano_beir is missing; training.eval_strategy needs something to evaluate on."
+    if needing and training.save_total_limit == 1:
+        yield f"training.save_total_limit must be at least 2 with {needing[0]}: the best checkpoint and the last."
+    pushed = [name for name in training.arguments if name.startswith("hub_")]
+    if pushed and not training.arguments.get("push_to_hub"):
+        yield f"training.push_to_hub must be true with training.{pushed[0]}."
 
 
 def _problems_of_loss(recipe: Recipe) -> Iterator[str]:
@@ -167,8 +208,9 @@ def _problems_of_pooling(recipe: Recipe) -> Iterator[str]:
 
 
 def _problems_of_evaluation(evaluation: EvaluationSection) -> Iterator[str]:
-    if (evaluation.rows > 0) + (evaluation.beir is not None) + (evaluation.nano_beir is not None) > 1:
-        yield "evaluation must have at most one of rows, beir and nano_beir."
+    given = [evaluation.data, evaluation.beir, evaluation.nano_beir]
+    if (evaluation.rows > 0) + sum(each is not None for each in given) > 1:
+        yield "evaluation must have at most one of rows, data, beir and nano_beir."
     if evaluation.corpus_format is not None and evaluation.beir is None:
         yield "evaluation.corpus_format applies to evaluation.beir, which is missing."
     if evaluation.nano_beir is not None:

@@ -72,12 +72,16 @@ def test_an_option_is_not_the_value_of_another(arguments, tmp_path, monkeypatch)
 
 def test_train_says_what_was_in_force_and_why(tmp_path):
     file = write(tmp_path, tiny(tmp_path, training={"max_steps": 1}, fast={"enabled": True}))
-    for value, why_off, shown in (("0", "PYLATE_FASTMAXSIM=0", "off (PYLATE_FASTMAXSIM=0)"), ("1", None, "on")):
+    for value, why_off, shown in (
+        ("0", "PYLATE_FASTMAXSIM=0", "off (PYLATE_FASTMAXSIM=0)"),
+        ("1", None, "on (grouped)"),
+    ):
         done = fastmaxsim(["train", file, "--set", "name=my-run", "--no-resume"], env={"PYLATE_FASTMAXSIM": value})
         assert done.exit_code == 0, done.output
         assert "my-run: trained" in done.stdout and "nDCG@10" in done.stdout
-        (row,) = [line for line in done.stdout.splitlines() if "pylate-fastmaxsim" in line]
-        assert row.strip("│ ").split("│")[1].strip() == shown
+        # Before and after the training.
+        rows = [line.strip("│ ").split("│")[1].strip() for line in done.stdout.splitlines() if "fastmaxsim" in line]
+        assert rows == [shown.partition(" ")[0], shown] and "36, 24 to evaluate on" in done.stdout
         fast = json.loads((tmp_path / "out" / "train.json").read_text())["fast"]
         assert (fast["enabled"], fast["why_off"]) == (why_off is None, why_off)
     done = fastmaxsim(["train", file], env={"PYLATE_FASTMAXSIM": "maybe"})

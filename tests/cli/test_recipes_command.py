@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ pytest.importorskip("rich")
 
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.load import describe, is_recipe, load_recipe, shipped_recipes
+from pylate_fastmaxsim.recipes.load import describe, is_recipe, load_recipe, plain_values, shipped_recipes
 from tests.support.case_tables import cases
 from tests.support.command_line import fastmaxsim
 
@@ -43,6 +44,28 @@ def test_a_recipe_is_found_by_name_behind_a_file_of_that_name(tmp_path, monkeypa
     assert is_recipe("mine.yaml") and is_recipe("quickstart") and not is_recipe("some/model")
     monkeypatch.chdir(tmp_path)
     assert not is_recipe("quickstart")  # a model in this folder
+
+
+def test_the_schema_has_the_keys_of_every_recipe():
+    schema = json.loads(fastmaxsim(["recipes", "schema"]).stdout)
+
+    def known(value: object, of: dict) -> bool:
+        options = [schema["$defs"][each["$ref"].split("/")[-1]] for each in of.get("anyOf", [of]) if "$ref" in each]
+        if not isinstance(value, dict) or not options:
+            return True
+        keys = options[0]["properties"]
+        return value.keys() <= keys.keys() and all(known(each, keys[name]) for name, each in value.items())
+
+    of_kind = {
+        each["if"]["properties"]["model"]["properties"]["kind"]["const"]: each["then"] for each in schema["allOf"]
+    }
+    for name in shipped_recipes():
+        recipe = load_recipe(name)
+        values = plain_values(recipe)
+        assert known(values, of_kind[recipe.model.kind])
+        assert not known(values | {"training": {"lr": 1}}, of_kind[recipe.model.kind])
+    keys = schema["$defs"]["LateTraining"]["properties"]
+    assert "push_to_hub" in keys and "output_dir" not in keys and keys["seed"]["maximum"] == 2**32 - 1
 
 
 ABSENT = """

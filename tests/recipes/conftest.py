@@ -8,7 +8,7 @@ import pytest
 # Of these kinds of model, in tests that need nothing of PyLate.
 WITHOUT_PYLATE = (
     *("multi_vector", "kinds", "splade_losses", "refused_rows", "ranking", "held_out", "mined", "load_model"),
-    *("search_command", "evaluate_command"),
+    *("search_command", "evaluate_command", "evaluated_training"),
 )
 
 # Recipes need the extra "recipes".

@@ -28,14 +28,12 @@ from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import HostModel, kind_of, load_model
 from pylate_fastmaxsim.recipes.plugin import plugin_of
-from pylate_fastmaxsim.recipes.training.arguments import training_arguments
+from pylate_fastmaxsim.recipes.training.arguments import ONLY_STEPS, training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.recipes.training.train import require_steps
 from pylate_fastmaxsim.reporting.environment import environment
 
 SWEEP_STEPS = 9
-# Arguments of a Trainer that leaves nothing behind.
-QUIET = {"save_strategy": "no", "logging_strategy": "no", "report_to": []}
 
 
 def measure(
@@ -60,14 +58,16 @@ def measure(
     logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
     run = _recipe_of_run(recipe, batch_size)
     kind = kind_of(recipe.model)
-    arguments = training_arguments(run, kind, **QUIET)
+    arguments = training_arguments(run, kind, **ONLY_STEPS)
     begun = time.perf_counter()
     prepared = prepare(recipe)
     result = {"prepare_seconds": time.perf_counter() - begun}
     # What is prepared is that of the recipe, whatever the size of its batches.
     recipe = replace(run, data=prepared.data, model=prepared.model)
     data = load_data(recipe)
-    rows = math.inf if recipe.data.streaming else len(data.train) + len(data.held_out or ())
+    rows = (
+        math.inf if recipe.data.streaming else len(data.train) + (len(data.held_out) if recipe.evaluation.rows else 0)
+    )
     if largest_batch > rows:
         raise RecipeError(
             f"--sweep: batch_size must be at most {rows}, as many rows as the data has, got {largest_batch}."
@@ -115,7 +115,7 @@ def _recipe_of_run(recipe: Recipe, batch_size: int | None) -> Recipe:
 
 def _phases(recipe: Recipe, kind: Kind, model: HostModel, rows: Dataset) -> dict[str, float]:
     """Seconds of each phase of a step, in a few more steps of the trained model."""
-    arguments = training_arguments(recipe, kind, **QUIET, max_steps=STEPS)
+    arguments = training_arguments(recipe, kind, **ONLY_STEPS, max_steps=STEPS)
     trainer = kind.build_trainer(recipe.loss, model, rows, arguments)
     timer = PhaseTimer(trainer)
     trainer.train()

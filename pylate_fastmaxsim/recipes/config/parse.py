@@ -35,11 +35,16 @@ Limits = dict[str, float | None]
 def build(section: type, values: Any, path: str, whose: str = "") -> Any:
     """An instance of a schema dataclass from parsed YAML. ``whose`` is what an error says of a recipe without a key."""
     hints, fields = typing.get_type_hints(section), {field.name: field for field in dataclasses.fields(section)}
+    others = next((name for name, field in fields.items() if field.metadata.get("others")), None)
+    fields.pop(others, None)
     if not isinstance(values, dict):
         raise RecipeError(f"{path} must be a section with the keys {', '.join(fields)}, got {values!r}.")
-    arguments = {}
+    arguments: dict[str, Any] = {}
     for name, value in values.items():
         dotted = f"{path}.{name}" if path else name
+        if name not in fields and others is not None:
+            arguments.setdefault(others, {})[str(name)] = value
+            continue
         if name not in fields:
             hint = suggestion(str(name), fields, "allowed here:")
             raise RecipeError(f"{dotted} is not a key of a recipe{whose}; {hint}")
@@ -47,7 +52,7 @@ def build(section: type, values: Any, path: str, whose: str = "") -> Any:
         limits, word = options.get("limits", {}), options.get("null")
         if word is not None and isinstance(value, str) and value != word:
             raise RecipeError(f"{dotted} must be {word} or {_allowed(hints[name], limits)}, got {value!r}.")
-        value = None if value == word else _convert(value, hints[name], limits, dotted, whose)
+        value = None if value == word else convert(value, hints[name], limits, dotted, whose)
         is_path = options.get("path") and value is not None
         arguments[name] = _expanded(value, dotted, options["on_hub"]) if is_path else value
     for name, field in fields.items():
@@ -84,24 +89,33 @@ def _require_selected(section: Any, path: str, selector: str, values: tuple[str,
             raise RecipeError(f"{path}.{field.name} is missing; {path}.{selector} {selected} needs it.")
 
 
-def _convert(value: Any, hint: Any, limits: Limits, path: str, whose: str) -> Any:
+def convert(value: Any, hint: Any, limits: Limits, path: str, whose: str = "") -> Any:
     """``value``, if ``hint`` allows its type. A number such as 1e-5, which YAML reads as a string, becomes a float."""
-    options = _alternatives(hint)
+    options = alternatives(hint)
     if value is None and type(None) in options:
         return None
-    (kind,) = [option for option in options if option is not type(None)]
-    if dataclasses.is_dataclass(kind):
-        return build(kind, value, path, whose)
-    if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+    kinds = [option for option in options if option is not type(None)]
+    section = section_of(kinds[0])
+    if section is not None and section is not kinds[0] and isinstance(value, list) and value:
+        return [build(section, each, f"{path}[{place}]", whose) for place, each in enumerate(value)]
+    if section is kinds[0]:
+        return build(section, value, path, whose)
+    if float in kinds and str not in kinds and isinstance(value, (int, str)) and not isinstance(value, bool):
         with suppress(ValueError, OverflowError):
             value = float(value)
     within = (holds(value, limits[name]) for name, (_, holds) in _LIMITS.items() if limits.get(name) is not None)
-    if not _is_a(value, kind) or not all(within):
+    if not any(_is_a(value, kind) for kind in kinds) or not all(within):
         raise RecipeError(f"{path} must be {_allowed(hint, limits)}, got {value!r}.")
     return value
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
+def section_of(kind: Any) -> type | None:
+    """The dataclass of a key that is a section or a list of sections; None of other keys."""
+    inner = typing.get_args(kind)[0] if typing.get_origin(kind) is list else kind
+    return inner if dataclasses.is_dataclass(inner) else None
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
     """The types of a union, or the type itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
@@ -111,6 +125,8 @@ def _is_a(value: Any, kind: Any) -> bool:
         return value in typing.get_args(kind)
     if kind == list[str]:
         return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
+    if section_of(kind) is not None:
+        return False
     if kind == dict[str, Any]:
         return isinstance(value, dict) and all(isinstance(item, str) for item in value)
     if kind is float:
@@ -120,13 +136,15 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 def _allowed(hint: Any, limits: Limits) -> str:
     names = []
-    for option in _alternatives(hint):
+    for option in alternatives(hint):
         if option is type(None):
             names.append("null")
         elif typing.get_origin(option) is Literal:
             names.append("one of " + ", ".join(typing.get_args(option)))
-        elif dataclasses.is_dataclass(option):
-            names.append("a section with the keys " + ", ".join(field.name for field in dataclasses.fields(option)))
+        elif section_of(option) is not None:
+            what = "a section" if dataclasses.is_dataclass(option) else "a list of sections"
+            option = section_of(option)
+            names.append(f"{what} with the keys " + ", ".join(field.name for field in dataclasses.fields(option)))
         else:
             bounds = [
                 f" {words} {limits[name]}" for name, (words, _) in _LIMITS.items() if limits.get(name) is not None

@@ -94,7 +94,7 @@ class RowsSection:
     seed: int = key("seed of all that is drawn of the data", 0, minimum=0)
 
     # What only rows to train on have as a key, and pairs to mine the text_key.
-    packages = queries = collection = text_key = negatives = negatives_per_query = n_ways = None
+    packages = queries = collection = text_key = negatives = negatives_per_query = n_ways = more = None
     streaming = False
 
 
@@ -130,8 +130,7 @@ class DataSection(RowsSection):
     """
 
     source: Literal["docstrings", "hub", "files", "distillation"] = key(
-        "where the rows come from: docstrings of installed `packages`, a data set on the `hub`, local `files`, or the three "
-        "subsets of a `distillation`"
+        "docstrings of installed `packages`, a data set on the `hub`, local `files`, or the subsets of a `distillation`"
     )
     columns: list[str] | None = key(
         "columns to use, in their order: query, positive, negatives; null: all, by their names",
@@ -148,20 +147,21 @@ class DataSection(RowsSection):
     )
     negatives: list[str] | None = key("systems whose negatives are used; null: all", None, only=_ROWS)
     negatives_per_query: int | None = key(
-        "negatives of each row: of more some are drawn, fewer are repeated; null: all, and every row has as many",
+        "negatives of each row, drawn of more, repeated of fewer; null: all",
         None,
         unit="negatives",
         minimum=1,
         only=_ROWS,
     )
     n_ways: int | None = key(
-        "documents of each row of a distillation, the first ones; null: of ids as many as the shortest row has, of texts all",
+        "first documents of each row of a distillation; null: of ids as many as the shortest row has, of texts all",
         None,
         unit="documents",
         minimum=2,
         only=(*_ROWS, "distillation"),
     )
     streaming: bool = key("read rows while training; needs `training.max_steps`", False)
+    more: list[DataSection] | None = key("more data sets, whose rows are mixed with these", None)
 
 
 # How the embeddings of documents may be compressed: int8, fp8, and PLAID's residual codes of 1, 2 or 4 bits a number.
@@ -277,9 +277,10 @@ class LossSection:
 
 @dataclass(frozen=True)
 class TrainingSection:
-    """Arguments of ``SentenceTransformerTrainingArguments``, under their own names.
+    """Arguments of the trainer of the library that trains the model, under their own names.
 
-    A run goes on with as many processes as it began with.
+    These have a default, a limit or a meaning of recipes. Any other one may be given as well, as ``warmup_ratio``, ``tf32``
+    or ``push_to_hub``; it is checked against the library's dataclass. A run goes on with as many processes as it began with.
     """
 
     per_device_train_batch_size: int = key("batch of each process", 32, unit="rows", minimum=1)
@@ -303,12 +304,31 @@ class TrainingSection:
     logging_steps: int = key("log every so many", 10, unit="steps", minimum=1)
     save_steps: int | None = key("save a checkpoint every so many; null: none", 500, unit="steps", minimum=1)
     save_total_limit: int | None = key("checkpoints that are kept; null: all", 2, unit="checkpoints", minimum=1)
-    report_to: Literal["auto", "none", "tensorboard", "wandb"] = key("where the trainer logs to", "auto")
+    report_to: str | list[str] = key("where the trainer logs to; auto: TensorBoard, W&B", "auto")
+    early_stopping_patience: int | None = key(
+        "stop after so many evaluations that are not the best",
+        None,
+        unit="evaluations",
+        minimum=1,
+    )
     use_cpu: bool = key("train on the CPU", False)
+    # Of the trainer, under their own names: what is no key of its own.
+    arguments: dict[str, Any] = field(default_factory=dict, metadata={"others": True})
 
     # What only some kinds have as a key.
     batch_sampler = "batch_sampler"
     query_learning_rate = log_gradient_concentration = None
+
+    @property
+    def needs_best(self) -> list[str]:
+        """The keys by which a training needs the best of its evaluations."""
+        needing = {
+            "early_stopping_patience": self.early_stopping_patience is not None,
+            "load_best_model_at_end": self.arguments.get("load_best_model_at_end"),
+            "save_strategy": self.arguments.get("save_strategy") == "best",
+            "lr_scheduler_type": self.lr_scheduler_type == "reduce_lr_on_plateau",
+        }
+        return [key for key, needed in needing.items() if needed]
 
 
 @dataclass(frozen=True)
@@ -322,25 +342,31 @@ class FastSection:
 
 @dataclass(frozen=True)
 class EvaluationSection:
-    """Retrieval, once at the end, by exact search.
+    """Retrieval by exact search, at the end and, with ``training.eval_strategy``, in the training.
 
     All rows of a query are held out together, so that no query is both trained on and evaluated. Where queries stand in
     several rows, somewhat more rows than asked for are held out.
     """
 
     rows: int = key("held out of training: nDCG@10 over their documents or pages", 0, unit="rows", minimum=0)
+    data: DataSection | None = key("validation rows, in place of rows held out", None)
     batch_size: int = key("texts or pages encoded at once", 32, unit="texts", minimum=1)
 
     # What only some kinds have as a key.
     beir = nano_beir = corpus_format = None
     split = "test"
 
+    @property
+    def has_rows(self) -> bool:
+        """Tell whether rows are evaluated on, which takes seconds."""
+        return self.rows > 0 or self.data is not None
+
 
 @dataclass(frozen=True)
 class TextEvaluationSection(EvaluationSection):
-    """Retrieval of texts, once at the end, by exact search, of one of three kinds or of none.
+    """Retrieval of texts by exact search, of one of four kinds or of none.
 
-    Of ``rows`` with a column of negatives also the accuracy of triplets is measured (how often the positive scores higher
+    Of rows with a column of negatives also the accuracy of triplets is measured (how often the positive scores higher
     than the first negative), and for distillation the KL divergence from the teacher's scores, as the library that trains
     the model computes it. A folder for ``beir`` has corpus and queries as .jsonl or .parquet files, and ``qrels/SPLIT.tsv``
     or ``qrels.tsv`` in BEIR's layout or TREC's. Of sparse vectors all three have FLOPS and the mean non-zeros of queries and

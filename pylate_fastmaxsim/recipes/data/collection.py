@@ -64,12 +64,14 @@ class Collection:
 class RecipeData:
     """Rows that a recipe trains on, and what it is evaluated on.
 
-    That is rows held out of them, a collection in BEIR's layout, the collections of NanoBEIR, or nothing.
+    That is rows held out of them or of their own, a collection in BEIR's layout, the collections of NanoBEIR, or nothing.
+    ``empty`` rows have a text without a letter; None if that is not counted, of rows that are streamed or read by id.
     """
 
     train: Dataset | IterableDataset
     held_out: Dataset | None = None
     collections: Sequence[Collection] = ()
+    empty: int | None = None
 
     @property
     def is_evaluated(self) -> bool:

@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Sequence, Value
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data.lists import list_lengths
+from pylate_fastmaxsim.recipes.data.lists import is_list, list_lengths
 from pylate_fastmaxsim.recipes.data.tables import require_text_columns
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
@@ -106,6 +107,24 @@ def fit_to_loss(recipe: Recipe, dataset: Dataset, labels: list[str]) -> Dataset:
         )
     require_text_columns(dataset, columns, "data")
     return dataset
+
+
+def count_empty(rows: Dataset) -> int | None:
+    """The number of rows with an empty query or document; None of rows whose texts are looked up by id."""
+    if rows.format["type"] is not None:
+        return None
+    empty = np.zeros(len(rows.data), dtype=bool)
+    for name in rows.column_names:
+        begin = 0
+        for chunk in rows.data.column(name).chunks:
+            own = np.arange(begin, begin + len(chunk))
+            begin += len(chunk)
+            if is_list(chunk.type):
+                own, chunk = own[pc.list_parent_indices(chunk).to_numpy()], pc.list_flatten(chunk)
+            if pa.types.is_string(chunk.type) or pa.types.is_large_string(chunk.type):
+                lengths = pc.utf8_length(pc.utf8_trim_whitespace(chunk))
+                empty[own[pc.equal(lengths, 0).to_numpy(zero_copy_only=False)]] = True
+    return int(empty.sum())
 
 
 def query_named(dataset: Dataset) -> Dataset:

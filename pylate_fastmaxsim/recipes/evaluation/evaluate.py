@@ -60,7 +60,7 @@ def evaluate(recipe: Recipe, model: HostModel, data: RecipeData) -> dict[str, fl
     retriever = retriever_of(model, finite=True)
     pooling, batch_size = final_pooling(recipe.loss.pooling), recipe.evaluation.batch_size
     try:
-        with torch.inference_mode():
+        with torch.no_grad():  # not inference mode, whose tensors a training that goes on could not use
             if data.collections:
                 options = (batch_size, pooling, recipe.evaluation.corpus_format)
                 found = [evaluate_collection(retriever, each, *options) for each in data.collections]

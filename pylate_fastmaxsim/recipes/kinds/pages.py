@@ -75,6 +75,8 @@ class Pages(Kind):
     arguments = {"remove_unused_columns": False, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     # colpali-engine's cards say nothing of the training or the evaluation.
     writes_card = False
+    card_metadata = {"library_name": "colpali", "pipeline_tag": "visual-document-retrieval"}
+    card_tags = ("colpali", "late-interaction")
 
     def load(self, section: PagesSection, device: torch.device | str, key: str, base: str) -> PageModel:
         model_class, processor_class = CLASSES[section.kind]

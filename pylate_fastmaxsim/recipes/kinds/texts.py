@@ -116,7 +116,7 @@ def _tokens(column: dict[str, Any]) -> Tensor | int:
 class SentenceTransformersKind(TextKind):
     """A kind whose collator is of Sentence Transformers, which takes columns of texts in their order."""
 
-    host = "sentence-transformers"
+    host = "Sentence Transformers"
     collator_class: type[Callable[[list[dict[str, Any]]], dict[str, Tensor]]]
 
     def build_collator(self, model: nn.Module, rows: Dataset) -> EachDocument:

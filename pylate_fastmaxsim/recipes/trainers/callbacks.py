@@ -9,8 +9,9 @@ from typing import Any
 
 import transformers
 from sentence_transformers.training_args import BatchSamplers
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 
 from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -60,6 +61,8 @@ class ResumeExactly(TrainerCallback):
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs) -> None:
         state.compute_steps(args, state.max_steps)
+        if state.best_model_checkpoint is not None:  # in a folder that may have been moved
+            state.best_model_checkpoint = str(Path(args.output_dir, Path(state.best_model_checkpoint).name))
         if COUNTS_BATCHES or args.batch_sampler != BatchSamplers.NO_DUPLICATES:
             return
         batches, each = len(train_dataloader), args.gradient_accumulation_steps
@@ -75,13 +78,35 @@ class ResumeExactly(TrainerCallback):
             train_dataloader.set_epoch(int(state.epoch))
 
 
-class FinishByEpochs(TrainerCallback):
-    """Saves a run that finishes its epochs in fewer steps than the trainer expects, as one with no step left to do.
-
-    The trainer would save at the step at which it expects the end, and never get there.
-    """
+class StopEarly(EarlyStoppingCallback):
+    """Stops as that of transformers, also after an interruption, and saves the run as one with no step left to do."""
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        vars(self).update(state.stateful_callbacks.setdefault(type(self).__name__, self.state())["attributes"])
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs) -> None:
+        super().on_evaluate(args, state, control, metrics, **kwargs)
+        if control.should_training_stop:
+            state.max_steps = state.global_step
+            control.should_save = args.save_strategy != "no"
+
+
+class FinishByEpochs(TrainerCallback, ExportableState):
+    """Saves a run that finishes its epochs in fewer steps than the trainer expects, as one with no step left to do.
+
+    The trainer would save at the step at which it expects the end, and never get there. Checkpoints keep the steps and
+    epochs that were asked for, by which a run that is to be longer is told from one that is over.
+    """
+
+    def __init__(self, asked: dict[str, float | None]) -> None:
+        self.asked = asked
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"asked": self.asked}, "attributes": {}}
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         self.epochs = int(state.epoch or 0)
         self.saved = state.global_step
 

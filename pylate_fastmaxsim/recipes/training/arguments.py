@@ -6,30 +6,49 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import transformers
 from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import Trainer, get_scheduler
-from transformers.integrations import is_tensorboard_available, is_wandb_available
+from transformers.integrations import (
+    get_available_reporting_integrations,
+    is_tensorboard_available,
+    is_wandb_available,
+)
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from pylate_fastmaxsim._checks import suggestion
 from pylate_fastmaxsim.recipes.config.schema import LossSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
 from pylate_fastmaxsim.recipes.kind import Kind
 
+# Of a Trainer that only takes steps, and leaves nothing behind.
+ONLY_STEPS = {
+    **dict.fromkeys(("save_strategy", "logging_strategy", "eval_strategy"), "no"),
+    "report_to": [],
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
+}
+BEST_METRIC = "ndcg@10"
+LOWER_IS_BETTER = ("kl_divergence", "flops", "query_nonzeros", "document_nonzeros")
 REPORTERS = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
 
 
 def training_arguments(recipe: Recipe, kind: Kind, **overrides: Any) -> SentenceTransformerTrainingArguments:
     """The trainer's arguments for a recipe of a kind; ``overrides`` are arguments under the trainer's own names."""
     options = asdict(recipe.training)
-    if options["lr_scheduler_type"] == "reduce_lr_on_plateau":
-        raise RecipeError(
-            "training.lr_scheduler_type must not be reduce_lr_on_plateau, which needs evaluations during the training; a "
-            "recipe has one at its end."
-        )
-    del options["precision"]
-    options.pop("log_gradient_concentration", None)
+    own = options.pop("arguments")
+    for name in ("precision", "log_gradient_concentration", "early_stopping_patience"):
+        options.pop(name, None)
+    # What train does itself: the final model is pushed, and the untrained one evaluated once.
+    done_here = [name for name in own if name in ("push_to_hub", "eval_on_start") or name.startswith("hub_")]
     query_rate = options.pop("query_learning_rate", None)
+    if "warmup_ratio" in own and int(transformers.__version__.partition(".")[0]) >= 5:
+        options["warmup_steps"] = own.pop("warmup_ratio")  # its name from transformers 5 on
     if query_rate is not None:
-        options["learning_rate_mapping"] = {r"\.sub_modules\.query\.": query_rate}
+        own["learning_rate_mapping"] = {
+            **(own.get("learning_rate_mapping") or {}),
+            r"\.sub_modules\.query\.": query_rate,
+        }
     if not options["gradient_checkpointing"]:
         del options["gradient_checkpointing"]  # later releases of transformers warn of the name
     if recipe.data.streaming:
@@ -37,7 +56,10 @@ def training_arguments(recipe: Recipe, kind: Kind, **overrides: Any) -> Sentence
         options["accelerator_config"] = {"dispatch_batches": False}
     save_steps = options.pop("save_steps")
     on_gpu = torch.cuda.is_available() and not recipe.training.use_cpu
-    precision = _precision(recipe.training.precision, recipe.model.dtype, on_gpu)
+    wanted = recipe.training.precision
+    if {"bf16", "fp16"} & own.keys():
+        wanted = next((name for name in ("bf16", "fp16") if own.get(name)), "fp32")
+    precision = _precision(wanted, recipe.model.dtype, on_gpu)
     if options["report_to"] == "auto":
         options["report_to"] = [name for name, is_available in REPORTERS.items() if is_available()]
     options |= {
@@ -54,6 +76,9 @@ def training_arguments(recipe: Recipe, kind: Kind, **overrides: Any) -> Sentence
         "logging_nan_inf_filter": False,
         "dataloader_pin_memory": on_gpu,
         "disable_tqdm": False,
+        "metric_for_best_model": BEST_METRIC if recipe.training.needs_best else None,
+        "greater_is_better": own.get("metric_for_best_model", BEST_METRIC).removeprefix("eval_") not in LOWER_IS_BETTER,
+        **{name: value for name, value in own.items() if name not in done_here},
         **overrides,
     }
     with as_recipe_error("training"):  # an unknown scheduler or optimizer, a device without this precision
@@ -87,15 +112,19 @@ def _precision(wanted: str, dtype: str, on_gpu: bool) -> str:
 
 def _require_installed(arguments: SentenceTransformerTrainingArguments) -> None:
     """Refuse early what the trainer would refuse after loading data and model."""
+    available = get_available_reporting_integrations()
     for name in arguments.report_to:
-        if not REPORTERS[name]():
+        if name not in INTEGRATION_TO_CALLBACK:
+            hint = suggestion(name, ["auto", "none", "all", *INTEGRATION_TO_CALLBACK], "it may be")
+            raise RecipeError(f"training.report_to {name} is not known to transformers; {hint}")
+        if name not in available:
             raise RecipeError(f"training.report_to must be auto or none here, because {name} is not installed.")
     optimizer, scheduler = arguments.optim.value, arguments.lr_scheduler_type.value
     with as_recipe_error(f"training.optim {optimizer} cannot be used here", (ImportError, ValueError)):
         Trainer.get_optimizer_cls_and_kwargs(arguments, torch.nn.Identity())
     weights = torch.optim.SGD([torch.zeros(1)], lr=arguments.learning_rate)
     with as_recipe_error(f"training.lr_scheduler_type {scheduler} cannot be used here", (TypeError, ValueError)):
-        get_scheduler(scheduler, weights, arguments.warmup_steps, num_training_steps=1)
+        get_scheduler(scheduler, weights, arguments.get_warmup_steps(1), num_training_steps=1)
 
 
 def _require_one_backward(loss: LossSection, arguments: SentenceTransformerTrainingArguments) -> None:

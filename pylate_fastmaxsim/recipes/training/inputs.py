@@ -5,20 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 
 from pylate_fastmaxsim.files.replace import replace_folder
-from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
 from pylate_fastmaxsim.recipes.data.collection import RecipeData, load_collection
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.data.rows import load_rows
+from pylate_fastmaxsim.recipes.data.text import count_empty
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import load_nano_beir
 from pylate_fastmaxsim.recipes.files import made_directory
+from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.from_scratch import build_model, build_token_table
 from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
 from pylate_fastmaxsim.recipes.training.run_directory import remove_checkpoints
@@ -55,7 +58,10 @@ def _prepared(recipe: Recipe, directory: Path) -> Recipe:
 
 def _digest(recipe: Recipe) -> str:
     """A name for the files that depend on these keys of the recipe."""
-    parts = [asdict(recipe.data), asdict(recipe.model), recipe.training.seed, recipe.evaluation.rows]
+    data = asdict(recipe.data)
+    if data["more"] is None:  # which recipes did not have when the folder was made
+        del data["more"]
+    parts = [data, asdict(recipe.model), recipe.training.seed, recipe.evaluation.rows]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -88,18 +94,58 @@ def load_data(recipe: Recipe) -> RecipeData:
     Docstring pairs must have been written to a file first, which is what ``prepare`` does.
     """
     kind = kind_of(recipe.model)
-    train, held_out = load_rows(recipe, kind), None
+    train, held_out, empty = load_rows(recipe, kind), None, None
     if not recipe.data.streaming:
-        train = train.shuffle(seed=recipe.data.seed)
-        if recipe.data.max_rows is not None:
-            train = train.select(range(min(recipe.data.max_rows, len(train))))
+        train = _with_more(recipe, kind, _chosen(train, recipe.data))
+        if empty := count_empty(train):
+            logger.warning("The data has %d rows with an empty query or document, which are trained on as well.", empty)
         train, held_out = _split(train, recipe.evaluation.rows)
         _require_a_batch(recipe, len(train), 0 if held_out is None else len(held_out))
+    if recipe.evaluation.data is not None:
+        held_out = _load_further(recipe, kind, recipe.evaluation.data, "evaluation.data")
     if recipe.evaluation.beir is not None:
-        return RecipeData(train, collections=[load_collection(recipe.evaluation.beir, recipe.evaluation.split)])
+        collections = [load_collection(recipe.evaluation.beir, recipe.evaluation.split)]
+        return RecipeData(train, collections=collections, empty=empty)
     if recipe.evaluation.nano_beir is not None:
-        return RecipeData(train, collections=load_nano_beir(recipe, kind))
-    return RecipeData(train, held_out)
+        return RecipeData(train, collections=load_nano_beir(recipe, kind), empty=empty)
+    return RecipeData(train, held_out, empty=empty)
+
+
+def _chosen(rows: Dataset, data: DataSection) -> Dataset:
+    """Rows in the order of their seed, ``max_rows`` of them."""
+    rows = rows.shuffle(seed=data.seed)
+    return rows if data.max_rows is None else rows.select(range(min(data.max_rows, len(rows))))
+
+
+def _load_further(recipe: Recipe, kind: Kind, data: DataSection, section: str) -> Dataset:
+    """The rows of a section beside ``data``."""
+    try:
+        return _chosen(load_rows(replace(recipe, data=data), kind), data)
+    except RecipeError as error:  # which names keys of data
+        raise RecipeError(re.sub(r"^data\b", lambda _: section, str(error))) from error
+
+
+def _with_more(recipe: Recipe, kind: Kind, rows: Dataset) -> Dataset:
+    """Rows mixed with those of ``data.more``."""
+    if recipe.data.more is None:
+        return rows
+    parts = [rows]
+    for place, data in enumerate(recipe.data.more):
+        section = f"data.more[{place}]"
+        part = _load_further(recipe, kind, data, section)
+        if {rows.format["type"], part.format["type"]} != {None}:
+            raise RecipeError(
+                f"{section} cannot be mixed: data.collection and data.source distillation are read by ids."
+            )
+        names, own = rows.column_names, part.column_names
+        sizes = [[len(value) if isinstance(value, list) else 1 for value in each[0].values()] for each in (rows, part)]
+        if sizes[0] != sizes[1]:
+            raise RecipeError(
+                f"{section} must have columns as data has ({', '.join(names)}; {sizes[0]} texts), got {', '.join(own)} "
+                f"({sizes[1]} texts); choose them with columns, negatives_per_query or n_ways."
+            )
+        parts.append(part.rename_columns(dict(zip(own, names, strict=True))).cast(rows.features))
+    return concatenate_datasets(parts).shuffle(seed=recipe.data.seed)
 
 
 def _split(dataset: Dataset, rows: int) -> tuple[Dataset, Dataset | None]:

@@ -6,6 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from huggingface_hub import metadata_load, metadata_save
 from sentence_transformers import SentenceTransformerTrainer
 from sentence_transformers.evaluation import SentenceEvaluator
 from transformers import TrainerCallback, TrainerState
@@ -13,20 +14,31 @@ from transformers import TrainerCallback, TrainerState
 import pylate_fastmaxsim
 from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.load import dump_recipe
+from pylate_fastmaxsim.recipes.load import plain_values, to_yaml
 from pylate_fastmaxsim.recipes.models.load import HostModel, encoder_of, kind_of
 from pylate_fastmaxsim.recipes.pooling import final_pooling, pooling_at
+from pylate_fastmaxsim.recipes.trainers.sharded import note_metrics
 
 CARD = "README.md"
 
 
 def append_recipe(folder: Path, recipe: Recipe) -> None:
-    """Append recipe and versions to the card that the host library wrote into ``folder``."""
-    host = kind_of(recipe.model).host
-    with open(folder / CARD, "a", encoding="utf-8") as card:
+    """Append recipe and versions to the card that the host library wrote into ``folder``, or to a new one; add tags."""
+    kind, file = kind_of(recipe.model), folder / CARD
+    if not kind.writes_card:
+        title = f"# {recipe.name}\n\nA model of document pages, trained with {kind.host}"
+        file.write_text(f"{title} from `{recipe.model.name_or_path}`.\n", encoding="utf-8")
+    metadata = (metadata_load(file) or {}) | kind.card_metadata
+    if not kind.writes_card and not Path(recipe.model.name_or_path).is_dir():
+        metadata["base_model"] = recipe.model.name_or_path
+    tags = dict.fromkeys([*(metadata.get("tags") or []), *kind.card_tags, "pylate-fastmaxsim"])
+    metadata_save(file, metadata | {"tags": list(tags)})
+    given = to_yaml(plain_values(recipe, only_set=True))
+    with open(file, "a", encoding="utf-8") as card:
         card.write(
             f"\n## Training recipe\n\nTrained with the recipe `{recipe.name}` of pylate-fastmaxsim "
-            f"{pylate_fastmaxsim.__version__} ({host} {version(host)}):\n\n```yaml\n{dump_recipe(recipe)}```\n"
+            f"{pylate_fastmaxsim.__version__} ({kind.host} {version(kind.host.replace(' ', '-'))}); keys that are not given "
+            f"have their defaults:\n\n```yaml\n{given}```\n"
         )
         if (pooling := recipe.loss.pooling) is not None:
             used = end = final_pooling(pooling)
@@ -42,13 +54,15 @@ class ExactSearchEvaluator(SentenceEvaluator):
     """The source of the metrics of a recipe's evaluation, which the card calls Exact Search."""
 
 
-def add_metrics(recipe: Recipe, model: HostModel, metrics: dict[str, float | None], folder: Path) -> None:
+def add_metrics(
+    recipe: Recipe, model: HostModel, metrics: dict[str, float | None], folder: Path, state: TrainerState
+) -> None:
     """Add the metrics of the evaluation to the card of a saved model; its weights on disk stay as they are."""
     if metrics := {name: value for name, value in metrics.items() if value is not None}:
         evaluator, section = ExactSearchEvaluator(), recipe.evaluation
         evaluator.name = section.beir or ("NanoBEIR" if section.nano_beir else "held-out")
         evaluator.primary_metric = "ndcg@10"
-        model.model_card_data.set_evaluation_metrics(evaluator, metrics)
+        model.model_card_data.set_evaluation_metrics(evaluator, metrics, state.epoch, state.global_step)
     with TemporaryDirectory() as scratch:
         model._create_model_card(scratch)
         append_recipe(Path(scratch), recipe)
@@ -85,6 +99,11 @@ def restore_card_metadata(trainer: SentenceTransformerTrainer, state: TrainerSta
         for entry in state.log_history:
             replayed.global_step, replayed.epoch = entry["step"], entry.get("epoch")
             callback.on_log(trainer.args, replayed, trainer.control, model=trainer.model, logs=entry)
+            if "eval_ndcg@10" in entry:
+                callback.on_evaluate(trainer.args, replayed, trainer.control, model=trainer.model, metrics=entry)
+                note_metrics(trainer.model, entry)
+    if trainer.args.load_best_model_at_end:
+        data.set_best_model_step(state.best_global_step)
 
 
 class NameRecipe(TrainerCallback):

@@ -6,7 +6,7 @@ import logging
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from pylate_fastmaxsim.files.replace import remove_file, replace_file
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.kinds import build_recipe
-from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.config.schema import Recipe, TrainingSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import make_directory
-from pylate_fastmaxsim.recipes.load import dump_recipe, read_yaml
+from pylate_fastmaxsim.recipes.load import dump_recipe, plain_values, read_yaml
 from pylate_fastmaxsim.recipes.models.load import is_cut_short
+from pylate_fastmaxsim.recipes.trainers.callbacks import FinishByEpochs
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +33,12 @@ MODEL_DIRECTORY = "model"
 FREE_TO_CHANGE = {
     "name",
     "output_dir",  # a folder that was moved or renamed
-    "training.logging_steps",
-    "training.save_steps",
-    "training.save_total_limit",
-    "training.report_to",
+    *(f"training.logging_{name}" for name in ("steps", "strategy", "first_step")),
+    *(f"training.save_{name}" for name in ("steps", "strategy", "total_limit")),
+    *(f"training.eval_{name}" for name in ("steps", "strategy", "delay", "on_start")),
+    *(f"training.hub_{name}" for name in ("model_id", "private_repo", "revision")),
+    *(f"training.{name}" for name in ("report_to", "run_name", "project", "disable_tqdm", "push_to_hub")),
+    "training.early_stopping_patience",
     "training.log_gradient_concentration",
     "training.gradient_checkpointing",
     "training.dataloader_num_workers",
@@ -53,28 +56,33 @@ FREE_TO_CHANGE = {
     "mining.documents_per_part",
     "mining.rows_per_part",
 }
+# Keys of which a run that goes on may have more.
+LENGTHS = ("max_steps", "num_train_epochs")
 
 
-def open_run_directory(recipe: Recipe, checkpoint: Path | None, resume: bool, writes: bool, processes: int) -> Recipe:
+def open_run_directory(
+    recipe: Recipe, checkpoint: Path | None, resume: bool, writes: bool, processes: int
+) -> tuple[Recipe, TrainerState | None]:
     """Record the recipe of this run of ``processes`` processes, which goes on from a checkpoint.
 
     Returns
     -------
-    The recipe that the model is trained with. If the checkpoint has no step left to do, that is the recorded recipe with
-    the name and the evaluation of now.
+    The recipe that the model is trained with, and the state of a checkpoint that has no step left to do. Then that is the
+    recorded recipe with the name and the evaluation of now, and what is pushed to the Hub.
     """
     directory = Path(recipe.output_dir)
     record = directory / RECIPE_FILE
-    trained_with = recipe
+    trained_with, state = recipe, None
     if checkpoint is not None:
         earlier = build_recipe(read_yaml(record))
         _require_same_recipe(recipe, earlier)
         if writes:  # one process of several
             _warn_of_other_masking(recipe, earlier)
-        is_trained = trained_state(checkpoint) is not None
-        if not is_trained or processes > 1:  # one process is enough to evaluate
+            _warn_of_longer_run(recipe, earlier)
+        state = trained_state(checkpoint, recipe.training, earlier.training)
+        if state is None or processes > 1:  # one process is enough to evaluate
             _require_same_processes(checkpoint, processes)
-        if is_trained:
+        if state is not None:
             trained_with = replace(
                 earlier, name=recipe.name, output_dir=recipe.output_dir, evaluation=recipe.evaluation
             )
@@ -83,7 +91,7 @@ def open_run_directory(recipe: Recipe, checkpoint: Path | None, resume: bool, wr
         if not resume:
             remove_checkpoints(directory)
         replace_file(record, dump_recipe(trained_with).encode())
-    return trained_with
+    return trained_with, state
 
 
 def require_own_checkpoints(directory: Path, inputs: Sequence[Path]) -> None:
@@ -104,12 +112,36 @@ def require_own_checkpoints(directory: Path, inputs: Sequence[Path]) -> None:
         raise RecipeError(f"output_dir: {model} must be a folder, or not be there, to be replaced.")
 
 
+def is_longer(now: dict[str, float | None], before: dict[str, float | None]) -> bool:
+    """Whether ``max_steps``, or without them ``num_train_epochs``, are more than before; False if these are not comparable."""
+    steps = [each["max_steps"] for each in (now, before)]
+    if None in steps:
+        return steps == [None, None] and now["num_train_epochs"] > before["num_train_epochs"]
+    return steps[0] > steps[1]
+
+
+def lengths_of(training: TrainingSection) -> dict[str, float | None]:
+    """The keys that say how long a training is."""
+    return {name: getattr(training, name) for name in LENGTHS}
+
+
+def _warn_of_longer_run(recipe: Recipe, earlier: Recipe) -> None:
+    if is_longer(lengths_of(recipe.training), lengths_of(earlier.training)):
+        logger.warning(
+            "The run in %s is longer than it was begun for: from here on its learning rate follows the longer schedule.",
+            recipe.output_dir,
+        )
+
+
 def _require_same_recipe(recipe: Recipe, earlier: Recipe) -> None:
-    before, now = _flatten(asdict(earlier)), _flatten(asdict(recipe))
+    before, now = _flatten(plain_values(earlier)), _flatten(plain_values(recipe))
+    free = set(FREE_TO_CHANGE)
+    if is_longer(lengths_of(recipe.training), lengths_of(earlier.training)):
+        free |= {f"training.{name}" for name in LENGTHS}
     changed = [
         f"{key} is {now.get(key)!r} and was {before.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
-        if key not in FREE_TO_CHANGE and before.get(key) != now.get(key)
+        if key not in free and not key.startswith("evaluation.data") and before.get(key) != now.get(key)
     ]
     if changed:
         raise RecipeError(
@@ -178,12 +210,12 @@ def checkpoints_in(directory: Path) -> dict[Path, int]:
     return {path: int(name[1]) for path, name in names.items() if name and path.is_dir()}
 
 
-def trained_state(checkpoint: Path | None) -> TrainerState | None:
+def trained_state(checkpoint: Path, now: TrainingSection, recorded: TrainingSection) -> TrainerState | None:
     """The state of a checkpoint if no step is left to do, else None. The trainer itself would do one step more."""
-    if checkpoint is None:
-        return None
     state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-    return state if state.global_step >= state.max_steps else None
+    # Earlier releases did not write what was asked for.
+    asked = state.stateful_callbacks.get(FinishByEpochs.__name__, {}).get("args", {}).get("asked", lengths_of(recorded))
+    return state if state.global_step >= state.max_steps and not is_longer(lengths_of(now), asked) else None
 
 
 def remove_checkpoints(directory: Path) -> None:

@@ -17,6 +17,31 @@ colbert | model.build.depth=3 | model.build.depth is not a key of a recipe with 
 colbert | training.max_steps=many | training.max_steps must be an integer of at least 1 or null, got 'many'.
 colbert | training.learning_rate=.nan | training.learning_rate must be a number of at least 0, got nan.
 colbert | training.num_train_epochs=0 training.max_steps=null | training.num_train_epochs must be greater than 0 where
+colbert | training.lr=1 | training.lr is neither a key of a recipe nor an argument of the trainer; did you mean 'learning_rate'?
+colbert | training.batch_size=8 | did you mean 'per_device_train_batch_size'?
+splade | training.epochs=8 | did you mean 'num_train_epochs'?
+colbert | training.warmup_ration=0.1 | did you mean 'warmup_ratio'?
+colbert | training.zzz=8 | training.zzz is neither a key of a recipe nor an argument of the trainer; they are in docs/reference.md
+colbert | training.warmup_ratio=2 | training.warmup_ratio must be a number of at least 0 and at most 1 or null, got 2.0.
+colbert | training.warmup_ratio=0.1 training.warmup_steps=3 | training.warmup_steps must be 0 where training.warmup_ratio is
+colbert | training.tf32=perhaps | training.tf32 must be true or false or null, got 'perhaps'.
+pages | training.eval_strategy=[steps] | training.eval_strategy must be a string, got ['steps'].
+colbert | training.bf16=true training.precision=fp16 | training.precision must be auto where training.bf16 or training.fp16
+colbert | training.output_dir=x | training.output_dir is not taken: it is a key of the recipe itself.
+colbert | training.save_only_model=true | is not taken: a run that goes on would not be the one that was interrupted.
+colbert | training.hub_token=x | training.hub_token is not taken: recipes stand in cards; give it by HF_TOKEN or
+colbert | training.hub_model_id=a/b | training.push_to_hub must be true with training.hub_model_id.
+colbert | training.arguments={lr: 1} | training.arguments is neither a key of a recipe nor an argument of the trainer;
+colbert | training.early_stopping_patience=2 | training.eval_strategy must be steps or epoch with training.early_stopping
+colbert | training.eval_strategy=steps evaluation.rows=0 | evaluation.rows, data, beir or nano_beir is missing;
+colbert | training.load_best_model_at_end=true training.eval_strategy=steps training.save_total_limit=1
+  | training.save_total_limit must be at least 2 with load_best_model_at_end: the best checkpoint and the last.
+colbert | training.load_best_model_at_end=true training.eval_strategy=epoch
+  | training.save_strategy must be epoch or best with load_best_model_at_end, got steps.
+colbert | evaluation.data={source: files, files: [x.jsonl]} | evaluation.data.files: x.jsonl is not a file.
+colbert | data.more=[{source: docstrings, packages: [torch]}] | data.more[0].source must be hub, files or distillation
+colbert | data.more=[{source: hub, name: a, streaming: true}] | data.more[0].streaming does not apply: only data itself has it.
+colbert | data.more={source: hub} | data.more must be a list of sections with the keys source, name,
 colbert | fast.enabled=maybe | fast.enabled must be true or false, got 'maybe'.
 colbert | name=../../x | name must be a name, not a path out of the folder of an index, got '../../x'.
 colbert | data.files=pairs.jsonl | data.files must be a list of at least one string or null, got 'pairs.jsonl'.
@@ -36,7 +61,7 @@ colbert | loss.pooling={top_k: 4, softmax: 1} | top_k, softmax, log_sum_exp, got
 colbert | loss.pooling={softmax: 1, start: 2} | loss.pooling.schedule is missing; a schedule has a start,
 colbert | loss.pooling={top_k: 1, start: 2.5, schedule: linear} | loss.pooling.start must be an integer with top_k, got
 colbert | loss.pooling.top_k=2 fast.stock_masking=true | fast.stock_masking must be false with loss.pooling:
-colbert | evaluation.beir=some/data | evaluation must have at most one of rows, beir and nano_beir.
+colbert | evaluation.beir=some/data | evaluation must have at most one of rows, data, beir and nano_beir.
 colbert | evaluation={rows: 0, nano_beir: [nq, ms_marco]} | evaluation.nano_beir must
 colbert | evaluation={rows: 0, nano_beir: [nq, NQ]} | evaluation.nano_beir must
 colbert | evaluation.corpus_format=int8 | evaluation.corpus_format applies to evaluation.beir, which is missing.

@@ -1,5 +1,6 @@
 """What this machine cannot train is one sentence, before anything is written."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
-from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
 from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.training import arguments
 from tests.support.case_tables import cases
@@ -22,10 +23,11 @@ COLQWEN = RECIPES / "colqwen_vidore.yaml"
     ("override", "sentence"),
     cases("""
 training.report_to=wandb | training.report_to must be auto or none here, because wandb is not installed.
+training.report_to=wandbb | training.report_to wandbb is not known to transformers; did you mean 'wandb'?
 training.optim=adamv | training: adamv is not a valid
 training.optim=adamw_8bit | training.optim adamw_8bit cannot be used here: You need to install
 training.lr_scheduler_type=cosine_with_min_lr | training.lr_scheduler_type cosine_with_min_lr cannot be used
-training.lr_scheduler_type=reduce_lr_on_plateau | training.lr_scheduler_type must not be reduce_lr_on_plat
+training.lr_scheduler_type=reduce_lr_on_plateau | training.eval_strategy must be steps or epoch with training.lr_s
 """),
 )
 def test_arguments_that_the_trainer_does_not_take(override, sentence, tmp_path, monkeypatch):
@@ -35,6 +37,20 @@ def test_arguments_that_the_trainer_does_not_take(override, sentence, tmp_path, 
     assert done.exit_code == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"fastmaxsim: {sentence}")
     assert not (tmp_path / "out").exists()
+
+
+def test_arguments_of_the_trainer_reach_it_and_survive_a_round_trip(tmp_path):
+    given = (
+        "warmup_ratio=1e-1 bf16=true eval_strategy=no run_name=mine adam_beta2=0.9 report_to=[none] hub_model_id=a/b"
+    )
+    overrides = [f"training.{each}" for each in [*given.split(), "push_to_hub=true", "optim_args='a=1'"]]
+    recipe = load_recipe(write(tmp_path, tiny(tmp_path)), overrides)
+    (tmp_path / "dumped.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe(tmp_path / "dumped.yaml") == replace(recipe, name="tiny")
+    made = arguments.training_arguments(recipe, kind_of(recipe.model))
+    assert (made.get_warmup_steps(50), made.bf16, made.eval_strategy, made.run_name) == (5, True, "no", "mine")
+    assert (made.adam_beta2, made.optim_args, made.report_to) == (0.9, "a=1", [])
+    assert not made.push_to_hub  # train itself pushes the final model
 
 
 @pytest.fixture

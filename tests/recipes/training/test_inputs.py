@@ -81,6 +81,31 @@ def test_no_query_is_both_held_out_and_trained_on(kind, tmp_path):
     assert set(held_out) != set(other.held_out[:]["query"])
 
 
+def test_data_sets_are_mixed_and_validation_rows_are_their_own(tmp_path, caplog):
+    def rows(name: str, count: int, positive: str = "d") -> str:
+        lines = [{"question": f"{name} {i}", "answer": f"{positive} {i}" if positive else " "} for i in range(count)]
+        return json_lines(tmp_path / f"{name}.jsonl", lines)
+
+    more = [{"source": "files", "files": [rows("more", 40, "")], "max_rows": 10}]
+    validation = {"source": "files", "files": [rows("dev", 5)]}
+    evaluation = {"rows": 0, "data": validation}
+    file = write(tmp_path, tiny(tmp_path, data={"more": more}, evaluation=evaluation))
+    data = load_data(load_recipe(file))
+    assert sorted(text.startswith("more") for text in data.train["query"]) == [False] * 60 + [True] * 10
+    assert data.train.column_names == ["query", "positive"] and len(set(data.held_out["query"])) == 5
+    assert any(text.startswith("more") for text in data.train["query"][:60])
+    assert "rows with an empty query or document" in caplog.text and data.empty
+    triplets = json_lines(tmp_path / "t.jsonl", [{"query": "q", "positive": "p", "negative": "n"}] * 4)
+    for key, said in (
+        ("data.more", r"^data.more\[0\] must have columns as data has"),
+        ("evaluation.data", "no column"),
+    ):
+        section = f"{{source: files, files: [{triplets}], columns: [query, {'zzz' if key[-4:] == 'data' else 'positive, negative'}]}}"
+        value = f"[{section}]" if key == "data.more" else section
+        with pytest.raises(RecipeError, match=said):
+            load_data(load_recipe(file, [f"{key}={value}"]))
+
+
 @pytest.fixture
 def documented(tmp_path, monkeypatch):
     """``documented(word)``: write a package whose docstrings have this word. And a recipe of them."""

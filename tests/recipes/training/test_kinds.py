@@ -122,9 +122,9 @@ class Reported(TrainerCallback):
 
 CARDS = {
     "colbert": ["(PyLate ", "takes the maximum: Softmax(temperature=0.7) to Softmax(temperature=0.05) (linear over"],
-    "multi_vector": ["(sentence-transformers 6", "kind: multi_vector", "Training Logs", "(temperature=0.7) to Softmax"],
-    "splade": ["(sentence-transformers ", "kind: splade", "SpladeLoss", "Training Logs"],
-    "colqwen2": ["(colpali-engine 0.3.", "colqwen_vidore"],
+    "multi_vector": ["(Sentence Transformers 6", "kind: multi_vector", "Training Logs", "(temperature=0.7) to Softmax"],
+    "splade": ["(Sentence Transformers ", "kind: splade", "SpladeLoss", "Training Logs"],
+    "colqwen2": ["(colpali-engine 0.3.", "colqwen_vidore", "library_name: colpali", "- pylate-fastmaxsim"],
 }
 
 
@@ -157,7 +157,8 @@ def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(kind, recip
     assert all(said in card.read_text() for said in CARDS[kind]) and card.read_text().count("## Training recipe") == 1
     # A run that is over is evaluated once more, and says the same of its training.
     again = train(moved)
-    assert again == parts | {"resumed_from": left[-1], "ndcg@10": pytest.approx(parts["ndcg@10"])}
+    untimed = {"seconds": None, "rows_per_second": None}
+    assert again == parts | untimed | {"resumed_from": left[-1], "ndcg@10": pytest.approx(parts["ndcg@10"])}
     assert all(said in card.read_text() for said in CARDS[kind]) and card.read_text().count("## Training recipe") == 1
 
 

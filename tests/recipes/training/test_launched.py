@@ -20,7 +20,9 @@ TEXTS = {
 STREAMED = "data.streaming=true data.negatives_per_query=2 evaluation.rows=0 model.build=null model.name_or_path="
 WEIGHTS = {"adapters": "training.save_total_limit=3", "all": "training.save_total_limit=3 model.lora=null"}
 # All recipes of a launch are trained by one pair of processes, because starting it takes longer than they do.
-LAUNCHES = [("ddp", "colbert", TEXTS | {"streamed": STREAMED}), ("fsdp", "colbert", TEXTS)]
+# The main process evaluates, and all keep its best.
+BEST = "training.eval_strategy=steps training.eval_steps=2 training.load_best_model_at_end=true"
+LAUNCHES = [("ddp", "colbert", TEXTS | {"streamed": STREAMED, "best": BEST}), ("fsdp", "colbert", TEXTS)]
 LAUNCHES += [("fsdp", "colpali", WEIGHTS)] if PAGES else []
 
 

@@ -1,4 +1,5 @@
 import errno
+import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import yaml
 from pylate_fastmaxsim.integrations.log import reset_log_once
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import hold_lock
-from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
 from pylate_fastmaxsim.recipes.training import run_directory
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.run_directory import RECIPE_FILE, last_checkpoint
@@ -70,6 +71,25 @@ def test_another_recipe_is_refused_with_the_keys_that_differ(trained, tmp_path):
     assert training.train(load_recipe(trained, ["loss.temperature=2"]), resume=False)["resumed_from"] is None
 
 
+def test_a_run_that_is_over_is_extended_along_the_longer_schedule(trained, tmp_path, caplog):
+    whole = training.train(load_recipe(trained, [f"output_dir={tmp_path / 'whole'}", "training.max_steps=6"]))
+    with pytest.raises(RecipeError, match="training.max_steps is 3 and was 4 in the recipe of the checkpoints"):
+        training.train(load_recipe(trained, ["training.max_steps=3"]))
+    longer = load_recipe(trained, ["training.max_steps=6"])
+    # As a power cut leaves it: the longer recipe is recorded, and no step of it is taken.
+    (tmp_path / "out" / RECIPE_FILE).write_text(dump_recipe(longer))
+    parts = training.train(longer)
+    assert (parts["resumed_from"], parts["steps"]) == ("checkpoint-4", 6) and len(parts["losses"]) == 6
+    # Of the same rows, at other rates until then.
+    assert parts["losses"][0] == whole["losses"][0] and parts["losses"][5] != whole["losses"][5]
+    history = json.loads((tmp_path / "out" / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    rates = {entry["step"]: entry["learning_rate"] for entry in history if "learning_rate" in entry}
+    assert rates[4] == pytest.approx(1e-3 / 4) and rates[6] == pytest.approx(1e-3 / 6)
+    training.train(load_recipe(trained, ["training.max_steps=8"]))
+    assert f"The run in {tmp_path / 'out'} is longer than it was begun for" in caplog.text
+    assert training.train(load_recipe(trained, ["training.max_steps=8"]))["resumed_from"] == "checkpoint-8"
+
+
 def test_another_number_of_processes_is_refused_while_steps_are_left(trained, tmp_path):
     last, before = tmp_path / "out" / "checkpoint-4", tmp_path / "out" / "checkpoint-2"
     for checkpoint in (last, before):
@@ -85,7 +105,7 @@ def test_another_number_of_processes_is_refused_while_steps_are_left(trained, tm
     shutil.copy(before / "rng_state_1.pth", tmp_path / "away" / "checkpoint-4")
     elsewhere = load_recipe(trained, [f"output_dir={tmp_path / 'away'}"])
     assert last_checkpoint(elsewhere) is None
-    assert run_directory.open_run_directory(elsewhere, None, True, writes=False, processes=2) == elsewhere
+    assert run_directory.open_run_directory(elsewhere, None, True, writes=False, processes=2) == (elsewhere, None)
 
 
 @pytest.mark.parametrize("resume", [True, False])

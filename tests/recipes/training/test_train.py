@@ -1,12 +1,15 @@
 import errno
+import inspect
 import json
 import math
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from safetensors import SafetensorError
 from transformers import Trainer
 
@@ -24,7 +27,7 @@ from tests.support.tiny_recipe import split_overrides, text, tiny, write
 
 
 def without_checkpoints(folder, output: str = "out"):
-    return write(folder, tiny(folder, output, training={"max_steps": 3, "save_steps": None}))
+    return write(folder, tiny(folder, output, training={"max_steps": 3, "save_steps": None, "eval_on_start": False}))
 
 
 def test_a_run_that_goes_on_saves_and_logs_at_the_intervals_of_now(tmp_path):
@@ -100,7 +103,10 @@ def test_a_training_that_is_over_keeps_its_card_and_what_it_was_trained_with(tmp
     assert (changed["recipe"], changed["losses"]) == ("other", first["losses"])
     assert changed["fast"] == first["fast"] | {"why_off": "the model was trained without it before"}
     expected = card.replace("recipe `tiny`", "recipe `other`").replace("name: tiny", "name: other")
-    assert (out / "model" / "README.md").read_text() == expected.replace("  batch_size: 32\n", "  batch_size: 8\n")
+    # Only keys that have not their defaults.
+    assert (out / "model" / "README.md").read_text() == expected.replace(
+        "  rows: 24\n", "  rows: 24\n  batch_size: 8\n"
+    )
 
 
 @pytest.mark.e2e
@@ -175,7 +181,37 @@ def test_the_result_of_a_run_that_diverged_is_json(tmp_path):
     assert [loss for _, loss in written["losses"]] == [loss if math.isfinite(loss) else None for loss in losses]
     # NaN has an order as well, of which a metric could be made.
     assert result["ndcg@10"] is None and written["ndcg@10"] is None
-    assert "ndcg" not in (tmp_path / "out/model/README.md").read_text().lower()
+    assert "## Evaluation" not in (tmp_path / "out/model/README.md").read_text()
+
+
+def test_the_final_model_is_pushed_once_with_its_card(tmp_path, monkeypatch):
+    called = []
+
+    def recorded(name: str, answer):
+        signature = inspect.signature(getattr(HfApi, name))
+
+        def method(*args, **kwargs):
+            called.append((name, signature.bind(*args, **kwargs).arguments))
+            return answer
+
+        monkeypatch.setattr(HfApi, name, method)
+
+    pushed = ["training.push_to_hub=true", "training.hub_model_id=model", "training.hub_private_repo=true"]
+    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 2, "save_steps": 2}))
+    recorded("create_repo", SimpleNamespace(repo_id="me/model"))
+    recorded("upload_folder", SimpleNamespace(commit_url="https://hub/me/model/commit/1"))
+    result = training.train(load_recipe(file, pushed))
+    assert result["pushed_to"] == "https://hub/me/model/commit/1" and [name for name, _ in called] == [
+        "create_repo",
+        "upload_folder",
+    ]
+    made, sent = (arguments for _, arguments in called)
+    assert (made["repo_id"], made["private"], sent["repo_id"]) == ("model", True, "me/model")
+    card = Path(sent["folder_path"], "README.md").read_text()
+    assert "push_to_hub: true" in card and "base_model: /" not in card and "library_name" in card
+    monkeypatch.setattr(HfApi, "create_repo", mock.Mock(side_effect=OSError("no token")))
+    with pytest.raises(RecipeError, match="^training.push_to_hub: model cannot be made on the Hub: no token"):
+        training.train(load_recipe(file, pushed))
 
 
 def uneven(folder, name: str, **section):
