@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import ModernBertConfig, ModernBertForMaskedLM, PreTrainedTokenizerFast, TrainerCallback
 
 SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "pad", "cls", "sep", "mask")}
-WORDS = [f"w{number}" for number in range(20_000)]
+WORDS = [f"w{number}" for number in range(10_000)]
 
 
 def encoder(masked_lm: bool = False) -> str:
@@ -22,7 +22,7 @@ def encoder(masked_lm: bool = False) -> str:
     tokenizer.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=300, **SPECIAL).save_pretrained(folder)
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = ModernBertForMaskedLM(ModernBertConfig(vocab_size=20_100, pad_token_id=1, **sizes))
+    model = ModernBertForMaskedLM(ModernBertConfig(vocab_size=10_100, pad_token_id=1, **sizes))
     (model if masked_lm else model.model).save_pretrained(folder)
     return folder
 

@@ -35,15 +35,11 @@ def in_a_folder_and_switched_off(monkeypatch, tmp_path):
 
 def unbound(code: str) -> set[str]:
     """Names that a block of code takes from elsewhere."""
-    taken, bound = set(), set(dir(builtins))
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Name):
-            (taken if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, (ast.alias, ast.FunctionDef, ast.ClassDef)):
-            bound.add(getattr(node, "asname", None) or node.name.partition(".")[0])
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-    return taken - bound
+    nodes = [*ast.walk(ast.parse(code))]
+    bound = {(getattr(node, "asname", None) or node.name).partition(".")[0] for node in nodes if hasattr(node, "name")}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)} | {*dir(builtins)}
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    return {node.id for node in names} - bound - {node.id for node in names if isinstance(node.ctx, ast.Store)}
 
 
 def test_each_block_of_code_is_run_or_says_why_not():

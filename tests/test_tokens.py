@@ -155,7 +155,6 @@ def direct(**arguments) -> TokenBatch:
         (lambda: TokenBatch.from_packed(torch.randn(2, 3), torch.tensor([0.0, 1.6, 2.0])), ValueError, r"cu_seqlens must be"),
         (lambda: TokenBatch.from_packed(torch.randn(2, 3), BOUNDS, torch.ones(3)), ValueError, r"from_packed: keep must be \[T\]"),
         (lambda: direct(values=torch.ones(2, 3).long()), ValueError, "TokenBatch: values must be floating point, got torch.int64"),
-        (lambda: TokenBatch.from_list([torch.ones(1, 2), torch.ones(1, 3)]), ValueError, r"each of sequences .* \(1, 2\) on cpu"),
         (lambda: direct(starts=torch.zeros(1)), ValueError, r"starts must be int64 \[N\], got torch.float32"),
         (lambda: direct(starts=ONE.to("meta")), ValueError, "starts must be on cpu, as the rest, got meta"),
         (lambda: direct(lengths=3 * ONE), ValueError, "lengths must be from 0 to max_length = 2, got 3 to 3"),
@@ -167,7 +166,6 @@ def direct(**arguments) -> TokenBatch:
         (lambda: TokenBatch.from_padded(torch.randn(2, 3, 4), torch.ones(3, 2)), ValueError, r"mask must be \[N, L\] = \[2, 3\]"),
         (lambda: packed(1, 2), ValueError, "must go from 0 to at most T = 2 in steps from 0, got 1 to 2 in steps from 1 to 1."),
         (lambda: packed(0, 2, max_length=1), ValueError, "in steps from 0 to max_length = 1, got 0 to 2 in steps from 2 to 2."),
-        (lambda: TokenBatch.from_list([]), ValueError, "empty list"),
         # Of an additive mask, and of weights.
         (lambda: TokenBatch.from_padded(torch.ones(1, 2, 3), torch.tensor([[0.0, -1e4]])), ValueError, "from_padded: mask must"),
         (lambda: direct().with_values(torch.randn(3, 3)), ValueError, r"with T = 2, as before, got torch.float32 of shape \(3, 3\)"),
@@ -176,7 +174,6 @@ def direct(**arguments) -> TokenBatch:
         (lambda: TokenBatch.from_packed(np.ones((2, 3)), BOUNDS), TypeError, "from_packed: values .* got ndarray"),
         (lambda: TokenBatch.from_packed(torch.ones(2, 3), [0, 2]), TypeError, "from_packed: cu_seqlens must be a tensor int32 or"),
         (lambda: TokenBatch.from_list(torch.ones(2, 3, 4)), TypeError, "sequences must be a list of tensors .* got Tensor"),
-        (lambda: TokenBatch.from_list([torch.ones(2, 3), [[1.0]]]), TypeError, "each of sequences .* got list"),
         (lambda: packed(0, 2, max_length="a"), TypeError, "from_packed: max_length must be an integer, got 'a'"),
     ],
 )  # fmt: skip
