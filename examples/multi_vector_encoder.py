@@ -37,3 +37,4 @@ def train(title: str) -> None:
 train("MultiVectorEncoder")
 pylate_fastmaxsim.enable()
 train("MultiVectorEncoder with pylate-fastmaxsim")
+print(pylate_fastmaxsim.status())  # whether the model was encoded without padding, and why

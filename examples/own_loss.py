@@ -53,3 +53,4 @@ def train(title: str) -> None:
 train("PyLate")
 pylate_fastmaxsim.enable()
 train("PyLate with pylate-fastmaxsim")
+print(pylate_fastmaxsim.status())  # whether the model was encoded without padding, and why

@@ -39,3 +39,4 @@ train("PyLate")
 # stock_masking keeps PyLate's rule for masked tokens, so that both losses are the same.
 pylate_fastmaxsim.enable(stock_masking=True)
 train("PyLate with pylate-fastmaxsim")
+print(pylate_fastmaxsim.status())  # whether the model was encoded without padding, and why

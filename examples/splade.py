@@ -9,7 +9,7 @@ import pylate_fastmaxsim
 from made_up import StepTimes, encoder, rows
 
 MODEL = encoder(masked_lm=True)  # random weights; yours: "distilbert/distilbert-base-uncased"
-ROWS = Dataset.from_list(rows(500))  # yours: columns query, positive, and as many negatives as you like
+ROWS = Dataset.from_list(rows(500, negatives=0))  # yours: columns query, positive, and any negatives
 
 
 def train(title: str) -> None:
@@ -38,3 +38,4 @@ def train(title: str) -> None:
 train("SPLADE")
 pylate_fastmaxsim.enable()
 train("SPLADE with pylate-fastmaxsim")
+print(pylate_fastmaxsim.status())  # whether the model was encoded without padding, and why
