@@ -9,7 +9,7 @@ import pylate_fastmaxsim
 from made_up import StepTimes, encoder, rows
 
 MODEL = encoder(masked_lm=True)  # random weights; yours: "distilbert/distilbert-base-uncased"
-ROWS = Dataset.from_list(rows(500, negatives=0))  # yours: columns query, positive, and any negatives
+ROWS = Dataset.from_list(rows(500))  # yours: columns query, positive, and as many negatives as you like
 
 
 def train(title: str) -> None:
