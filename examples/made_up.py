@@ -21,6 +21,7 @@ def encoder(masked_lm: bool = False) -> str:
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate([*SPECIAL.values(), *WORDS])}, "[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=300, **SPECIAL).save_pretrained(folder)
+    torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = ModernBertForMaskedLM(ModernBertConfig(vocab_size=10_100, pad_token_id=1, **sizes))
     (model if masked_lm else model.model).save_pretrained(folder)

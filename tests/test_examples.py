@@ -58,39 +58,32 @@ def test_each_block_of_code_is_run_or_says_why_not():
     assert not [name for name in named if f'"{name}"' not in run]
 
 
-# Examples in the order in which they go on with each other's names, and what holds after each.
+# Examples, and what holds after each.
 EXAMPLES = {
-    "operators": {
-        "readme-search": lambda names: names.scores.shape == names.positions.shape == (1, 2),
-        "search-corpus": lambda names: names.scores.shape == names.best.shape == names.positions.shape == (1, 2),
-        "documents-in-place": lambda names: names.scores.shape == (8, 3),
-    },
-    "compressed": {
-        "compress": lambda names: (
-            (names.scores.argmax(dim=1).tolist(), names.some.shape) == ([0, 2], (2, 2))
-            and names.vectors.values.dtype == torch.bfloat16
-            and names.documents.values.nbytes > 3 * names.small.nbytes > 6 * names.smaller.nbytes
-        ),
-        "compressed-corpus": lambda names: (
-            names.positions[:, 0].tolist() == [7, 130] and names.coarse.nbytes < names.fine.nbytes / 6
-        ),
-    },
-    "plaid": {
-        "plaid": lambda names: (
-            [found[0] for found in names.exhaustive] == [found[0] for found in names.pruned] == ["d7", "d130"]
-        )
-    },
-    "splade": {"splade-pool": lambda names: names.values.shape == (3, 1000) and names.weight.grad is not None},
-    "pooled": {"pooled-scores": lambda names: all(each.grad is not None for each in names.model[1].parameters())},
+    "readme-search": lambda names: names.scores.shape == names.positions.shape == (1, 2),
+    "search-corpus": lambda names: names.scores.shape == names.best.shape == names.positions.shape == (1, 2),
+    "documents-in-place": lambda names: names.scores.shape == (8, 3),
+    "compress": lambda names: (
+        (names.scores.argmax(dim=1).tolist(), names.some.shape) == ([0, 2], (2, 2))
+        and names.vectors.values.dtype == torch.bfloat16
+        and names.documents.values.nbytes > 3 * names.small.nbytes > 6 * names.smaller.nbytes
+    ),
+    "compressed-corpus": lambda names: (
+        names.positions[:, 0].tolist() == [7, 130] and names.coarse.nbytes < names.fine.nbytes / 6
+    ),
+    "plaid": lambda names: (
+        [[found[0] for found in each] for each in (names.exhaustive, names.pruned)] == [["d7", "d130"]] * 2
+    ),
+    "splade-pool": lambda names: names.values.shape == (3, 1000) and names.weight.grad is not None,
+    "pooled-scores": lambda names: all(each.grad is not None for each in names.model[1].parameters()),
 }
 
 
-@pytest.mark.parametrize("examples", EXAMPLES.values(), ids=EXAMPLES)
-def test_examples_run(examples, encoder):
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run(name, encoder):
     names: dict = {}
-    for name, holds in examples.items():
-        exec(re.sub(HUB, repr(encoder("modernbert")), example(name)), names)
-        assert holds(SimpleNamespace(**names)), name
+    exec(re.sub(HUB, repr(encoder("modernbert")), example(name)), names)
+    assert EXAMPLES[name](SimpleNamespace(**names))
 
 
 SCRIPTS = [path.stem for path in sorted((ROOT / "examples").glob("*.py"))]
