@@ -2,10 +2,13 @@
 
 import difflib
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+B = TypeVar("B")
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
@@ -72,13 +75,26 @@ def require_count(where: str, name: str, value: object) -> int:
     return count
 
 
-def require_batches(where: str, name: str, value: object, batch: type) -> None:
-    """Raise TypeError unless the argument ``name`` of ``where`` is an iterable, as of ``batch``, and not a single one."""
-    one = "one " if isinstance(value, (batch, Tensor)) else ""
-    if one or not isinstance(value, Iterable):
+def converted_batches(
+    where: str, name: str, value: object, batch: tuple[type[B], ...], ndim: int, convert: Callable[[str, object], B]
+) -> Iterator[B]:
+    """One batch of documents, or several, each as ``convert(name, value)`` makes it of what is no ``batch`` already.
+
+    One batch is anything with dimensions, and a list of what has ``ndim`` dimensions: the documents. TypeError if the
+    argument ``name`` of ``where`` is neither that nor an iterable.
+    """
+
+    def made(name: str, each: object) -> B:
+        return each if isinstance(each, batch) else convert(name, each)
+
+    listed = isinstance(value, (list, tuple)) and value and getattr(value[0], "ndim", None) == ndim
+    if listed or hasattr(value, "ndim") or isinstance(value, batch):
+        return iter([made(name, value)])
+    if not isinstance(value, Iterable):
         raise TypeError(
-            f"{where}: {name} must be batches of documents, as a list of {batch.__name__}, got {one}{type(value).__name__}."
+            f"{where}: {name} must be batches of documents, as a list of {batch[0].__name__}, got {type(value).__name__}."
         )
+    return (made(f"{name}[{number}]", each) for number, each in enumerate(value))
 
 
 def require_positions(where: str, positions: object, count: int) -> Tensor:

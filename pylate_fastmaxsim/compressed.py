@@ -10,7 +10,7 @@ from torch import Tensor
 from pylate_fastmaxsim._checks import require_integer
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.codec import ResidualCodec, chunks
-from pylate_fastmaxsim.tokens import TokenBatch, check_sequences, share_rows
+from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch, check_sequences, share_rows
 
 FORMATS = ("int8", "fp8")
 
@@ -229,7 +229,7 @@ class CompressedBatch:
 
 
 def compress(
-    batch: TokenBatch,
+    batch: Tokens,
     format: str | ResidualCodec,
     *,
     per_token: bool = False,
@@ -240,7 +240,8 @@ def compress(
     Parameters
     ----------
     batch
-        Documents. Rows that belong to none and rows that ``keep`` leaves out may hold anything.
+        Documents, in any form that :func:`pylate_fastmaxsim.maxsim` takes. Rows that belong to none and rows that ``keep``
+        leaves out may hold anything.
     format
         ``"int8"``: whole numbers from -127 to 127 and scales. ``"fp8"``: float8_e4m3fn and one power of two as a scale,
         2**-8 where the largest number is from 2**-8 to 1.75, else the one that fits it. A
@@ -256,7 +257,7 @@ def compress(
         another device, the vectors want a gradient, two documents share some of their rows but not all, or a token that
         counts holds NaN or infinity. Looking for the last two waits for the device.
     TypeError
-        ``batch`` is not a ``TokenBatch``.
+        ``batch`` is none.
 
     Examples
     --------
@@ -269,8 +270,7 @@ def compress(
     tensor([[1.1508, 1.0000]])
     """
     # `_scale` is that of fp8 where other batches of a corpus have set it.
-    if not isinstance(batch, TokenBatch):
-        raise TypeError(f"compress: batch must be a TokenBatch, got {type(batch).__name__}.")
+    batch = as_batch("compress", "batch", batch)
     if not isinstance(format, ResidualCodec) and format not in FORMATS:
         raise ValueError(f'compress: format must be "int8", "fp8" or a ResidualCodec, got {format!r}.')
     if per_token and format != "int8":

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -12,7 +13,7 @@ import scipy.sparse
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import require_count, require_tensor
+from pylate_fastmaxsim._checks import converted_batches, require_count, require_tensor
 from pylate_fastmaxsim._impacts import Paths, read_columns
 
 # Numbers of terms are int32, or uint16 where they fit.
@@ -261,17 +262,20 @@ class SparseBatch:
         >>> SparseBatch.from_torch(torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse()).terms.tolist()
         [1, 0]
         """
-        where = "SparseBatch.from_torch"
         if not isinstance(tensor, Tensor):
             raise TypeError(
-                f"{where}: tensor must be one [N, vocabulary], got {type(tensor).__name__}; "
+                f"SparseBatch.from_torch: tensor must be one [N, vocabulary], got {type(tensor).__name__}; "
                 "a list of vectors is torch.stack(vectors)."
             )
+        return cls._from_torch("SparseBatch.from_torch", "tensor", tensor)
+
+    @classmethod
+    def _from_torch(cls, where: str, name: str, tensor: Tensor) -> SparseBatch:
         tensor = tensor.detach()
         if tensor.layout not in (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
-            raise ValueError(f"{where}: tensor must be COO, CSR, CSC or dense, got {tensor.layout}.")
+            raise ValueError(f"{where}: {name} must be COO, CSR, CSC or dense, got {tensor.layout}.")
         if tensor.dim() not in (1, 2) or (tensor.layout != torch.strided and tensor.dense_dim()):
-            raise ValueError(f"{where}: tensor must be [N, vocabulary], got shape {tuple(tensor.shape)}.")
+            raise ValueError(f"{where}: {name} must be [N, vocabulary], got shape {tuple(tensor.shape)}.")
         # Not coalesced, which would add up repeated entries in the dtype of the tensor.
         entries = tensor.to_sparse_coo()
         places, weights = entries._indices(), entries._values()
@@ -448,6 +452,37 @@ class SparseBatch:
         weights, terms, offsets = self.weights.float(), self.terms.int(), self.offsets
         arrays = (tensor.cpu().numpy() for tensor in (weights, terms, offsets))
         return scipy.sparse.csr_array(tuple(arrays), shape=(len(self), self.vocabulary))
+
+
+# What sparse search takes: batches, matrices [N, vocabulary], or a vector [vocabulary] for each text.
+SparseVectors = SparseBatch | Tensor | scipy.sparse.sparray | scipy.sparse.spmatrix | Sequence[Tensor]
+
+
+def as_sparse_batch(where: str, name: str, vectors: SparseVectors) -> SparseBatch:
+    """Sparse vectors of any form as a batch; TypeError or ValueError unless they are one, a matrix or a list."""
+    if isinstance(vectors, SparseBatch):
+        return vectors
+    if scipy.sparse.issparse(vectors):
+        return SparseBatch._from_scipy(where, vectors)
+    if isinstance(vectors, (list, tuple)) and vectors and all(isinstance(each, Tensor) for each in vectors):
+        shapes = {(tuple(each.shape), each.dtype, each.device, each.layout) for each in vectors}
+        if len(shapes) > 1 or vectors[0].dim() != 1:
+            got = " and ".join(sorted(f"{dtype} {shape} on {device}" for shape, dtype, device, _ in shapes))
+            raise ValueError(
+                f"{where}: each of {name} must be [vocabulary], of one dtype, device and layout, got {got}."
+            )
+        vectors = torch.stack(tuple(vectors))
+    if not isinstance(vectors, Tensor):
+        raise TypeError(
+            f"{where}: {name} must be a SparseBatch, a tensor [N, vocabulary], a matrix of SciPy or a list of tensors "
+            f"[vocabulary], got {'an empty list' if isinstance(vectors, list) and not vectors else type(vectors).__name__}."
+        )
+    return SparseBatch._from_torch(where, name, vectors)
+
+
+def sparse_batches(where: str, name: str, batches: object) -> Iterator[SparseBatch]:
+    """One batch of documents or several, of any form."""
+    return converted_batches(where, name, batches, (SparseBatch,), 1, partial(as_sparse_batch, where))
 
 
 def _vocabulary(where: str, vocabulary: object) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import as_mask, has_numbers, require_integer, require_tensor
+from pylate_fastmaxsim._checks import as_mask, converted_batches, has_numbers, require_integer, require_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,15 +185,17 @@ class TokenBatch:
         return cls(values, cu_seqlens[:-1], cu_seqlens.diff(), max_length, keep)
 
     @classmethod
-    def from_list(cls, sequences: Sequence[Tensor]) -> TokenBatch:
+    def from_list(cls, sequences: Sequence[Tensor | np.ndarray]) -> TokenBatch:
         """Pack matrices ``[L_i, d]``, all of one d, dtype and device, into one, which is a copy.
+
+        Takes what ``encode`` of PyLate and of a MultiVectorEncoder returns, tensors or arrays of NumPy.
 
         Raises
         ------
         ValueError
             There is none, or one is not a matrix or differs from the first in d, dtype or device.
         TypeError
-            ``sequences`` is not a sequence of tensors.
+            ``sequences`` is not a sequence of tensors or arrays.
 
         Examples
         --------
@@ -204,16 +208,22 @@ class TokenBatch:
             raise TypeError(
                 f"TokenBatch.from_list: sequences must be a list of tensors [L, d], got {type(sequences).__name__}."
             )
+        return cls._of_list("TokenBatch.from_list", "sequences", sequences)
+
+    @classmethod
+    def _of_list(cls, where: str, name: str, sequences: Sequence[Tensor | np.ndarray]) -> TokenBatch:
+        """:meth:`from_list` under the name that the caller's argument has in the errors."""
         if not sequences:
-            raise ValueError("TokenBatch.from_list: an empty list has no token dimension; pass at least one [L, d].")
+            raise ValueError(f"{where}: {name} must hold at least one [L, d]; an empty list has no token dimension.")
+        sequences = [_as_tensor(where, f"each of {name}", sequence) for sequence in sequences]
         for sequence in sequences:
-            require_tensor("TokenBatch.from_list", "each of sequences", sequence, "[L, d]")
+            require_tensor(where, f"each of {name}", sequence, "[L, d]")
         layouts = [(sequence.shape, sequence.dtype, sequence.device) for sequence in sequences]
         first_shape, first_dtype, first_device = layouts[0]
         for shape, dtype, device in layouts:
             if len(shape) != 2 or shape[1] != first_shape[1] or dtype != first_dtype or device != first_device:
                 raise ValueError(
-                    "TokenBatch.from_list: each of sequences must be [L, d], of the d, dtype and device of the first, "
+                    f"{where}: each of {name} must be [L, d], of the d, dtype and device of the first, "
                     f"got {first_dtype} {tuple(first_shape)} on {first_device} "
                     f"and {dtype} {tuple(shape)} on {device}."
                 )
@@ -221,7 +231,7 @@ class TokenBatch:
         lengths = torch.tensor(sizes, dtype=torch.int64, device=first_device)
         # Autocast to bfloat16 refuses to concatenate float16. The meta device has no autocast.
         with nullcontext() if first_device.type == "meta" else torch.autocast(first_device.type, enabled=False):
-            values = torch.cat(list(sequences))
+            values = torch.cat(sequences)
         return cls(values, lengths.cumsum(0) - lengths, lengths, max(sizes), gapless=True)
 
     def with_values(self, values: Tensor) -> TokenBatch:
@@ -269,6 +279,48 @@ class TokenBatch:
         if self.keep is not None:
             mask = mask & self.keep[rows]
         return self.values[rows].masked_fill(~mask[..., None], 0), mask
+
+
+# What operators take: batches, padded vectors [N, L, d], or a matrix [L_i, d] for each text.
+Tokens = TokenBatch | Tensor | np.ndarray | Sequence[Tensor | np.ndarray]
+
+
+def as_batch(
+    where: str, name: str, tokens: Tokens, mask: Tensor | None = None, mask_name: str | None = None
+) -> TokenBatch:
+    """Token vectors of any form as a ragged batch; TypeError or ValueError unless they are one, padded, or a list."""
+    mask_name = mask_name or f"{name}_mask"
+    if isinstance(tokens, (TokenBatch, list, tuple)):
+        if mask is not None:
+            form = "list has no padding" if isinstance(tokens, (list, tuple)) else "TokenBatch carries its own `keep`"
+            raise ValueError(f"{where}: {mask_name} goes with padded {name}; a {form}.")
+        return tokens if isinstance(tokens, TokenBatch) else TokenBatch._of_list(where, name, tokens)
+    if hasattr(tokens, "decompress"):
+        raise TypeError(
+            f"{where}: {name} are a CompressedBatch, which only maxsim and search take, as documents; pass "
+            f"{name}.decompress()."
+        )
+    tokens = _as_tensor(where, name, tokens)
+    if not isinstance(tokens, Tensor):
+        raise TypeError(
+            f"{where}: {name} must be a TokenBatch, a tensor [N, L, d] or a list of matrices [L, d], got "
+            f"{type(tokens).__name__}."
+        )
+    return TokenBatch._of_padded(where, name, tokens, mask_name, mask)
+
+
+def token_batches(where: str, name: str, batches: object, *kept: type) -> Iterator[TokenBatch]:
+    """One batch of documents or several, of any form; those of the types ``kept`` stay what they are."""
+    return converted_batches(where, name, batches, (TokenBatch, *kept), 2, partial(as_batch, where))
+
+
+def _as_tensor(where: str, name: str, values: object) -> object:
+    """An array of NumPy as a tensor that shares its memory; all else as it is."""
+    if not isinstance(values, np.ndarray):
+        return values
+    if values.dtype not in (np.float16, np.float32, np.float64):
+        raise ValueError(f"{where}: {name} must be floating point, got {values.dtype} of NumPy.")
+    return torch.from_numpy(values)
 
 
 def check_sequences(where: str, name: str, batch: TokenBatch, rows: int) -> None:

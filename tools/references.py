@@ -1,10 +1,10 @@
-"""Write the generated parts of docs/: keys of recipes, arguments of commands, lines of log.
+"""Write the generated parts of docs/: keys of recipes, arguments of commands, lines of log, scripts of examples/.
 
     python -m tools.references
 
-docs/reference.md has the keys and the arguments, from the dataclasses of recipes and the parsers of commands. docs/limits.md
-has a row for each line of log; what the line means is kept there by hand. A line that is new gets a row without a meaning,
-which the tests refuse.
+A block of code below ``<!-- file: examples/NAME.py -->`` is that file. docs/reference.md has the keys and the arguments,
+from the dataclasses of recipes and the parsers of commands. docs/limits.md has a row for each line of log; what the line
+means is kept there by hand. A line that is new gets a row without a meaning, which the tests refuse.
 """
 
 from __future__ import annotations
@@ -220,6 +220,12 @@ def with_lines_of_log(page: str) -> str:
     return page
 
 
+def with_files(page: str) -> str:
+    """A page with the scripts of examples/ as they are now."""
+    mark = r"(<!-- file: (examples/\w+\.py) -->\n```python\n).*?```"
+    return re.sub(mark, lambda m: f"{m[1]}{(ROOT / m[2]).read_text(encoding='utf-8')}```", page, flags=re.DOTALL)
+
+
 def updated() -> dict[Path, str]:
     """The pages with generated parts, made anew."""
     reference, limits = ROOT / "docs" / "reference.md", ROOT / "docs" / "limits.md"
@@ -229,7 +235,8 @@ def updated() -> dict[Path, str]:
         text, count = re.subn(pattern, lambda match, made=made: f"{match[1]}{made}\n{match[2]}", text, flags=re.DOTALL)
         if count != 1:
             raise ValueError(f"{reference} must have one place marked {mark}, found {count}.")
-    return {reference: text, limits: with_lines_of_log(limits.read_text(encoding="utf-8"))}
+    pages = {path: with_files(path.read_text(encoding="utf-8")) for path in (ROOT / "docs").glob("*.md")}
+    return pages | {reference: text, limits: with_lines_of_log(limits.read_text(encoding="utf-8"))}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The plots of the benchmarks: panels of curves, without a display."""
+"""The plots of the benchmarks: panels of bars and of curves, without a display."""
 
 from __future__ import annotations
 
@@ -23,6 +23,20 @@ class Line(NamedTuple):
     style: str = "o-"
     band: Sequence[tuple[float, float]] = ()
     texts: Sequence[str] = ()
+
+
+def bars(panels: Mapping[str, Sequence[tuple[str, str, float]]], target: Path, title: str) -> None:
+    """Write a panel of horizontal bars a label, from 0: of each its name, colour and length, which is written behind it."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(11, 3), sharey=True)
+    for axis, (label, rows) in zip(axes, panels.items(), strict=True):
+        names, colours, lengths = zip(*reversed(rows), strict=True)
+        axis.bar_label(axis.barh(names, lengths, color=colours), fmt="{:,.0f}", padding=3)
+        axis.set(xlabel=label, xlim=(0, 1.12 * max(lengths)))
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(target, dpi=130)
+    plt.close(figure)
 
 
 def curves(

@@ -40,6 +40,7 @@ PATHS = {
 # PYLATE_SCORES_BACKEND of each path.
 SCORING = {"stock": "torch", "lik": "lik", "flash": "flash", "fast": "auto"}
 TITLE = "One training step of ModernBERT-base"
+BATCH_OF_BARS = 256
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -250,18 +251,32 @@ def markdown(content: dict) -> str:
 
 
 def plot(content: dict, target: Path) -> None:
-    """Curves over batch sizes."""
-    from benchmarks.harness.plots import COLOURS
+    """Bars of the batch that the README shows, and curves over batch sizes with gradient checkpointing."""
+    from benchmarks.harness.plots import COLOURS, bars
 
-    for checkpointing, ending in ((False, ".png"), (True, "_checkpointing.png")):
-        cells = [cell for cell in content["cells"].values() if cell["checkpointing"] == checkpointing]
-        batches = sorted({cell["batch"] for cell in cells})
-        if len(batches) < 2:
-            continue
+    cells, paths = content["cells"].values(), dict(zip(PATHS, COLOURS, strict=True))
+    shown = {
+        row_title(path, compiled).replace("`", ""): (paths[path], cell)
+        for path, compiled in [*((path, False) for path in PATHS), ("stock", True), ("fast", True)]
+        if (cell := content["cells"].get(cell_name(path, BATCH_OF_BARS, compiled, False)))
+    }
+    if len(shown) > 1:
+        panels = {
+            label: [(name, colour, cell[key]) for name, (colour, cell) in shown.items() if cell.get(key)]
+            for key, label in steps.MEASURES.items()
+        }
+        bars(panels, target.with_suffix(".png"), f"{TITLE}, {BATCH_OF_BARS} queries")
+    batches = sorted({cell["batch"] for cell in cells if cell["checkpointing"]})
+    if len(batches) > 1:
         curves = {}
-        for (path, colour), compiled in itertools.product(zip(PATHS, COLOURS, strict=True), (False, True)):
-            found = [(each["batch"], each) for each in cells if (each["path"], each["compile"]) == (path, compiled)]
+        for (path, colour), compiled in itertools.product(paths.items(), (False, True)):
+            of_curve = (path, compiled, True)
+            found = [
+                (each["batch"], each)
+                for each in cells
+                if (each["path"], each["compile"], each["checkpointing"]) == of_curve
+            ]
             curves[row_title(path, compiled)] = (colour, "o--" if compiled else "o-", sorted(found, key=itemgetter(0)))
-        title = TITLE + ", with gradient checkpointing" * checkpointing
         scales = {"xlabel": "batch size (queries)", "xscale": "log", "yscale": "log", "xticks": batches}
-        draw_curves(curves, target.with_name(target.stem + ending), title, **scales)
+        file = target.with_name(target.stem + "_checkpointing.png")
+        draw_curves(curves, file, TITLE + ", with gradient checkpointing", **scales)

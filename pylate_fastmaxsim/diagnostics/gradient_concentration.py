@@ -9,10 +9,10 @@ from torch import Tensor
 from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._winners import no_winner
 from pylate_fastmaxsim.cpu.maxsim import require_candidates
-from pylate_fastmaxsim.ops.operands import as_batch, prepared
+from pylate_fastmaxsim.ops.operands import prepared
 from pylate_fastmaxsim.ops.pooled import numbers_of, pooled_scores
 from pylate_fastmaxsim.pooling import Pooling, TopK, check_pooling
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch
 
 _NAME = "gradient_concentration"
 
@@ -48,8 +48,8 @@ class GradientConcentration:
 
 
 def gradient_concentration(
-    queries: TokenBatch | Tensor,
-    documents: TokenBatch | Tensor,
+    queries: Tokens,
+    documents: Tokens,
     candidates: Tensor | None = None,
     *,
     pooling: Pooling,

@@ -13,7 +13,6 @@ from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
 from pylate_fastmaxsim.compressed import CompressedBatch, Fp8, Int8, Residual, rounded_queries
 from pylate_fastmaxsim.cpu import compressed as blocked
 from pylate_fastmaxsim.ops.operands import (
-    as_batch,
     cast_by_autocast,
     check_candidates,
     check_numbers,
@@ -28,13 +27,13 @@ from pylate_fastmaxsim.ops.operands import (
     runs_kernels,
 )
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch
 
 SavedDocuments = Literal["int8"] | None
 
 
 def compressed_scores(
-    queries: TokenBatch | Tensor,
+    queries: Tokens,
     documents: CompressedBatch,
     candidates: Tensor | None = None,
     queries_mask: Tensor | None = None,

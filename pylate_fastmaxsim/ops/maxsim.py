@@ -11,12 +11,12 @@ from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops.compressed import SavedAsInt8, SavedDocuments, compressed_scores
 from pylate_fastmaxsim.ops.operands import check_numbers, fake_gradients, fake_scores, path, prepared, recording
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.tokens import Tokens
 
 
 def maxsim(
-    queries: TokenBatch | Tensor,
-    documents: TokenBatch | CompressedBatch | Tensor,
+    queries: Tokens,
+    documents: Tokens | CompressedBatch,
     candidates: Tensor | None = None,
     *,
     queries_mask: Tensor | None = None,
@@ -35,7 +35,8 @@ def maxsim(
     Parameters
     ----------
     queries
-        Nq queries: a ``TokenBatch``, or padded token vectors ``[Nq, Lq, d]``. bfloat16, float16, float32 or float64.
+        Nq queries: a ``TokenBatch``, padded token vectors ``[Nq, Lq, d]``, or a list of matrices ``[L_i, d]`` as ``encode``
+        of a model returns it, tensors or arrays of NumPy; a list is copied. bfloat16, float16, float32 or float64.
     documents
         Nd documents, likewise, of the same d, dtype and device. Or a ``CompressedBatch`` of the same d and device, which is
         scored as it is stored, as :func:`pylate_fastmaxsim.reference.compressed_maxsim` defines it, and has no gradient.

@@ -14,7 +14,7 @@ from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.compressed import CompressedBatch
-from pylate_fastmaxsim.tokens import TokenBatch, share_rows
+from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch, share_rows
 
 logger = logging.getLogger("pylate_fastmaxsim")
 
@@ -78,8 +78,8 @@ def refuse_transforms(operator: str) -> None:
 
 def prepared(
     operator: str,
-    queries: TokenBatch | Tensor,
-    documents: TokenBatch | Tensor,
+    queries: Tokens,
+    documents: Tokens,
     candidates: Tensor | None,
     queries_mask: Tensor | None,
     documents_mask: Tensor | None,
@@ -133,24 +133,6 @@ def raise_shared_rows(operator: str, name: str, instead: str) -> None:
         f"{operator}: {name} must not share rows of values where gradients are wanted, as they do after "
         f"TokenBatch.select with a repeated index; {instead}."
     )
-
-
-def as_batch(
-    operator: str, name: str, tokens: TokenBatch | Tensor, mask: Tensor | None, mask_name: str | None = None
-) -> TokenBatch:
-    """Queries or documents, by ``name``, as a ragged batch; TypeError or ValueError unless they are one or padded."""
-    mask_name = mask_name or f"{name}_mask"
-    if isinstance(tokens, TokenBatch):
-        if mask is not None:
-            raise ValueError(f"{operator}: {mask_name} goes with padded {name}; a TokenBatch carries its own `keep`.")
-        return tokens
-    if isinstance(tokens, CompressedBatch):
-        raise TypeError(
-            f"{operator}: {name} are a CompressedBatch, which only maxsim takes, as documents; pass {name}.decompress()."
-        )
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"{operator}: {name} must be a TokenBatch or a tensor [N, L, d], got {type(tokens).__name__}.")
-    return TokenBatch._of_padded(operator, name, tokens, mask_name, mask)
 
 
 def autocast_dtype(*tensors: Tensor) -> torch.dtype | None:

@@ -14,12 +14,12 @@ from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.operands import check_numbers, fake_gradients, fake_scores, logger, path, prepared, recording
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
 from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, TopK, check_pooling
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.tokens import Tokens
 
 
 def pooled_scores(
-    queries: TokenBatch | Tensor,
-    documents: TokenBatch | Tensor,
+    queries: Tokens,
+    documents: Tokens,
     candidates: Tensor | None = None,
     *,
     pooling: Pooling,

@@ -9,7 +9,6 @@ from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim.cpu import projection as blocked
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.operands import (
-    as_batch,
     autocast_dtype,
     check_candidates,
     path,
@@ -20,14 +19,14 @@ from pylate_fastmaxsim.ops.operands import (
     require_vector_dtype,
 )
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.tokens import Tokens, as_batch
 
 Projected = Literal["documents", "queries", "both"]
 
 
 def maxsim_from_hidden(
-    queries: TokenBatch | Tensor,
-    documents: TokenBatch | Tensor,
+    queries: Tokens,
+    documents: Tokens,
     weight: Tensor,
     bias: Tensor | None = None,
     normalize: bool = True,

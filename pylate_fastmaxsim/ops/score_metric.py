@@ -6,10 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.ops.operands import as_batch
 from pylate_fastmaxsim.ops.pooled import live_counts, pooled_scores
 from pylate_fastmaxsim.pooling import Max, Pooling, check_pooling
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.tokens import TokenBatch, as_batch
 
 Embeddings = Tensor | np.ndarray | list
 
@@ -144,9 +143,7 @@ def _tokens(name: str, embeddings: Embeddings, mask: Tensor | None) -> TokenBatc
     """Padded embeddings ``[N, L, d]``, or matrices in a list; ``name`` is theirs in errors."""
     if getattr(embeddings, "ndim", 3) == 2:
         embeddings = [embeddings]  # of one text, as Sentence Transformers' reranking evaluator has it
-    if isinstance(embeddings, np.ndarray) and embeddings.dtype != object:
-        embeddings = torch.from_numpy(embeddings)
-    elif isinstance(embeddings, (list, tuple, np.ndarray)):
-        embeddings = TokenBatch.from_list([torch.as_tensor(each) for each in embeddings])
+    if isinstance(embeddings, np.ndarray) and embeddings.dtype == object:
+        embeddings = [*embeddings]
     mask = None if mask is None else torch.as_tensor(mask)
     return as_batch("PooledScores", name, embeddings, mask)

@@ -12,7 +12,6 @@ from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.cpu import splade as blocked
 from pylate_fastmaxsim.ops.operands import (
     KERNEL_DTYPES,
-    as_batch,
     cast_by_autocast,
     path,
     raise_shared_rows,
@@ -23,13 +22,13 @@ from pylate_fastmaxsim.ops.operands import (
     require_vector_dtype,
 )
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
-from pylate_fastmaxsim.tokens import TokenBatch, share_rows
+from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch, share_rows
 
 ActivationFunction = Literal["relu", "log1p_relu"] | None
 
 
 def splade_pool(
-    hidden: TokenBatch | Tensor,
+    hidden: Tokens,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -104,7 +103,7 @@ def splade_pool(
 
 
 def _prepared(
-    hidden: TokenBatch | Tensor,
+    hidden: Tokens,
     weight: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,

@@ -14,7 +14,7 @@ from pylate_fastmaxsim.cpu import xtr as blocked
 from pylate_fastmaxsim.ops import maxsim as _maxsim  # noqa: F401  registers the backward
 from pylate_fastmaxsim.ops.operands import check_numbers, fake_scores, path, prepared, recording
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.tokens import Tokens
 
 Normalizer = Literal["positive", "retrieved"]
 
@@ -23,8 +23,8 @@ _SMALLEST_COUNT = 1e-3
 
 
 def xtr_scores(
-    queries: TokenBatch | Tensor,
-    documents: TokenBatch | Tensor,
+    queries: Tokens,
+    documents: Tokens,
     k: int,
     candidates: Tensor | None = None,
     *,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import require_batches, require_count, require_integer, require_positions
+from pylate_fastmaxsim._checks import require_count, require_integer, require_positions
 from pylate_fastmaxsim.codec import ResidualCodec
 from pylate_fastmaxsim.files.lock import writing
 from pylate_fastmaxsim.retrieval.formats.description import rank_folder
@@ -18,11 +18,11 @@ from pylate_fastmaxsim.retrieval.formats.format import Batch, chosen_format
 from pylate_fastmaxsim.retrieval.formats.part import Part, open_parts
 from pylate_fastmaxsim.retrieval.formats.reading import batch_on, batch_to, streamed
 from pylate_fastmaxsim.retrieval.formats.writer import write
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.tokens import Tokens, token_batches
 
 TOKENS_PER_BATCH = 1 << 20
 
-Batches = Iterable[TokenBatch] | Callable[[int], Iterable[TokenBatch]]
+Batches = Tokens | Iterable[Tokens] | Callable[[int], Tokens | Iterable[Tokens]]
 
 
 def write_corpus(
@@ -45,8 +45,8 @@ def write_corpus(
     folder
         Where to write: empty, yet to be made, or with ``batches`` a function, the folder of an earlier call.
     batches
-        Batches of documents, all of one d, on any device; they may come from a generator. Or a function that returns
-        them, called with the number of documents that the folder (with a ``rank``, that of this process) holds already:
+        Batches of documents as :func:`~pylate_fastmaxsim.retrieval.search.search` takes them, all of one d, on any
+        device; they may come from a generator. Or a function that returns them, called with the number of documents that the folder (with a ``rank``, that of this process) holds already:
         it begins with the document of this number.
     dtype
         What vectors are rounded to on disk: torch.bfloat16, torch.float16 or torch.float32. Not with a ``format``.
@@ -71,7 +71,7 @@ def write_corpus(
         for the format (or, compressed, not finite), a file of an earlier call is damaged, a finished rank with others
         behind it is to take more documents, or another process writes the folder.
     TypeError
-        Documents are one batch and not several, or something in them is no ``TokenBatch``.
+        Something in ``batches`` is none.
     OSError
         Writing fails, as on a full disk.
 
@@ -98,7 +98,7 @@ def write_corpus(
     stored = chosen_format(dtype, format)
     folder = Path(folder) if rank is None else rank_folder(Path(folder), rank)
     if not callable(batches):
-        require_batches("write_corpus", "batches", batches, TokenBatch)
+        batches = token_batches("write_corpus", "batches", batches)
     others_follow = rank is not None and rank[0] < rank[1] - 1
     with writing("write_corpus", folder):
         write(folder, batches, stored, others_follow)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import require_batches, require_count
+from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.ops.pooled import pooled_scores
@@ -13,7 +13,7 @@ from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.retrieval.corpus import TOKENS_PER_BATCH, Corpus
 from pylate_fastmaxsim.retrieval.formats.reading import batch_to, read_ahead
 from pylate_fastmaxsim.retrieval.topk import largest, merge
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch, token_batches
 
 # Scores of one batch of documents that are computed at once, 256 MiB of float32; more queries are scored in turn. With
 # the keys that the best are found by that is 1 GiB.
@@ -47,8 +47,8 @@ class SearchResult(tuple):
 
 @torch.no_grad()
 def search(
-    queries: TokenBatch,
-    documents: Corpus | Iterable[TokenBatch | CompressedBatch],
+    queries: Tokens,
+    documents: Corpus | Tokens | CompressedBatch | Iterable[Tokens | CompressedBatch],
     k: int,
     *,
     pooling: Pooling = Max(),
@@ -67,11 +67,12 @@ def search(
     Parameters
     ----------
     queries
-        Nq queries, on the device that scores.
+        Nq queries, on the device that scores, in any form that :func:`pylate_fastmaxsim.maxsim` takes, as the list that
+        ``encode`` of a model returns.
     documents
-        A :class:`~pylate_fastmaxsim.retrieval.corpus.Corpus`, or batches of documents, each of the d and device of the
-        queries, and compressed or of their dtype; they may come from a generator. For a corpus that is not compressed,
-        queries are rounded to its dtype.
+        Documents in any such form or compressed, or batches of these, which may come from a generator, all of the d and
+        device of the queries, and compressed or of their dtype. Or a
+        :class:`~pylate_fastmaxsim.retrieval.corpus.Corpus`, to whose dtype queries are rounded unless it is compressed.
     k
         Number of documents to return for each query, at least 1.
     pooling
@@ -104,8 +105,8 @@ def search(
         ``k`` or ``candidates_per_result`` is below 1, a batch does not fit the queries (see
         :func:`pylate_fastmaxsim.maxsim`), or ``rescore`` has another d or number of documents, or returns another shape.
     TypeError
-        ``k`` is no integer, ``pooling`` is not one, queries are no ``TokenBatch``, documents are one batch and not
-        several, something in them is no batch, or ``rescore`` is something else.
+        ``k`` is no integer, ``pooling`` is not one, queries or something in the documents is no batch, or ``rescore`` is
+        something else.
 
     Examples
     --------
@@ -116,6 +117,8 @@ def search(
     >>> batches = [TokenBatch.from_list([size * torch.eye(2), torch.eye(2)]) for size in (2.0, 3.0)]
     >>> search(queries, batches, k=2)
     (tensor([[6., 4.]]), tensor([[2, 0]]))
+    >>> search([torch.eye(2)], [torch.eye(2), torch.ones(1, 2)], k=1)
+    (tensor([[2.]]), tensor([[0]]))
     >>> relevance = torch.tensor([0.1, 0.9, 0.5, 0.4])  # of another model, for each document
     >>> scores, positions = search(queries, batches, k=1, candidates_per_result=2, rescore=relevance.__getitem__)
     >>> scores, positions
@@ -123,8 +126,7 @@ def search(
     """
     k = require_count("search", "k", k)
     candidates_per_result = require_count("search", "candidates_per_result", candidates_per_result)
-    if not isinstance(queries, TokenBatch):
-        raise TypeError(f"search: queries must be a TokenBatch, got {type(queries).__name__}.")
+    queries = as_batch("search", "queries", queries)
     if not (rescore is None or isinstance(rescore, Corpus) or callable(rescore)):
         raise TypeError(f"search: rescore must be None, a Corpus or a function, got {type(rescore).__name__}.")
     rounded = queries
@@ -136,7 +138,7 @@ def search(
             _require_same_length(rescore, len(documents))
         rounded = _rounded(queries, documents)
         documents = documents.batches(queries.device)
-    require_batches("search", "documents", documents, TokenBatch)
+    documents = token_batches("search", "documents", documents, CompressedBatch)
     wanted = k if rescore is None else candidates_per_result * k
     scores, positions, seen = _best(rounded, documents, wanted, pooling, progress)
     if rescore is None:
@@ -168,8 +170,6 @@ def _best(
     positions = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
     seen = 0
     for batch in documents:
-        if not isinstance(batch, (TokenBatch, CompressedBatch)):
-            raise TypeError(f"search: each of documents must be a TokenBatch, got {type(batch).__name__}.")
         if len(batch) == 0:
             continue
         new = torch.arange(seen, seen + len(batch), device=queries.device)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import require_batches, require_positions
+from pylate_fastmaxsim._checks import require_count, require_positions
 from pylate_fastmaxsim.files.lock import holds_something, writing
 from pylate_fastmaxsim.files.record import read_again_if_replaced
 from pylate_fastmaxsim.kernels.sparse import postings
@@ -24,14 +24,13 @@ from pylate_fastmaxsim.retrieval.sparse_search import (
     in_blocks,
     require_device,
     require_fitting,
-    require_queries,
     search_blocks,
     searchable,
 )
 from pylate_fastmaxsim.retrieval.topk import merge_results
-from pylate_fastmaxsim.sparse import SparseBatch
+from pylate_fastmaxsim.sparse import SparseBatch, SparseVectors, as_sparse_batch, sparse_batches
 
-Batches = Iterable[SparseBatch] | Callable[[int], Iterable[SparseBatch]]
+Batches = SparseVectors | Iterable[SparseVectors]
 
 
 def _exclusive(method: Callable) -> Callable:
@@ -58,7 +57,9 @@ class SparseIndex:
     >>> from pylate_fastmaxsim import SparseBatch, SparseIndex
     >>> documents = SparseBatch.from_lists([[(0, 2.0)], [(1, 1.0)], [(0, 1.0), (2, 4.0)]], vocabulary=3)
     >>> queries = SparseBatch.from_lists([[(0, 1.0), (2, 0.5)]], vocabulary=3)
-    >>> index = SparseIndex.build([documents])
+    >>> index = SparseIndex.build(documents)
+    >>> index
+    SparseIndex(3 documents, vocabulary 3, float32, on cpu)
     >>> index.search(queries, k=2)
     (tensor([[3., 2.]]), tensor([[2, 0]]))
     >>> index.add([documents])
@@ -86,9 +87,13 @@ class SparseIndex:
 
     @classmethod
     def build(
-        cls, batches: Batches, *, folder: str | os.PathLike | None = None, device: str | torch.device | None = None
+        cls,
+        batches: Batches | Callable[[int], Batches],
+        *,
+        folder: str | os.PathLike | None = None,
+        device: str | torch.device | None = None,
     ) -> SparseIndex:
-        """Make an index of documents that come in batches.
+        """Make an index of documents, which may come in batches.
 
         With a ``folder`` the collection need not fit in memory: each block of 16,384 documents is written as soon as it is
         full, and read through a memory map. A build that is interrupted loses at most the documents after its last full
@@ -97,8 +102,9 @@ class SparseIndex:
         Parameters
         ----------
         batches
-            Batches of documents over one vocabulary, on any device; they may come from a generator. Or a function that
-            returns them, called with the number of documents that the folder holds already: it begins with the document
+            Documents over one vocabulary, on any device: the tensor that ``encode`` of a SparseEncoder returns, or any
+            other form that :func:`pylate_fastmaxsim.sparse_search` takes; or batches of these, which may come from a
+            generator. Or a function that returns them, called with the number of documents that the folder holds already: it begins with the document
             of this number. float16 weights are kept as such; behind float32 ones they become float32.
         folder
             Where to keep the index; ``None``: in memory. Empty, yet to be made, or with ``batches`` a function, the folder
@@ -113,7 +119,7 @@ class SparseIndex:
             There is no batch, vocabularies differ, float32 weights follow float16 ones, ``folder`` holds something and
             ``batches`` is no function, a file of an earlier build is damaged, or another process writes the folder.
         TypeError
-            ``batches`` are no batches of ``SparseBatch``.
+            Something in ``batches`` is no batch.
         OSError
             Writing fails, as on a full disk.
 
@@ -142,15 +148,11 @@ class SparseIndex:
                         f"{where}: {folder} must be empty, unless batches is a function of the number of documents that it "
                         f"holds ({held}), which goes on with them."
                     )
-            batches = batches(held) if callable(batches) else batches
-            require_batches(where, "batches", batches, SparseBatch)
+            batches = sparse_batches(where, "batches", batches(held) if callable(batches) else batches)
             if index is None:
-                batches = iter(batches)
                 first = next(batches, None)
                 if first is None:
                     raise ValueError(f"{where}: there must be at least one batch, which says what the vocabulary is.")
-                if not isinstance(first, SparseBatch):
-                    raise TypeError(f"{where}: each of batches must be a SparseBatch, got {type(first).__name__}.")
                 index = cls(first.vocabulary, first.dtype, device or _device(where, first.device))
                 index._folder = folder
                 batches = chain([first], batches)
@@ -228,6 +230,13 @@ class SparseIndex:
     def __len__(self) -> int:
         return sum(map(len, self._blocks)) if self._shard is None else self._documents_of_all
 
+    def __repr__(self) -> str:
+        removed = len(self._removed())
+        documents = f"{len(self)} documents{f', of which {removed} are removed' if removed else ''}"
+        shard = f", shard {self._shard[0]} of {self._shard[1]}" if self._shard else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"SparseIndex({documents}, vocabulary {self.vocabulary}, {dtype}, on {self.device}{shard})"
+
     @property
     def nbytes(self) -> int:
         """Bytes of the documents that this process holds, with their postings on a GPU; mapped ones count too."""
@@ -246,8 +255,8 @@ class SparseIndex:
         return _all_live(len(self), torch.device("cpu")).index_fill_(0, self._removed(), False).nonzero().flatten()
 
     @_exclusive
-    def add(self, batches: Iterable[SparseBatch]) -> None:
-        """Add documents behind the last one.
+    def add(self, batches: Batches) -> None:
+        """Add documents behind the last one, in any form that :meth:`build` takes.
 
         Changes the index in memory; :meth:`save` writes the blocks that are new or have grown. More documents than fit in
         memory are added by :meth:`build`, with a function.
@@ -258,11 +267,10 @@ class SparseIndex:
             A batch differs from the index in vocabulary, its weights are float32 and those of the index float16, or the
             index is a shard. Batches before it have been added, in whole blocks.
         TypeError
-            ``batches`` are no batches of ``SparseBatch``.
+            Something in ``batches`` is no batch.
         """
         self._require_unsharded("SparseIndex.add")
-        require_batches("SparseIndex.add", "batches", batches, SparseBatch)
-        self._append("SparseIndex.add", batches, None)
+        self._append("SparseIndex.add", sparse_batches("SparseIndex.add", "batches", batches), None)
 
     @_exclusive
     def remove(self, positions: Iterable[int] | Tensor) -> None:
@@ -303,13 +311,14 @@ class SparseIndex:
 
     @_exclusive
     @torch.no_grad()
-    def search(self, queries: SparseBatch, k: int) -> tuple[Tensor, Tensor]:
+    def search(self, queries: SparseVectors, k: int) -> tuple[Tensor, Tensor]:
         """The ``k`` documents of each query with the largest inner product.
 
         Parameters
         ----------
         queries
-            Nq queries over the vocabulary of the index, on its device.
+            Nq queries over the vocabulary of the index, on its device, in any form that
+            :func:`pylate_fastmaxsim.sparse_search` takes.
         k
             Number of documents to return for each query, at least 1.
 
@@ -328,10 +337,10 @@ class SparseIndex:
             ``k`` is below 1, or queries differ from the index in vocabulary or device. Of a shard also: the process group
             is another than the index was loaded for, or ranks differ in ``queries`` or ``k``.
         TypeError
-            ``k`` is no integer, or ``queries`` is no ``SparseBatch``.
+            ``k`` is no integer, or ``queries`` are none.
         """
         where = "SparseIndex.search"
-        k = min(require_queries(where, queries, k), len(self))
+        queries, k = as_sparse_batch(where, "queries", queries), min(require_count(where, "k", k), len(self))
         if queries.vocabulary != self.vocabulary:
             raise ValueError(
                 f"{where}: queries must have the vocabulary {self.vocabulary} of the index, got {queries.vocabulary}."

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import require_batches, require_count
+from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim.cpu.sparse import PreparedQueries
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.retrieval.topk import mark_missing, merge, merge_results
-from pylate_fastmaxsim.sparse import LARGEST_OF_UINT16, SparseBatch
+from pylate_fastmaxsim.sparse import LARGEST_OF_UINT16, SparseBatch, SparseVectors, as_sparse_batch, sparse_batches
 
 if TYPE_CHECKING:
     from pylate_fastmaxsim.kernels.sparse.launch import DeviceBlocks
@@ -23,7 +23,9 @@ ENTRIES_HELD = 1 << 25
 
 
 @torch.no_grad()
-def sparse_search(queries: SparseBatch, documents: Iterable[SparseBatch], k: int) -> tuple[Tensor, Tensor]:
+def sparse_search(
+    queries: SparseVectors, documents: SparseVectors | Iterable[SparseVectors], k: int
+) -> tuple[Tensor, Tensor]:
     """The ``k`` documents of each query with the largest inner product, found without an index.
 
     Reads the documents once and keeps only the best, so there may be any number of them. For several searches in the same
@@ -32,10 +34,11 @@ def sparse_search(queries: SparseBatch, documents: Iterable[SparseBatch], k: int
     Parameters
     ----------
     queries
-        Nq queries, on the device that searches: a CPU or a CUDA GPU.
+        Nq queries, on the device that searches, a CPU or a CUDA GPU: a ``SparseBatch``, or what its ``from_torch`` or
+        ``from_scipy`` takes, as the tensor that ``encode`` of a SparseEncoder returns, or a list of vectors.
     documents
-        Batches over the vocabulary of the queries, on any device, all of one dtype or float16 behind float32; they may
-        come from a generator.
+        Documents in any such form, or batches of these, which may come from a generator; over the vocabulary of the
+        queries, on any device, all of one dtype or float16 behind float32.
     k
         Number of documents to return for each query, at least 1.
 
@@ -53,7 +56,7 @@ def sparse_search(queries: SparseBatch, documents: Iterable[SparseBatch], k: int
     ValueError
         ``k`` is below 1, vocabularies differ, float32 weights follow float16 ones, or the device is another.
     TypeError
-        ``k`` is no integer, ``queries`` is no ``SparseBatch``, ``documents`` are no batches.
+        ``k`` is no integer, or ``queries`` or something in ``documents`` is none of these.
 
     Examples
     --------
@@ -63,13 +66,13 @@ def sparse_search(queries: SparseBatch, documents: Iterable[SparseBatch], k: int
     >>> sparse_search(queries, batches, k=3)
     (tensor([[2., 1., 0.]]), tensor([[ 3,  1, -1]]))
     """
-    k = require_queries("sparse_search", queries, k)
-    require_batches("sparse_search", "documents", documents, SparseBatch)
+    queries, k = as_sparse_batch("sparse_search", "queries", queries), require_count("sparse_search", "k", k)
+    batches = sparse_batches("sparse_search", "documents", documents)
     require_device("sparse_search", queries.device)
     scores = torch.zeros(len(queries), 0, device=queries.device)
     positions = torch.zeros(len(queries), 0, dtype=torch.int64, device=queries.device)
     first = 0
-    batches = require_fitting("sparse_search", "documents", documents, queries.device, queries.vocabulary)
+    batches = require_fitting("sparse_search", "documents", batches, queries.device, queries.vocabulary)
     for stretch in _stretches(in_blocks(batches)):
         # What does not reach the worst of k need not be found. At first nothing is known, and a GPU looks at a sample.
         at_least = scores[:, -1] if scores.shape[1] == k else None
@@ -150,13 +153,6 @@ def search_blocks(
     return scores, torch.where(positions < 0, positions, positions + first) if first else positions
 
 
-def require_queries(where: str, queries: object, k: object) -> int:
-    """``k`` as an integer; TypeError or ValueError unless both are what a search takes."""
-    if not isinstance(queries, SparseBatch):
-        raise TypeError(f"{where}: queries must be a SparseBatch, got {type(queries).__name__}.")
-    return require_count(where, "k", k)
-
-
 def require_fitting(
     where: str,
     name: str,
@@ -170,8 +166,6 @@ def require_fitting(
     float16 weights become float32 where the others are. The opposite is a ValueError, as is another vocabulary.
     """
     for batch in batches:
-        if not isinstance(batch, SparseBatch):
-            raise TypeError(f"{where}: each of {name} must be a SparseBatch, got {type(batch).__name__}.")
         if batch.vocabulary != vocabulary:
             raise ValueError(f"{where}: {name} must have the vocabulary {vocabulary}, got {batch.vocabulary}.")
         dtype = dtype or batch.dtype

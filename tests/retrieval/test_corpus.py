@@ -164,8 +164,8 @@ def numbers(value: float, d: int = 16) -> TokenBatch:
 @pytest.mark.parametrize(
     ("wrong", "options", "error", "sentence"),
     [
-        (numbers(1.0), {}, TypeError, "batches must be batches of documents, as a list of TokenBatch, got one Token"),
-        ([torch.ones(1, 1, 2)], {}, TypeError, "each of batches must be a TokenBatch, got Tensor.$"),
+        (3, {}, TypeError, "batches must be batches of documents, as a list of TokenBatch, got int"),
+        ([torch.ones(1, 2), "text"], {}, TypeError, r"each of batches must be a tensor \[L, d\], got str.$"),
         ([], {}, ValueError, "there must be at least one batch"),
         ([numbers(1.0, d) for d in (2, 3)], {}, ValueError, "all batches must have the same d, .* got 2 and 3"),
         ([numbers(1.0)], {"format": codec(d=8)}, ValueError, "the same d, also that of a codec .*, got 8 and 16"),

@@ -66,9 +66,9 @@ def test_without_documents_there_is_no_result():
     ("arguments", "error", "sentence"),
     [
         ((QUERIES, [], 0), ValueError, "k must be at least 1, got 0."),
-        ((torch.ones(2, 2, 3), [QUERIES], 1), TypeError, "queries must be a TokenBatch, got Tensor."),
-        ((QUERIES, QUERIES, 1), TypeError, ".* as a list of TokenBatch, got one TokenBatch."),
-        ((QUERIES, [QUERIES, [torch.ones(2, 3)]], 1), TypeError, "each of documents must be a TokenBatch, got list.$"),
+        ((torch.ones(2, 3), [QUERIES], 1), ValueError, r"padded queries must be \[N, L, d\], got .*\(2, 3\)"),
+        ((QUERIES, 3, 1), TypeError, "documents must be batches of documents, as a list of TokenBatch, got int"),
+        ((QUERIES, [QUERIES, "text"], 1), TypeError, r"documents\[1\] must be a TokenBatch, .* got str"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(arguments, error, sentence):

@@ -111,7 +111,14 @@ def test_more_results_than_documents_take_no_memory(k):
 WHOLE, HALF, OTHER = (sparse_vectors(20, *each) for each in ((30, 0), (30, 0), (31, 0)))
 HALF = SparseBatch(HALF.offsets, HALF.terms, HALF.weights.half(), 30)
 ASKED = [
-    ((torch.ones(2, 30), 1), TypeError, "queries must be a SparseBatch, got Tensor.$"),
+    (("text", 1), TypeError, "queries must be a SparseBatch, a tensor .* got str.$"),
+    (([], 1), TypeError, "queries must be a SparseBatch, .* got an empty list.$"),
+    (
+        ([torch.ones(30), torch.ones(31)], 1),
+        ValueError,
+        r"each of queries must be \[vocabulary\], of one .*\(30,\) .*\(31,\)",
+    ),
+    ((torch.ones(2, 3, 4), 1), ValueError, r"queries must be \[N, vocabulary\], got shape \(2, 3, 4\)"),
     ((WHOLE, 0), ValueError, "k must be at least 1, got 0.$"),
     ((OTHER, 1), ValueError, ".* must have the vocabulary"),
 ]
@@ -121,8 +128,8 @@ ASKED = [
     ("method", "arguments", "error", "sentence"),
     [
         *(("search", *each) for each in ASKED),
-        ("add", (WHOLE,), TypeError, "batches must be batches of documents, as a list of SparseBatch, got one"),
-        ("add", ([torch.ones(2, 2)],), TypeError, "each of batches must be a SparseBatch, got Tensor."),
+        ("add", (3,), TypeError, "batches must be batches of documents, as a list of SparseBatch, got int"),
+        ("add", (["text"],), TypeError, r"batches\[0\] must be a SparseBatch, .* got str."),
         ("add", ([OTHER],), ValueError, "batches must have the vocabulary 30, got 31."),
         ("add", ([WHOLE],), ValueError, "float32 weights cannot follow float16 ones"),
         ("build", ([],), ValueError, "there must be at least one batch"),
@@ -148,8 +155,29 @@ def test_what_a_stream_cannot_be_asked_is_refused():
     for (queries, k), error, sentence in ASKED:
         with pytest.raises(error, match=f"^sparse_search: {sentence}"):
             sparse_search(queries, [WHOLE], k)
-    with pytest.raises(TypeError, match="^sparse_search: documents must be batches .* got one SparseBatch"):
-        sparse_search(WHOLE, WHOLE, 1)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda batch: batch,
+        lambda batch: torch.from_numpy(batch.to_scipy().toarray()).to_sparse(),
+        lambda batch: torch.from_numpy(batch.to_scipy().toarray()).to_sparse_csr(),
+        lambda batch: [*torch.from_numpy(batch.to_scipy().toarray()).to_sparse()],
+        lambda batch: batch.to_scipy(),
+    ],
+    ids=["SparseBatch", "COO", "CSR", "list", "SciPy"],
+)
+def test_vectors_are_taken_in_the_form_that_a_model_returns(form):
+    documents, queries = sparse_vectors(20, 30, seed=0), sparse_vectors(5, 30, seed=1)
+    expected = sorted_scores(queries, documents, 7)
+    index = SparseIndex.build(form(documents))
+    assert repr(index) == "SparseIndex(20 documents, vocabulary 30, float32, on cpu)"
+    assert_same(index.search(form(queries), 7), expected)
+    assert_same(sparse_search(form(queries), iter([form(documents)]), 7), expected)
+    index.add(form(documents))
+    index.remove([20])
+    assert repr(index).startswith("SparseIndex(40 documents, of which 1 are removed,")
 
 
 def test_float16_documents_widen_behind_float32_ones():

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 
+import pytest
 import torch
 
 from tests.support.paths import ROOT
@@ -28,7 +29,20 @@ def example(name: str, replaced: Mapping[str, str] | None = None) -> str:
     return code
 
 
-def training_example(name: str, model: str, stand_in: str, device: str | None = None) -> str:
-    """The code of an example that trains in bf16, with a stand-in for its model, on a GPU if there is one."""
-    on_cpu = device == "cpu" if device else not torch.cuda.is_available()
-    return example(name, {f'"{model}"': repr(stand_in), "bf16=True": f"bf16=True, use_cpu={on_cpu}"})
+def script_of(name: str, replaced: Mapping[str, str] | None = None) -> str:
+    """The code of examples/NAME.py with few rows, to be run anywhere, and with what is ``replaced``."""
+    code = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    for here, there in ({"rows(500": "rows(20"} | dict(replaced or {})).items():
+        assert here in code, here
+        code = code.replace(here, there)
+    return f"import sys\n\nsys.path.insert(0, {str(ROOT / 'examples')!r})\n{code}"
+
+
+def run_script(name: str, capsys: pytest.CaptureFixture) -> None:
+    """Run examples/NAME.py, and check that it prints two times, and the losses or documents of stock."""
+    exec(script_of(name), {})
+    printed = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r", loss ([\d.]+)", printed)]
+    assert printed.count(" ms") == 2 and (losses or "the same documents: True" in printed)
+    # On a GPU stock rounds scores to bfloat16.
+    assert losses[1:] == pytest.approx(losses[:1], rel=0.1 if torch.cuda.is_available() else 1e-4)

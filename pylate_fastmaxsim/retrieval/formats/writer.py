@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import require_batches
 from pylate_fastmaxsim.cpu.live_tokens import live_tokens
 from pylate_fastmaxsim.files.lock import holds_something
 from pylate_fastmaxsim.files.record import write_record
@@ -19,7 +18,7 @@ from pylate_fastmaxsim.retrieval.formats import description
 from pylate_fastmaxsim.retrieval.formats.checksums import AppendedFile
 from pylate_fastmaxsim.retrieval.formats.description import FORMAT, JOURNAL_FILE, Held, file_of
 from pylate_fastmaxsim.retrieval.formats.format import CODEC_FILE, Chosen, format_of, require_chosen
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.tokens import TokenBatch, token_batches
 
 # What a killed process loses at most.
 SECONDS_BETWEEN_NOTES = 30.0
@@ -91,8 +90,7 @@ def write(
     else:
         require_chosen(f"{folder} holds {held.documents} documents", held.format, chosen)
     if goes_on:
-        batches = batches(held.documents if held else 0)
-        require_batches("write_corpus", "batches", batches, TokenBatch)
+        batches = token_batches("write_corpus", "batches", batches(held.documents if held else 0))
     writer = None
     with ExitStack() as files:
         try:
@@ -132,10 +130,8 @@ def write(
             raise
 
 
-def _live(batch: object) -> TokenBatch:
+def _live(batch: TokenBatch) -> TokenBatch:
     """The tokens of a batch that count, back to back."""
-    if not isinstance(batch, TokenBatch):
-        raise TypeError(f"write_corpus: each of batches must be a TokenBatch, got {type(batch).__name__}.")
     live = live_tokens(batch.starts, batch.lengths, batch.keep)
     return TokenBatch(batch.values.detach()[live.row], live.first, live.count, batch.max_length, gapless=True)
 

@@ -1,11 +1,11 @@
-"""Training by the trainers of Sentence Transformers, and the scripts of the docs."""
+"""Training by the trainers of Sentence Transformers, and the poolings of the docs."""
 
 import pytest
 import torch
 from datasets import Dataset
 
 import pylate_fastmaxsim
-from tests.support.examples import example, training_example
+from tests.support.examples import example
 from tests.support.hosts import OF_SENTENCE_TRANSFORMERS, each_host
 from tests.support.models import sentences
 
@@ -45,33 +45,12 @@ def encoded(model) -> list[torch.Tensor]:
     return [*(embeddings.to_dense() if isinstance(embeddings, torch.Tensor) else embeddings)]
 
 
-def was_trained(host, names: dict) -> None:
-    assert names["trainer"].state.global_step == 1 and host.modes(names["model"]) == {"packed"}
-
-
-def has_pooled(host, names: dict) -> None:
+@pytest.mark.parametrize("host", each_host(["MultiVectorEncoder"]))
+def test_the_poolings_of_the_docs(encoder, packed, host):
+    stand_in = encoder("modernbert", **host.changes)
+    names: dict = {}
+    exec(example("pooled-scores-multi-vector", {'"answerdotai/ModernBERT-base"': repr(stand_in)}), names)
     assert names["scores"].shape == (1, 2)
     for loss in ("contrastive", "margins"):
         step = host.losses["distillation"](names["model"].float())
         names[loss](step.batch, step.labels.float()).backward()
-
-
-# Its host, the model in it, the family of the one here, and what it has done.
-SCRIPTS = {
-    "multi-vector-script": ("MultiVectorEncoder", "answerdotai/ModernBERT-base", "modernbert", was_trained),
-    "pooled-scores-multi-vector": ("MultiVectorEncoder", "answerdotai/ModernBERT-base", "modernbert", has_pooled),
-    "splade-script": ("SparseEncoder", "distilbert/distilbert-base-uncased", "distilbert", was_trained),
-}
-
-
-@pytest.mark.parametrize("host, name", [param for name, each in SCRIPTS.items() for param in each_host(each[:1], name)])
-def test_the_script_of_the_docs(encoder, packed, monkeypatch, tmp_path, host, name):
-    _, model, family, check = SCRIPTS[name]
-    stand_in = encoder(family, **host.changes)
-    monkeypatch.chdir(tmp_path)
-    names: dict = {}
-    if check is was_trained:
-        exec(training_example(name, model, stand_in), names)
-    else:
-        exec(example(name, {f'"{model}"': repr(stand_in)}), names)
-    check(host, names)

@@ -33,9 +33,9 @@ def test_the_script_of_the_docs_logs_what_the_function_measures(encoder, tmp_pat
         data_collator=utils.ColBERTCollator(tokenize_fn=model.tokenize),
     )
     exec(example("gradient-concentration"), {})
-    names = {"model": model, "trainer": trainer, "queries": rows["query"], "positives": rows["positive"]}
     changed = {"every=100": "every=1", "=Max()": "=Softmax(0.1)", "=0.05": "=0.5"}
-    exec(example("log-gradient-concentration", changed), names | {"Softmax": Softmax})
+    exec(example("log-gradient-concentration", changed), names := {"Softmax": Softmax})
+    names["log_gradients"](trainer, model, rows["query"], rows["positive"])
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if PREFIX + "loss_gini" in entry]
     assert [entry["step"] for entry in logs] == [0, 1]
