@@ -25,7 +25,8 @@ COMMANDS = {
     "check": "Compare an index, token embeddings or a static model with its checksums; code 1 if something is damaged.",
     "warmup": "Compile the kernels of a recipe ahead of time, so that training does not wait for them (CUDA GPU).",
     "run": "Run a training script with this package enabled: fastmaxsim run SCRIPT.py ARGS.",
-    "doctor": "Show versions, devices, what enable() patches, and what falls back and why.",
+    "doctor": "Show versions, devices, what enable() accelerates, and what falls back and why; of a model, a recipe or a script "
+    "also whether its texts are packed, grouped or padded.",
 }
 # The modules of commands; of another one the module has its name.
 _MODULES = {"evaluate": "search", **dict.fromkeys(("train", "compare", "mine", "warmup"), "recipes")}
@@ -45,10 +46,19 @@ def main() -> None:
         # The terminal's encoding may lack letters of names and paths; stderr already escapes them.
         sys.stdout.reconfigure(errors="replace")
     # Of a script or a module, not of a recipe.
-    if name == "compare" and any(word == "-m" or (word.endswith(".py") and "=" not in word) for word in arguments):
+    of_script = any(word == "-m" or (word.endswith(".py") and "=" not in word) for word in arguments)
+    if name == "compare" and of_script:
         from pylate_fastmaxsim.comparison.script import compare_script
 
         compare_script(arguments)
+    elif name == "doctor" and of_script:
+        from pylate_fastmaxsim.cli.doctor import doctor_script
+
+        doctor_script(arguments)
+    elif name == "doctor" and {*arguments} <= {"-v", "--verbose"}:  # which needs no extra
+        from pylate_fastmaxsim.integrations.doctor import report
+
+        print(report(verbose=bool(arguments)))
     elif name in COMMANDS:
         _run_command(name, arguments)
     else:
@@ -66,8 +76,7 @@ def main() -> None:
 def command_parser(name: str) -> argparse.ArgumentParser:
     """The parser of a command whose arguments are no script."""
     parser = argparse.ArgumentParser(f"fastmaxsim {name}", description=COMMANDS[name], allow_abbrev=False)
-    if name != "doctor":
-        getattr(_module(name), f"add_{name}_arguments")(parser)
+    getattr(_module(name), f"add_{name}_arguments")(parser)
     return parser
 
 
@@ -78,11 +87,6 @@ def _module(name: str) -> ModuleType:
 def _run_command(name: str, arguments: Sequence[str]) -> None:
     try:
         options = command_parser(name).parse_intermixed_args(arguments)
-        if name == "doctor":
-            from pylate_fastmaxsim.integrations.doctor import report
-
-            print(report())
-            return
         from pylate_fastmaxsim.cli.terminal import report_errors
 
         with report_errors():

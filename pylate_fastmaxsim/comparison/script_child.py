@@ -11,7 +11,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -133,11 +133,8 @@ class LoopWatch:
         torch.Tensor.backward, torch.amp.GradScaler.scale = kept, scaled
 
 
-def _patch_trainers(gate: ScriptGate, loop: LoopWatch, folder: Path, padded: bool) -> None:
-    """Have transformers' Trainer measured when it is imported, and write into ``folder`` and report to nobody.
-
-    ``padded``: texts are encoded as they are collated, so that the collator's masks tell how much is padding.
-    """
+def patch_trainers(folder: Path, before_training: Callable[[Any], None] = lambda trainer: None) -> None:
+    """Have transformers' Trainer write into ``folder``, report to nobody and begin anew, from when it is imported."""
     fixed = {
         "output_dir": str(folder / "output"),
         "push_to_hub": False,
@@ -156,14 +153,13 @@ def _patch_trainers(gate: ScriptGate, loop: LoopWatch, folder: Path, padded: boo
         train = module.Trainer.train
 
         @wraps(train)
-        def measured_train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            loop.trainer = True
-            _lengthen_training(self, gate.steps)
-            measure_steps(self, gate, partial(count_tokens, padded=padded))
+        def patched_train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            before_training(self)
             return train(self, None, *args, **kwargs)
 
-        module.Trainer.train = measured_train
+        module.Trainer.train = patched_train
 
+    os.environ["WANDB_MODE"] = "disabled"
     sys.meta_path.insert(0, AfterImport(("transformers.trainer", "transformers.training_args"), change))
 
 
@@ -217,9 +213,16 @@ def main() -> None:
     if mode == FAST:
         logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
     os.environ["PYLATE_FASTMAXSIM"] = "1" if mode == FAST else "0"
-    os.environ["WANDB_MODE"] = "disabled"
     gate = ScriptGate.from_environment(words[0], steps, warnings.messages)
-    _patch_trainers(gate, LoopWatch(gate), folder, padded=mode == STOCK)
+    loop = LoopWatch(gate)
+
+    def measure(trainer: Any) -> None:
+        loop.trainer = True
+        _lengthen_training(trainer, steps)
+        # Stock encodes texts as they are collated, so that the collator's masks tell how much is padding.
+        measure_steps(trainer, gate, partial(count_tokens, padded=mode == STOCK))
+
+    patch_trainers(folder, measure)
     show_log()
     # What a script draws without a seed of its own, both runs draw alike.
     random.seed(0)

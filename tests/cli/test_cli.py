@@ -47,6 +47,8 @@ compare RECIPE --output LONG |
 mine RECIPE --set output_dir=LONG |
 search FOLDER --corpus LONG.jsonl --queries LONG.jsonl |
 evaluate LONG --beir LONG --json LONG |
+doctor FOLDER/absent | MODEL: there is no folder
+doctor FOLDER --set fast.compil=true | fast.compil
 """
 
 

@@ -1,0 +1,182 @@
+"""``fastmaxsim doctor``: this machine, and whether the texts of a model, a recipe or a script are packed, grouped or padded."""
+
+import argparse
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from pylate_fastmaxsim.comparison.gate import KeptWarnings
+from pylate_fastmaxsim.comparison.script_child import patch_trainers
+from pylate_fastmaxsim.integrations.doctor import report
+from pylate_fastmaxsim.integrations.enable import disable, status
+from pylate_fastmaxsim.integrations.run_script import parse, run_or_exit, script_parser
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from pylate_fastmaxsim.recipes.config.schema import Recipe
+
+ROWS = 8  # of the batch
+# Long and short texts, whose padding is left out.
+_MADE_UP = [" ".join(["late interaction keeps a vector for every token"] * count) for count in range(1, ROWS + 1)]
+_MOST_ROWS = 512  # that are read of a recipe's data
+_NOTHING = "nothing was decided about padding: there was no text of a model that can be encoded without it, or padding_free is off"
+
+
+class _Encoded(Exception):
+    """The first batch has been encoded."""
+
+
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a model or a recipe, its overrides and ``-v``; a script is read by :func:`doctor_script`."""
+    from pylate_fastmaxsim.cli.terminal import add_overrides  # needs rich, which a report on the machine does not
+
+    parser.add_argument(
+        "target",
+        nargs="?",
+        metavar="MODEL_OR_RECIPE_OR_SCRIPT",
+        help="of which a first batch is encoded: a folder or name on the Hub, a recipe, or SCRIPT.py ARGS as for run",
+    )
+    add_overrides(parser)
+    _add_verbose(parser)
+
+
+def _add_verbose(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", default=False, help="name each function that is replaced"
+    )
+
+
+def run_doctor(options: argparse.Namespace) -> None:
+    """Print the report on the machine, and what the first batch of a model or a recipe shows."""
+    from pylate_fastmaxsim.cli.terminal import quiet_libraries
+
+    quiet_libraries()
+    with tempfile.TemporaryDirectory() as scratch:
+        found = _first_batch(options.target, options.overrides, scratch)
+    print(f"{report(options.verbose)}\n\n{options.target}, first batch\n{found}")
+
+
+def doctor_script(arguments: Sequence[str]) -> None:
+    """Run a script as ``fastmaxsim run`` does until its first backward, print the report, and end the process."""
+    parser = script_parser(
+        "fastmaxsim doctor", "Run a training script until its first batch is encoded, and say how it was."
+    )
+    _add_verbose(parser)
+    options, words, as_module = parse(parser, arguments)
+    verbose, warnings = options.pop("verbose"), _kept_warnings()
+    scratch = tempfile.TemporaryDirectory()
+
+    def end() -> NoReturn:
+        found = _said(warnings)
+        disable()  # what is replaced is no known code; and not before the script, which imports hosts when it wants to
+        print(f"{report(verbose)}\n\n{words[0]}, first batch\n{found}", flush=True)
+        scratch.cleanup()
+        os._exit(0)  # so that no `finally` of the script saves a model
+
+    patch_trainers(Path(scratch.name))
+    with _at_first_backward(end):
+        run_or_exit(parser, words, as_module, options)
+    end()
+
+
+def _kept_warnings() -> list[str]:
+    handler = KeptWarnings()
+    logging.getLogger("pylate_fastmaxsim").addHandler(handler)
+    return handler.messages
+
+
+def _said(warnings: list[str]) -> str:
+    """What the first batch has decided, and what was warned of besides."""
+    of_models = [f"{name}: {line}" for name, lines in status().models.items() for line in lines]
+    others = [line for line in warnings if not any(said.endswith(line) for said in of_models)]
+    return "\n".join(f"  {line}" for line in [*of_models, *others] or [_NOTHING])
+
+
+@contextmanager
+def _at_first_backward(then: Callable[[], NoReturn]) -> Iterator[None]:
+    """Call ``then`` in place of the first backward: whatever has a gradient has been encoded."""
+    backward = torch.Tensor.backward
+    torch.Tensor.backward = lambda *args, **kwargs: then()
+    try:
+        yield
+    finally:
+        torch.Tensor.backward = backward
+
+
+def _first_batch(target: str, overrides: Sequence[str], scratch: str) -> str:
+    """What is said about the first batch of a recipe, or of a model with the defaults of one; writes to ``scratch`` only."""
+    import sentence_transformers
+    from datasets import Dataset
+
+    from pylate_fastmaxsim.recipes.config.kinds import build_recipe
+    from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
+    from pylate_fastmaxsim.recipes.load import apply_override, is_recipe, load_recipe
+    from pylate_fastmaxsim.recipes.models.load import class_of
+    from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
+
+    if is_recipe(target):
+        recipe = load_recipe(target, overrides, scratch)
+        few = min(_MOST_ROWS, recipe.data.max_rows or _MOST_ROWS)
+        recipe = replace(recipe, data=replace(recipe.data, max_rows=few), evaluation=EvaluationSection())
+        return _of_recipe(recipe, lambda recipe: (prepared := prepare(recipe), load_data(prepared).train))
+    saved_by = class_of(target)
+    if saved_by == "StaticLateInteraction":
+        return "  a StaticLateInteraction looks each token up, there is no padding to leave out"
+    late = "multi_vector" if hasattr(sentence_transformers, "MultiVectorEncoder") else "colbert"
+    values = {
+        "name": target,
+        "output_dir": scratch,
+        # An encoder as it was pretrained gets a projection, as PyLate gives it one.
+        "model": {
+            "kind": "splade" if saved_by == "SparseEncoder" else late,
+            "name_or_path": os.path.expanduser(target),
+        },
+        "data": {"source": "files", "files": ["made up"]},
+    }
+    for override in overrides:
+        apply_override(values, override)
+    if values["model"]["kind"] == "splade":
+        values.setdefault("loss", {"regularizers": {"document_weight": 0.0}})
+    rows = Dataset.from_dict({"query": _MADE_UP[::-1], "positive": _MADE_UP})
+    return _of_recipe(build_recipe(values), lambda recipe: (recipe, rows))
+
+
+def _of_recipe(recipe: "Recipe", inputs: "Callable[[Recipe], tuple[Recipe, Dataset]]") -> str:
+    from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
+    from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin
+    from pylate_fastmaxsim.recipes.training.arguments import training_arguments
+
+    if (reason := reason_against_plugin(recipe.fast)) is not None:
+        return f"  as stock has it: {reason}"
+    if recipe.model.visual:
+        return "  the encoder of a model of pages runs as stock has it; its scores and losses are accelerated"
+    kind, warnings = kind_of(recipe.model), _kept_warnings()
+    size = min(ROWS, recipe.training.per_device_train_batch_size)
+    arguments = training_arguments(
+        recipe,
+        kind,
+        max_steps=1,
+        per_device_train_batch_size=size,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    recipe, rows = inputs(recipe)
+    model = load_model(recipe.model, arguments.device, recipe.training.seed)
+
+    def end() -> NoReturn:
+        raise _Encoded
+
+    with plugin_of(recipe.fast), _at_first_backward(end):
+        with suppress(_Encoded):
+            kind.build_trainer(recipe.loss, model, rows, arguments).train()
+        return _said(warnings)
