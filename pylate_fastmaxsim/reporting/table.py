@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table as RichTable
 
 Rows = Sequence[tuple[str, ...]]
+_UNLIMITED = 100_000
+
+
+def console() -> Console:
+    """The console for tables on stdout; off a terminal nothing is wrapped or cut. Needs rich."""
+    from rich.console import Console
+
+    # Brackets and colons in names and paths are neither markup nor emoji.
+    return Console(markup=False, emoji=False, width=None if sys.stdout.isatty() else _UNLIMITED)
 
 
 @dataclass(frozen=True)
