@@ -24,9 +24,10 @@ from torch.optim import optimizer as optimizers
 
 from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.comparison.gate import Gate, KeptWarnings, current_device
-from pylate_fastmaxsim.comparison.trainer import count_tokens, measure_steps
+from pylate_fastmaxsim.comparison.trainer import count_tokens, embeddings_of, measure_steps
 from pylate_fastmaxsim.comparison.turns import FINISHED, OUT_OF_MEMORY
 from pylate_fastmaxsim.comparison.verdict import FAST, STOCK
+from pylate_fastmaxsim.integrations.enable import status as state
 from pylate_fastmaxsim.integrations.run_script import (
     AfterImport,
     parse,
@@ -73,7 +74,12 @@ class ScriptGate(Gate):
         if status == FINISHED and self.taken < self.steps:
             self.warnings.append(f"training ended after {self.taken} of {self.steps} steps.")
         _flush()
-        self.finished(status=status, warnings=self.warnings, environment=environment(current_device()))
+        self.finished(
+            status=status,
+            warnings=self.warnings,
+            decisions=state().decisions,
+            environment=environment(current_device()),
+        )
         self.wait_for_end()
 
 
@@ -219,8 +225,11 @@ def main() -> None:
     def measure(trainer: Any) -> None:
         loop.trainer = True
         _lengthen_training(trainer, steps)
-        # Stock encodes texts as they are collated, so that the collator's masks tell how much is padding.
-        measure_steps(trainer, gate, partial(count_tokens, padded=mode == STOCK))
+        # A ColBERT of PyLate encodes its queries with padding, also without that of documents.
+        padded = mode == STOCK or hasattr(trainer.model, "do_query_expansion")
+        # With hooks in the encoder no CUDA graphs are recorded.
+        embeddings = None if mode == FAST and options.get("compile") else embeddings_of(trainer.model)
+        measure_steps(trainer, gate, partial(count_tokens, padded=padded, encoded=False), embeddings)
 
     patch_trainers(folder, measure)
     show_log()
