@@ -27,6 +27,7 @@ COMMANDS = {
     "run": "Run a training script with this package enabled: fastmaxsim run SCRIPT.py ARGS.",
     "doctor": "Show versions, devices, what enable() accelerates, and what falls back and why; of a model, a recipe or a script "
     "also whether its texts are packed, grouped or padded.",
+    "completion": "Print a script that completes commands, options and names of recipes in bash, zsh or fish.",
 }
 # The modules of commands; of another one the module has its name.
 _MODULES = {"evaluate": "search", **dict.fromkeys(("train", "compare", "mine", "warmup"), "recipes")}
@@ -80,13 +81,30 @@ def command_parser(name: str) -> argparse.ArgumentParser:
     return parser
 
 
+def script_parser_of(name: str) -> argparse.ArgumentParser | None:
+    """The parser of a command whose arguments are a script; None where it takes none."""
+    if name == "run":
+        from pylate_fastmaxsim.integrations.run_script import run_parser as parser
+    elif name == "compare":
+        from pylate_fastmaxsim.comparison.script_child import script_comparison_parser as parser
+    elif name == "doctor":
+        from pylate_fastmaxsim.cli.doctor import script_doctor_parser as parser
+    else:
+        return None
+    return parser(f"fastmaxsim {name}")
+
+
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}")
 
 
 def _run_command(name: str, arguments: Sequence[str]) -> None:
     try:
-        options = command_parser(name).parse_intermixed_args(arguments)
+        parser = command_parser(name)
+        if not {"-h", "--help"}.isdisjoint(arguments) and (of_script := script_parser_of(name)) is not None:
+            print(f"{parser.format_help()}\nOf a script:\n\n{of_script.format_help()}", end="")
+            return
+        options = parser.parse_intermixed_args(arguments)
         from pylate_fastmaxsim.cli.terminal import report_errors
 
         with report_errors():

@@ -64,12 +64,16 @@ def run_doctor(options: argparse.Namespace) -> None:
     print(f"{report(options.verbose)}\n\n{options.target}, first batch\n{found}")
 
 
+def script_doctor_parser(prog: str) -> argparse.ArgumentParser:
+    """The parser of ``fastmaxsim doctor SCRIPT.py``."""
+    parser = script_parser(prog, "Run a training script until its first batch is encoded, and say how it was.")
+    _add_verbose(parser)
+    return parser
+
+
 def doctor_script(arguments: Sequence[str]) -> None:
     """Run a script as ``fastmaxsim run`` does until its first backward, print the report, and end the process."""
-    parser = script_parser(
-        "fastmaxsim doctor", "Run a training script until its first batch is encoded, and say how it was."
-    )
-    _add_verbose(parser)
+    parser = script_doctor_parser("fastmaxsim doctor")
     options, words, as_module = parse(parser, arguments)
     verbose, warnings = options.pop("verbose"), _kept_warnings()
     scratch = tempfile.TemporaryDirectory()
@@ -95,9 +99,9 @@ def _kept_warnings() -> list[str]:
 
 def _said(warnings: list[str]) -> str:
     """What the first batch has decided, and what was warned of besides."""
-    of_models = [f"{name}: {line}" for name, lines in status().models.items() for line in lines]
-    others = [line for line in warnings if not any(said.endswith(line) for said in of_models)]
-    return "\n".join(f"  {line}" for line in [*of_models, *others] or [_NOTHING])
+    decisions = status().decisions
+    others = [line for line in warnings if not any(said.endswith(line) for said in decisions)]
+    return "\n".join(f"  {line}" for line in [*decisions, *others] or [_NOTHING])
 
 
 @contextmanager
