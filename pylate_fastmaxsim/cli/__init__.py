@@ -25,9 +25,9 @@ COMMANDS = {
     "check": "Compare an index, token embeddings or a static model with its checksums; code 1 if something is damaged.",
     "warmup": "Compile the kernels of a recipe ahead of time, so that training does not wait for them (CUDA GPU).",
     "run": "Run a training script with this package enabled: fastmaxsim run SCRIPT.py ARGS.",
-    "doctor": "Show versions, devices, what enable() accelerates, and what falls back and why; of a model, a recipe or a script "
-    "also whether its texts are packed, grouped or padded.",
-    "completion": "Print a script that completes commands, options and names of recipes in bash, zsh or fish.",
+    "doctor": "Show versions, devices, what enable() accelerates, and what falls back and why; or whether the texts of a model, a "
+    "recipe or a script are packed, grouped or padded.",
+    "completion": "Print a script by which a shell completes commands, options and recipes.",
 }
 # The modules of commands; of another one the module has its name.
 _MODULES = {"evaluate": "search", **dict.fromkeys(("train", "compare", "mine", "warmup"), "recipes")}

@@ -15,17 +15,12 @@ _BASH = """_fastmaxsim() {{
   COMPREPLY=($(compgen -W "$found" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
 complete -o default -F _fastmaxsim fastmaxsim"""
-# How each shell takes it up.
-_SHELLS = {
-    "bash": 'eval "$(fastmaxsim completion bash)" in ~/.bashrc',
-    "zsh": 'eval "$(fastmaxsim completion zsh)" in ~/.zshrc',
-    "fish": "fastmaxsim completion fish | source in ~/.config/fish/config.fish",
-}
 
 
 def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the name of a shell."""
-    parser.add_argument("shell", choices=_SHELLS, help=f"write {'; or '.join(_SHELLS.values())}")
+    how = 'bash, zsh or fish: eval "$(fastmaxsim completion bash)" in ~/.bashrc, or into a file of fish\'s completions'
+    parser.add_argument("shell", choices=["bash", "zsh", "fish"], help=how)
 
 
 def run_completion(options: argparse.Namespace) -> None:
