@@ -59,9 +59,10 @@ def run_doctor(options: argparse.Namespace) -> None:
     from pylate_fastmaxsim.cli.terminal import quiet_libraries
 
     quiet_libraries()
+    warnings = _kept_warnings()
     with tempfile.TemporaryDirectory() as scratch:
-        found = _first_batch(options.target, options.overrides, scratch)
-    print(f"{report(options.verbose)}\n\n{options.target}, first batch\n{found}")
+        decisions = _first_batch(options.target, options.overrides, scratch)
+    _print_report(options.verbose, options.target, decisions, warnings)
 
 
 def script_doctor_parser(prog: str) -> argparse.ArgumentParser:
@@ -79,9 +80,9 @@ def doctor_script(arguments: Sequence[str]) -> None:
     scratch = tempfile.TemporaryDirectory()
 
     def end() -> NoReturn:
-        found = _said(warnings)
+        decisions = status().decisions
         disable()  # what is replaced is no known code; and not before the script, which imports hosts when it wants to
-        print(f"{report(verbose)}\n\n{words[0]}, first batch\n{found}", flush=True)
+        _print_report(verbose, words[0], decisions, warnings)
         scratch.cleanup()
         os._exit(0)  # so that no `finally` of the script saves a model
 
@@ -97,11 +98,11 @@ def _kept_warnings() -> list[str]:
     return handler.messages
 
 
-def _said(warnings: list[str]) -> str:
-    """What the first batch has decided, and what was warned of besides."""
-    decisions = status().decisions
-    others = [line for line in warnings if not any(said.endswith(line) for said in decisions)]
-    return "\n".join(f"  {line}" for line in [*decisions, *others] or [_NOTHING])
+def _print_report(verbose: bool, target: str, decisions: list[str], warnings: list[str]) -> None:
+    """Print the report on the machine, what the first batch has decided, and what was warned of besides."""
+    machine = report(verbose)
+    others = [line for line in warnings if not any(line in said for said in (machine, *decisions))]
+    print(f"{machine}\n\n{target}, first batch", *(decisions + others or [_NOTHING]), sep="\n  ", flush=True)
 
 
 @contextmanager
@@ -115,7 +116,7 @@ def _at_first_backward(then: Callable[[], NoReturn]) -> Iterator[None]:
         torch.Tensor.backward = backward
 
 
-def _first_batch(target: str, overrides: Sequence[str], scratch: str) -> str:
+def _first_batch(target: str, overrides: Sequence[str], scratch: str) -> list[str]:
     """What is said about the first batch of a recipe, or of a model with the defaults of one; writes to ``scratch`` only."""
     import sentence_transformers
     from datasets import Dataset
@@ -133,7 +134,7 @@ def _first_batch(target: str, overrides: Sequence[str], scratch: str) -> str:
         return _of_recipe(recipe, lambda recipe: (prepared := prepare(recipe), load_data(prepared).train))
     saved_by = class_of(target)
     if saved_by == "StaticLateInteraction":
-        return "  a StaticLateInteraction looks each token up, there is no padding to leave out"
+        return ["a StaticLateInteraction looks each token up, there is no padding to leave out"]
     late = "multi_vector" if hasattr(sentence_transformers, "MultiVectorEncoder") else "colbert"
     values = {
         "name": target,
@@ -148,21 +149,21 @@ def _first_batch(target: str, overrides: Sequence[str], scratch: str) -> str:
     for override in overrides:
         apply_override(values, override)
     if values["model"]["kind"] == "splade":
-        values.setdefault("loss", {"regularizers": {"document_weight": 0.0}})
+        values.setdefault("loss", {"regularizers": {"document_weight": 0.0, "query_weight": 0.0}})
     rows = Dataset.from_dict({"query": _MADE_UP[::-1], "positive": _MADE_UP})
     return _of_recipe(build_recipe(values), lambda recipe: (recipe, rows))
 
 
-def _of_recipe(recipe: "Recipe", inputs: "Callable[[Recipe], tuple[Recipe, Dataset]]") -> str:
+def _of_recipe(recipe: "Recipe", inputs: "Callable[[Recipe], tuple[Recipe, Dataset]]") -> list[str]:
     from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
     from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin
     from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 
     if (reason := reason_against_plugin(recipe.fast)) is not None:
-        return f"  as stock has it: {reason}"
+        return [f"as stock has it: {reason}"]
     if recipe.model.visual:
-        return "  the encoder of a model of pages runs as stock has it; its scores and losses are accelerated"
-    kind, warnings = kind_of(recipe.model), _kept_warnings()
+        return ["the encoder of a model of pages runs as stock has it; its scores and losses are accelerated"]
+    kind = kind_of(recipe.model)
     size = min(ROWS, recipe.training.per_device_train_batch_size)
     arguments = training_arguments(
         recipe,
@@ -183,4 +184,4 @@ def _of_recipe(recipe: "Recipe", inputs: "Callable[[Recipe], tuple[Recipe, Datas
     with plugin_of(recipe.fast), _at_first_backward(end):
         with suppress(_Encoded):
             kind.build_trainer(recipe.loss, model, rows, arguments).train()
-        return _said(warnings)
+        return status().decisions
