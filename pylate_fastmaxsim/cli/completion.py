@@ -41,8 +41,8 @@ def run_completion(options: argparse.Namespace) -> None:
 def _words(name: str) -> Iterator[tuple[str, str]]:
     """The words of a command that can be completed, each with its meaning."""
     parsers = filter(None, (None if name == "run" else command_parser(name), script_parser_of(name)))
-    for parser, action in ((each, action) for each in parsers for action in each._actions):
-        meaning = parser._get_formatter()._expand_help(action) if action.help else ""
+    for action in (action for parser in parsers for action in parser._actions):
+        meaning = (action.help or "") % vars(action)
         yield from ((option, meaning) for option in action.option_strings if option.startswith("--"))
         if not action.option_strings:
             yield from ((choice, meaning) for choice in action.choices or ())
