@@ -84,14 +84,18 @@ def command_parser(name: str) -> argparse.ArgumentParser:
 def script_parser_of(name: str) -> argparse.ArgumentParser | None:
     """The parser of a command whose arguments are a script; None where it takes none."""
     if name == "run":
-        from pylate_fastmaxsim.integrations.run_script import run_parser as parser
-    elif name == "compare":
-        from pylate_fastmaxsim.comparison.script_child import script_comparison_parser as parser
-    elif name == "doctor":
-        from pylate_fastmaxsim.cli.doctor import script_doctor_parser as parser
-    else:
-        return None
-    return parser(f"fastmaxsim {name}")
+        from pylate_fastmaxsim.integrations.run_script import script_parser
+
+        return script_parser("fastmaxsim run", COMMANDS[name])
+    if name == "compare":
+        from pylate_fastmaxsim.comparison.script_child import script_comparison_parser
+
+        return script_comparison_parser("fastmaxsim compare")
+    if name == "doctor":
+        from pylate_fastmaxsim.cli.doctor import script_doctor_parser
+
+        return script_doctor_parser("fastmaxsim doctor")
+    return None
 
 
 def _module(name: str) -> ModuleType:

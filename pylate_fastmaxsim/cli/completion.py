@@ -1,7 +1,6 @@
 """``fastmaxsim completion``: a script for a shell that completes commands, their options and names of recipes."""
 
 import argparse
-from collections.abc import Iterator
 
 from pylate_fastmaxsim.cli import COMMANDS, command_parser, script_parser_of
 from pylate_fastmaxsim.recipes.load import shipped_recipes
@@ -25,30 +24,28 @@ def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_completion(options: argparse.Namespace) -> None:
     """Print the script."""
+    commands, words = " ".join(COMMANDS), {name: " ".join(_words(name)) for name in COMMANDS}
     if options.shell == "fish":
-        for name, meaning in COMMANDS.items():
-            print(f"complete -c fastmaxsim -n __fish_use_subcommand -f -a {name} -d {_quoted(meaning)}")
-            for word, text in _words(name):
-                kind = f"-l {word[2:]}" if word.startswith("--") else f"-a {word}"
-                print(f"complete -c fastmaxsim -n '__fish_seen_subcommand_from {name}' {kind} -d {_quoted(text)}")
+        print(f"complete -c fastmaxsim -f -n __fish_use_subcommand -a '{commands}'")
+        for name, found in words.items():
+            print(f"complete -c fastmaxsim -n '__fish_seen_subcommand_from {name}' -a '{found}'")
         return
     if options.shell == "zsh":
         print("autoload -U +X compinit bashcompinit && compinit && bashcompinit")
-    cases = (f'    {name}) found="{" ".join(word for word, _ in _words(name))}" ;;' for name in COMMANDS)
-    print(_BASH.format(commands=" ".join(COMMANDS), cases="\n".join(cases)))
+    print(
+        _BASH.format(
+            commands=commands, cases="\n".join(f'    {name}) found="{found}" ;;' for name, found in words.items())
+        )
+    )
 
 
-def _words(name: str) -> Iterator[tuple[str, str]]:
-    """The words of a command that can be completed, each with its meaning."""
+def _words(name: str) -> dict[str, None]:
+    """The words of a command that can be completed."""
     parsers = filter(None, (None if name == "run" else command_parser(name), script_parser_of(name)))
+    found = []
     for action in (action for parser in parsers for action in parser._actions):
-        meaning = (action.help or "") % vars(action)
-        yield from ((option, meaning) for option in action.option_strings if option.startswith("--"))
+        found += [option for option in action.option_strings if option.startswith("--")]
         if not action.option_strings:
-            yield from ((choice, meaning) for choice in action.choices or ())
-            if "RECIPE" in str(action.metavar) or name == "recipes" and action.dest == "name":
-                yield from ((recipe, "a recipe") for recipe in shipped_recipes())
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+            found += action.choices or ()
+            found += shipped_recipes() if "RECIPE" in str(action.metavar) or action.dest == "name" else ()
+    return dict.fromkeys(found)

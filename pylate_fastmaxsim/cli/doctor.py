@@ -4,8 +4,7 @@ import argparse
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -19,8 +18,6 @@ from pylate_fastmaxsim.integrations.enable import disable, status
 from pylate_fastmaxsim.integrations.run_script import parse, run_or_exit, script_parser
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
     from pylate_fastmaxsim.recipes.config.schema import Recipe
 
 ROWS = 8  # of the batch
@@ -28,10 +25,6 @@ ROWS = 8  # of the batch
 _MADE_UP = [" ".join(["late interaction keeps a vector for every token"] * count) for count in range(1, ROWS + 1)]
 _MOST_ROWS = 512  # that are read of a recipe's data
 _NOTHING = "nothing was decided about padding: there was no text of a model that can be encoded without it, or padding_free is off"
-
-
-class _Encoded(Exception):
-    """The first batch has been encoded."""
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +42,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_verbose(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", default=False, help="name each function that is replaced"
-    )
+    parser.add_argument("-v", "--verbose", action="store_true", default=False, help="name each replaced function")
 
 
 def run_doctor(options: argparse.Namespace) -> None:
@@ -87,8 +78,8 @@ def doctor_script(arguments: Sequence[str]) -> None:
         os._exit(0)  # so that no `finally` of the script saves a model
 
     patch_trainers(Path(scratch.name))
-    with _at_first_backward(end):
-        run_or_exit(parser, words, as_module, options)
+    torch.Tensor.backward = lambda *args, **kwargs: end()  # whatever has a gradient has been encoded
+    run_or_exit(parser, words, as_module, options)
     end()
 
 
@@ -105,83 +96,55 @@ def _print_report(verbose: bool, target: str, decisions: list[str], warnings: li
     print(f"{machine}\n\n{target}, first batch", *(decisions + others or [_NOTHING]), sep="\n  ", flush=True)
 
 
-@contextmanager
-def _at_first_backward(then: Callable[[], NoReturn]) -> Iterator[None]:
-    """Call ``then`` in place of the first backward: whatever has a gradient has been encoded."""
-    backward = torch.Tensor.backward
-    torch.Tensor.backward = lambda *args, **kwargs: then()
-    try:
-        yield
-    finally:
-        torch.Tensor.backward = backward
-
-
 def _first_batch(target: str, overrides: Sequence[str], scratch: str) -> list[str]:
-    """What is said about the first batch of a recipe, or of a model with the defaults of one; writes to ``scratch`` only."""
-    import sentence_transformers
+    """What is decided in one step on a recipe, or on a model with the defaults of one; writes to ``scratch`` only."""
     from datasets import Dataset
 
-    from pylate_fastmaxsim.recipes.config.kinds import build_recipe
+    from pylate_fastmaxsim.recipes.comparison.measure import QUIET
     from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
-    from pylate_fastmaxsim.recipes.load import apply_override, is_recipe, load_recipe
-    from pylate_fastmaxsim.recipes.models.load import class_of
-    from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
-
-    if is_recipe(target):
-        recipe = load_recipe(target, overrides, scratch)
-        few = min(_MOST_ROWS, recipe.data.max_rows or _MOST_ROWS)
-        recipe = replace(recipe, data=replace(recipe.data, max_rows=few), evaluation=EvaluationSection())
-        return _of_recipe(recipe, lambda recipe: (prepared := prepare(recipe), load_data(prepared).train))
-    saved_by = class_of(target)
-    if saved_by == "StaticLateInteraction":
-        return ["a StaticLateInteraction looks each token up, there is no padding to leave out"]
-    late = "multi_vector" if hasattr(sentence_transformers, "MultiVectorEncoder") else "colbert"
-    values = {
-        "name": target,
-        "output_dir": scratch,
-        # An encoder as it was pretrained gets a projection, as PyLate gives it one.
-        "model": {
-            "kind": "splade" if saved_by == "SparseEncoder" else late,
-            "name_or_path": os.path.expanduser(target),
-        },
-        "data": {"source": "files", "files": ["made up"]},
-    }
-    for override in overrides:
-        apply_override(values, override)
-    if values["model"]["kind"] == "splade":
-        values.setdefault("loss", {"regularizers": {"document_weight": 0.0, "query_weight": 0.0}})
-    rows = Dataset.from_dict({"query": _MADE_UP[::-1], "positive": _MADE_UP})
-    return _of_recipe(build_recipe(values), lambda recipe: (recipe, rows))
-
-
-def _of_recipe(recipe: "Recipe", inputs: "Callable[[Recipe], tuple[Recipe, Dataset]]") -> list[str]:
-    from pylate_fastmaxsim.recipes.models.load import kind_of, load_model
+    from pylate_fastmaxsim.recipes.load import is_recipe, load_recipe
+    from pylate_fastmaxsim.recipes.models.load import class_of, kind_of, load_model
     from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin
     from pylate_fastmaxsim.recipes.training.arguments import training_arguments
+    from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 
+    if not is_recipe(target) and class_of(target) == "StaticLateInteraction":
+        return ["a StaticLateInteraction looks each token up, there is no padding to leave out"]
+    recipe = (load_recipe if is_recipe(target) else _recipe_of_model)(target, overrides, scratch)
     if (reason := reason_against_plugin(recipe.fast)) is not None:
         return [f"as stock has it: {reason}"]
     if recipe.model.visual:
         return ["the encoder of a model of pages runs as stock has it; its scores and losses are accelerated"]
-    kind = kind_of(recipe.model)
-    size = min(ROWS, recipe.training.per_device_train_batch_size)
-    arguments = training_arguments(
-        recipe,
-        kind,
-        max_steps=1,
-        per_device_train_batch_size=size,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-    recipe, rows = inputs(recipe)
+    kind, size = kind_of(recipe.model), min(ROWS, recipe.training.per_device_train_batch_size)
+    few = {**QUIET, "max_steps": 1, "per_device_train_batch_size": size, "disable_tqdm": True}
+    arguments = training_arguments(recipe, kind, **few)
+    if is_recipe(target):
+        data = replace(recipe.data, max_rows=min(_MOST_ROWS, recipe.data.max_rows or _MOST_ROWS))
+        recipe = prepare(replace(recipe, data=data, evaluation=EvaluationSection()))
+        rows = load_data(recipe).train
+    else:
+        rows = Dataset.from_dict({"query": _MADE_UP[::-1], "positive": _MADE_UP})
     model = load_model(recipe.model, arguments.device, recipe.training.seed)
-
-    def end() -> NoReturn:
-        raise _Encoded
-
-    with plugin_of(recipe.fast), _at_first_backward(end):
-        with suppress(_Encoded):
-            kind.build_trainer(recipe.loss, model, rows, arguments).train()
+    with plugin_of(recipe.fast):
+        kind.build_trainer(recipe.loss, model, rows, arguments).train()
         return status().decisions
+
+
+def _recipe_of_model(target: str, overrides: Sequence[str], scratch: str) -> "Recipe":
+    """A recipe that trains a model, or an encoder, which gets a projection as PyLate gives it one."""
+    import sentence_transformers
+
+    from pylate_fastmaxsim.recipes.config.kinds import build_recipe
+    from pylate_fastmaxsim.recipes.load import apply_override
+    from pylate_fastmaxsim.recipes.models.load import class_of
+
+    late = "multi_vector" if hasattr(sentence_transformers, "MultiVectorEncoder") else "colbert"
+    kind = "splade" if class_of(target) == "SparseEncoder" else late
+    path = os.path.abspath(os.path.expanduser(target))  # relative, libraries would look for it on the Hub as well
+    model = {"kind": kind, "name_or_path": path if os.path.isdir(path) else target}
+    values = {"name": target, "output_dir": scratch, "model": model, "data": {"source": "files", "files": ["made up"]}}
+    for override in overrides:
+        apply_override(values, override)
+    if values["model"]["kind"] == "splade":
+        values.setdefault("loss", {"regularizers": {"document_weight": 0.0, "query_weight": 0.0}})
+    return build_recipe(values)

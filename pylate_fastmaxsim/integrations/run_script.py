@@ -26,7 +26,7 @@ def run_script(arguments: Sequence[str], prog: str = "fastmaxsim run") -> None:
     in the environment before that import (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``, ...) counts. The exit code is that of the
     script, 1 after an exception, whose traceback is printed, or 2 if there is nothing to run.
     """
-    parser = run_parser(prog)
+    parser = script_parser(prog, "Run a training script with pylate-fastmaxsim switched on.")
     options, words, as_module = parse(parser, arguments)
     show_log()
     run_or_exit(parser, words, as_module, options)
@@ -145,11 +145,6 @@ def script_parser(prog: str, description: str) -> argparse.ArgumentParser:
     # The script and its arguments together: between two positionals argparse would drop a `--`.
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="SCRIPT.py ARGS", help="what to run")
     return parser
-
-
-def run_parser(prog: str) -> argparse.ArgumentParser:
-    """The parser of ``fastmaxsim run``."""
-    return script_parser(prog, "Run a training script with pylate-fastmaxsim switched on.")
 
 
 def show_log() -> None:

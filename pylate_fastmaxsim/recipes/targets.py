@@ -83,8 +83,7 @@ def find_targets(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Ta
 
 
 def _labels(names: Sequence[str], recipes: dict[str, Recipe]) -> dict[str, str]:
-    paths = {name: os.path.expanduser(name).rstrip("/") for name in names}
-    paths = {name: path.removesuffix("/" + MODEL_DIRECTORY) for name, path in paths.items()}
+    paths = {name: os.path.expanduser(name).rstrip("/").removesuffix(f"/{MODEL_DIRECTORY}") for name in names}
     short = {name: recipes[name].name if name in recipes else short_name(path) for name, path in paths.items()}
     counts = Counter(short.values())
     alike = [name for name in names if counts[short[name]] > 1]

@@ -12,25 +12,14 @@ LINE_SECONDS = 30.0  # from one line to the next
 
 
 class Progress(tqdm):
-    """A bar of ``total`` items, of which ``done`` are done; where stderr is no terminal, a line every 30 seconds.
-
-    The rate is the mean: batches may take a minute each.
-    """
+    """A bar of ``total`` items, of which ``done`` are done; where stderr is no terminal, a line every 30 seconds."""
 
     def __init__(self, title: str, total: int | None, done: int = 0, unit: str = " items", **options: Any) -> None:
         if not sys.stderr.isatty():
             options |= {"mininterval": LINE_SECONDS, "maxinterval": LINE_SECONDS, "delay": LINE_SECONDS}
-        super().__init__(
-            desc=title,
-            total=total,
-            initial=done,
-            unit=unit,
-            unit_scale=True,
-            miniters=1,
-            smoothing=0,
-            dynamic_ncols=True,
-            **options,
-        )
+        # The rate is the mean: batches may take a minute each.
+        options |= {"unit_scale": True, "miniters": 1, "smoothing": 0, "dynamic_ncols": True}
+        super().__init__(desc=title, total=total, initial=done, unit=unit, **options)
 
     @staticmethod
     def status_printer(file: TextIO) -> Callable[[str], None]:

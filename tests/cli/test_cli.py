@@ -57,7 +57,7 @@ def test_a_shell_completes_commands_options_and_recipes():
         done = subprocess.run(["bash", "-c", code + 'echo "${COMPREPLY[*]}"'], capture_output=True, text=True)
         assert (done.stdout, done.stderr) == (f"{expected}\n", "")
     assert fastmaxsim(["completion", "zsh"]).stdout.endswith(script)
-    assert " -l sweep -d 'also measure" in fastmaxsim(["completion", "fish"]).stdout
+    assert " mine' -a '--help colbert_" in fastmaxsim(["completion", "fish"]).stdout
 
 
 # Commands whose only line names what is wrong with them, and which leave nothing behind.
