@@ -32,11 +32,8 @@ def run_completion(options: argparse.Namespace) -> None:
         return
     if options.shell == "zsh":
         print("autoload -U +X compinit bashcompinit && compinit && bashcompinit")
-    print(
-        _BASH.format(
-            commands=commands, cases="\n".join(f'    {name}) found="{found}" ;;' for name, found in words.items())
-        )
-    )
+    cases = "\n".join(f'    {name}) found="{found}" ;;' for name, found in words.items())
+    print(_BASH.format(commands=commands, cases=cases))
 
 
 def _words(name: str) -> dict[str, None]:

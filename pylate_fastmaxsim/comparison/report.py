@@ -174,9 +174,8 @@ def _speed_sentences(comparison: dict[str, Any]) -> list[str]:
     how = how if summary["restarted"] else []
     if turns["busy"]:
         about = f"There is no verdict on the speed; the ratio was about {turns['ratio']:.2g}."
-        hidden = (
-            [] if "step_seconds" in comparison["runs"][FAST] else ["Median steps, which contradict it, are left out."]
-        )
+        contradicted = "step_seconds" not in comparison["runs"][FAST]
+        hidden = ["Median steps, which contradict it, are left out."] * contradicted
         return [turns["why_busy"], about, *hidden, *how]
     spread = f", half of them from {low:.2f} to {high:.2f}" if turns["pairs"] > 1 else ""
     return [*how, f"Speed: the median ratio of {pairs} of blocks that stood beside each other{spread}."]

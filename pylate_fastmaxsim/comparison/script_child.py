@@ -74,12 +74,8 @@ class ScriptGate(Gate):
         if status == FINISHED and self.taken < self.steps:
             self.warnings.append(f"training ended after {self.taken} of {self.steps} steps.")
         _flush()
-        self.finished(
-            status=status,
-            warnings=self.warnings,
-            decisions=state().decisions,
-            environment=environment(current_device()),
-        )
+        said = {"warnings": self.warnings, "decisions": state().decisions}
+        self.finished(status=status, environment=environment(current_device()), **said)
         self.wait_for_end()
 
 

@@ -70,7 +70,9 @@ def embeddings_of(model: torch.nn.Module) -> torch.nn.Module | None:
     from transformers import PreTrainedModel
 
     encoder = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    return encoder and encoder.get_input_embeddings()
+    # Of two routes only one may encode.
+    is_routed = any(type(module).__name__ == "Router" for module in model.children())
+    return None if encoder is None or is_routed else encoder.get_input_embeddings()
 
 
 def count_tokens(inputs: Any, padded: bool = True, encoded: bool = True) -> dict[str, Any]:
