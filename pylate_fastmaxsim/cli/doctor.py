@@ -3,8 +3,10 @@
 import argparse
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -125,7 +127,7 @@ def _first_batch(target: str, overrides: Sequence[str], scratch: str) -> list[st
     else:
         rows = Dataset.from_dict({"query": _MADE_UP[::-1], "positive": _MADE_UP})
     model = load_model(recipe.model, arguments.device, recipe.training.seed)
-    with plugin_of(recipe.fast):
+    with plugin_of(recipe.fast), redirect_stdout(sys.stderr):  # on which a trainer prints its log
         kind.build_trainer(recipe.loss, model, rows, arguments).train()
         return status().decisions
 

@@ -26,7 +26,8 @@ def test_the_first_batch_of_models_and_of_a_recipe(encoder, tmp_path, monkeypatc
     before = set(tmp_path.iterdir())
     colbert, splade = encoder("modernbert"), (encoder("bert", masked_lm=True), "--set=model.kind=splade")
     for arguments, name in (((recipe,), "ColBERT"), ((colbert,), "ColBERT"), (splade, "HiddenStates")):
-        first, *_ = first_batch(fastmaxsim(["doctor", *arguments]))
+        first, *_ = first_batch(done := fastmaxsim(["doctor", *arguments]))
+        assert done.stdout.startswith("Versions\n")
         assert first.startswith(tuple(f"  {name}: {said}" for said in DECIDED))
     assert first_batch(fastmaxsim(["doctor", colbert, "--set", "fast.enabled=false"])) == [
         "  as stock has it: fast.enabled is false"

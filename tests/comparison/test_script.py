@@ -33,7 +33,7 @@ def test_the_script_of_pylate_compares_as_printed(encoder, tmp_path, device):
     # Its max_steps is 1, and its two rows are one batch.
     assert (stock["steps"], fast["steps"]) == (12, 12)
     assert 0.8 < stock["padding"] < 1 and 0 <= fast["padding"] < 0.2
-    assert len(fast["decisions"]) == 1 and ("packed" if device == "cuda" else "groups") in fast["decisions"][0]
+    assert ("are packed" if device == "cuda" else "in groups") in fast["decisions"][0]
     # Stock lets masked tokens win, and rounds to 16 bits.
     assert 0 < found["summary"]["largest_loss_difference"] < 0.1
     assert stock["losses"][0] > stock["losses"][-1] > 0
