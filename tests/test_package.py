@@ -39,7 +39,7 @@ ROOMS = {
         "recipes < precompile < cli run compare"
     ),
     "files": "replace < lock record",
-    "reporting": "numbers table figures environment < page",
+    "reporting": "numbers table figures environment progress < page",
     "kernels": (
         "runtime < primitives < maxsim winner_backward projection attention layers sparse "
         "< xtr pooled compressed splade"

@@ -25,7 +25,9 @@ COMMANDS = {
     "check": "Compare an index, token embeddings or a static model with its checksums; code 1 if something is damaged.",
     "warmup": "Compile the kernels of a recipe ahead of time, so that training does not wait for them (CUDA GPU).",
     "run": "Run a training script with this package enabled: fastmaxsim run SCRIPT.py ARGS.",
-    "doctor": "Show versions, devices, what enable() patches, and what falls back and why.",
+    "doctor": "Show versions, devices, what enable() accelerates, and what falls back and why; or whether the texts of a model, a "
+    "recipe or a script are packed, grouped or padded.",
+    "completion": "Print a script by which a shell completes commands, options and recipes.",
 }
 # The modules of commands; of another one the module has its name.
 _MODULES = {"evaluate": "search", **dict.fromkeys(("train", "compare", "mine", "warmup"), "recipes")}
@@ -45,10 +47,19 @@ def main() -> None:
         # The terminal's encoding may lack letters of names and paths; stderr already escapes them.
         sys.stdout.reconfigure(errors="replace")
     # Of a script or a module, not of a recipe.
-    if name == "compare" and any(word == "-m" or (word.endswith(".py") and "=" not in word) for word in arguments):
+    of_script = any(word == "-m" or (word.endswith(".py") and "=" not in word) for word in arguments)
+    if name == "compare" and of_script:
         from pylate_fastmaxsim.comparison.script import compare_script
 
         compare_script(arguments)
+    elif name == "doctor" and of_script:
+        from pylate_fastmaxsim.cli.doctor import doctor_script
+
+        doctor_script(arguments)
+    elif name == "doctor" and {*arguments} <= {"-v", "--verbose"}:  # which needs no extra
+        from pylate_fastmaxsim.integrations.doctor import report
+
+        print(report(verbose=bool(arguments)))
     elif name in COMMANDS:
         _run_command(name, arguments)
     else:
@@ -66,9 +77,25 @@ def main() -> None:
 def command_parser(name: str) -> argparse.ArgumentParser:
     """The parser of a command whose arguments are no script."""
     parser = argparse.ArgumentParser(f"fastmaxsim {name}", description=COMMANDS[name], allow_abbrev=False)
-    if name != "doctor":
-        getattr(_module(name), f"add_{name}_arguments")(parser)
+    getattr(_module(name), f"add_{name}_arguments")(parser)
     return parser
+
+
+def script_parser_of(name: str) -> argparse.ArgumentParser | None:
+    """The parser of a command whose arguments are a script; None where it takes none."""
+    if name == "run":
+        from pylate_fastmaxsim.integrations.run_script import script_parser
+
+        return script_parser("fastmaxsim run", COMMANDS[name])
+    if name == "compare":
+        from pylate_fastmaxsim.comparison.script_child import script_comparison_parser
+
+        return script_comparison_parser("fastmaxsim compare")
+    if name == "doctor":
+        from pylate_fastmaxsim.cli.doctor import script_doctor_parser
+
+        return script_doctor_parser("fastmaxsim doctor")
+    return None
 
 
 def _module(name: str) -> ModuleType:
@@ -77,12 +104,11 @@ def _module(name: str) -> ModuleType:
 
 def _run_command(name: str, arguments: Sequence[str]) -> None:
     try:
-        options = command_parser(name).parse_intermixed_args(arguments)
-        if name == "doctor":
-            from pylate_fastmaxsim.integrations.doctor import report
-
-            print(report())
+        parser = command_parser(name)
+        if not {"-h", "--help"}.isdisjoint(arguments) and (of_script := script_parser_of(name)) is not None:
+            print(f"{parser.format_help()}\nOf a script:\n\n{of_script.format_help()}", end="")
             return
+        options = parser.parse_intermixed_args(arguments)
         from pylate_fastmaxsim.cli.terminal import report_errors
 
         with report_errors():

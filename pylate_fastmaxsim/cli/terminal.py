@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
-from tqdm import tqdm
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.reporting.progress import Progress
+from pylate_fastmaxsim.reporting.table import console
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ INTERRUPTED = 130
 
 # Brackets and colons in names and paths are neither markup nor emoji.
 errors = Console(stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False)
-plain = Console(markup=False, emoji=False)
+plain = console()
 
 # What safetensors and other libraries say of a full disk, a quota or a limit of the size of files, and what torch says of any
 # file that it cannot write to its end.
@@ -152,10 +153,6 @@ def progress_of_tasks() -> Iterator[Callable[..., Callable[[int], object]]]:
     with ExitStack() as stack:
 
         def begin(task: str, total: int | None, done: int = 0) -> Callable[[int], object]:
-            # The rate is the mean: batches may take a minute each. Only on a terminal.
-            bar = tqdm(
-                desc=task, total=total, initial=done, unit=" items", smoothing=0, dynamic_ncols=True, disable=None
-            )
-            return stack.enter_context(bar).update
+            return stack.enter_context(Progress(task, total, done)).update
 
         yield begin

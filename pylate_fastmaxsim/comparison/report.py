@@ -11,12 +11,12 @@ from typing import Any
 from pylate_fastmaxsim.comparison import figures
 from pylate_fastmaxsim.comparison.figures import LABELS
 from pylate_fastmaxsim.comparison.turns import FINISHED, OUT_OF_MEMORY
-from pylate_fastmaxsim.comparison.verdict import NO_BATCH, PHASES
+from pylate_fastmaxsim.comparison.verdict import FAST, NO_BATCH, PHASES
 from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.reporting.figures import write_png
 from pylate_fastmaxsim.reporting.numbers import METRICS, format_bytes, format_number
 from pylate_fastmaxsim.reporting.page import Section, write_page
-from pylate_fastmaxsim.reporting.table import Rows, Table
+from pylate_fastmaxsim.reporting.table import Rows, Table, console
 
 RESULT_FILE = "compare.json"
 SUFFIXES = (".json", ".png", ".html")
@@ -24,6 +24,10 @@ HEADER = ("", *LABELS, "fast / stock")
 
 # Memory held by PyTorch's allocator over memory in use, from which on the report suggests another setting.
 _MUCH_MORE = 1.25
+# What lines of log say where texts are encoded with padding.
+_PADDED = "with padding"
+# Of which a step gains nothing, and a GPU has too little to do.
+_LITTLE_PADDING, _FEW_TOKENS = 0.1, 8192
 
 
 def comparison_table(comparison: dict[str, Any]) -> Table:
@@ -112,7 +116,7 @@ def caption(comparison: dict[str, Any]) -> str:
     on_gpu = "CPU" not in title_of(comparison).rpartition(" on ")[2]
     before = ", before evaluation" if "model" in recipe else ""  # not of a script
     sentences = [
-        *_speed_sentences(summary),
+        *_speed_sentences(comparison),
         "Steps after warm-up, data loading included; memory "
         f"{'allocated on the GPU' if on_gpu else 'resident in the process'}{before}.",
     ]
@@ -131,11 +135,36 @@ def caption(comparison: dict[str, Any]) -> str:
             "PyTorch's allocator held much more than was in use, as it does where batches differ in size: "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment avoids most of that."
         )
-    return " ".join(sentences)
+    return "\n".join([" ".join(sentences), *decisions(comparison), *_why_slower(comparison)])
 
 
-def _speed_sentences(summary: dict[str, Any]) -> list[str]:
+def decisions(comparison: dict[str, Any]) -> list[str]:
+    """Whether fast encoded the texts packed, grouped or padded, a line for each model, and for a loss that pads them."""
+    fast = comparison["runs"][FAST]
+    found = fast.get("decisions", [])
+    padded = [line for line in fast.get("warnings", []) if _PADDED in line and not any(line in said for said in found)]
+    return [f"fast run: {line}" for line in [*found, *padded]]
+
+
+def _why_slower(comparison: dict[str, Any]) -> list[str]:
+    """Sentences on why fast is slower than stock, where it is and something is known."""
+    summary, (stock, fast) = comparison["summary"], (comparison["runs"][mode] for mode in LABELS)
+    if summary["speedup"] is None or summary["speedup"] >= 1 or _machine_was_busy(summary):
+        return []
+    found = []
+    if any(_PADDED in line for line in decisions(comparison)):
+        found.append("fast encodes with padding as well, so that only scores are left to save on.")
+    elif (padding := stock.get("padding", 1)) < _LITTLE_PADDING:
+        found.append(f"of the tokens that stock encodes {padding:.0%} are padding, so there is little to leave out.")
+    tokens = sum(fast.get("tokens_per_step", {}).values())
+    if 0 < tokens < _FEW_TOKENS and "CPU" not in title_of(comparison).rpartition(" on ")[2]:
+        found.append(f"a step has {tokens:,.0f} tokens, for which the GPU waits for the host; larger batches fill it.")
+    return [f"fast is slower here: {sentence}" for sentence in found]
+
+
+def _speed_sentences(comparison: dict[str, Any]) -> list[str]:
     """Sentences on how the ratio was measured, and whether the machine was busy."""
+    summary = comparison["summary"]
     turns = summary.get("turns")
     if turns is None:
         return []
@@ -145,7 +174,9 @@ def _speed_sentences(summary: dict[str, Any]) -> list[str]:
     how = how if summary["restarted"] else []
     if turns["busy"]:
         about = f"There is no verdict on the speed; the ratio was about {turns['ratio']:.2g}."
-        return [turns["why_busy"], about, *how]
+        contradicted = "step_seconds" not in comparison["runs"][FAST]
+        hidden = ["Median steps, which contradict it, are left out."] * contradicted
+        return [turns["why_busy"], about, *hidden, *how]
     spread = f", half of them from {low:.2f} to {high:.2f}" if turns["pairs"] > 1 else ""
     return [*how, f"Speed: the median ratio of {pairs} of blocks that stood beside each other{spread}."]
 
@@ -154,6 +185,7 @@ def labelled_warnings(comparison: dict[str, Any]) -> list[str]:
     """The warnings of the runs, each with the run that logged it."""
     stock, fast = (comparison["runs"][mode].get("warnings", []) for mode in LABELS)
     said = [f"{'both runs' if warning in stock else 'fast run'}: {warning}" for warning in fast]
+    said = [line for line in said if not any(line.partition(": ")[2] in shown for shown in decisions(comparison))]
     return said + [f"stock run: {warning}" for warning in stock if warning not in fast]
 
 
@@ -212,9 +244,7 @@ def sweep_sentence(points: dict[str, list[dict[str, Any]]]) -> str:
 def publish(comparison: dict[str, Any], file: Path) -> None:
     """Print a comparison and the warnings of its runs, write it as JSON, PNG and HTML, and print the names of these files."""
     try:
-        from rich.console import Console
-
-        show = Console(markup=False, emoji=False).print
+        show = console().print
     except ModuleNotFoundError:
         show = print
     # Before anything that may fail, because measuring took long.

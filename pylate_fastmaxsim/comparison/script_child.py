@@ -11,7 +11,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,9 +24,10 @@ from torch.optim import optimizer as optimizers
 
 from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.comparison.gate import Gate, KeptWarnings, current_device
-from pylate_fastmaxsim.comparison.trainer import count_tokens, measure_steps
+from pylate_fastmaxsim.comparison.trainer import count_tokens, embeddings_of, measure_steps
 from pylate_fastmaxsim.comparison.turns import FINISHED, OUT_OF_MEMORY
 from pylate_fastmaxsim.comparison.verdict import FAST, STOCK
+from pylate_fastmaxsim.integrations.enable import status as state
 from pylate_fastmaxsim.integrations.run_script import (
     AfterImport,
     parse,
@@ -73,7 +74,8 @@ class ScriptGate(Gate):
         if status == FINISHED and self.taken < self.steps:
             self.warnings.append(f"training ended after {self.taken} of {self.steps} steps.")
         _flush()
-        self.finished(status=status, warnings=self.warnings, environment=environment(current_device()))
+        said = {"warnings": self.warnings, "decisions": state().decisions}
+        self.finished(status=status, environment=environment(current_device()), **said)
         self.wait_for_end()
 
 
@@ -133,11 +135,8 @@ class LoopWatch:
         torch.Tensor.backward, torch.amp.GradScaler.scale = kept, scaled
 
 
-def _patch_trainers(gate: ScriptGate, loop: LoopWatch, folder: Path, padded: bool) -> None:
-    """Have transformers' Trainer measured when it is imported, and write into ``folder`` and report to nobody.
-
-    ``padded``: texts are encoded as they are collated, so that the collator's masks tell how much is padding.
-    """
+def patch_trainers(folder: Path, before_training: Callable[[Any], None] = lambda trainer: None) -> None:
+    """Have transformers' Trainer write into ``folder``, report to nobody and begin anew, from when it is imported."""
     fixed = {
         "output_dir": str(folder / "output"),
         "push_to_hub": False,
@@ -156,14 +155,13 @@ def _patch_trainers(gate: ScriptGate, loop: LoopWatch, folder: Path, padded: boo
         train = module.Trainer.train
 
         @wraps(train)
-        def measured_train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            loop.trainer = True
-            _lengthen_training(self, gate.steps)
-            measure_steps(self, gate, partial(count_tokens, padded=padded))
+        def patched_train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            before_training(self)
             return train(self, None, *args, **kwargs)
 
-        module.Trainer.train = measured_train
+        module.Trainer.train = patched_train
 
+    os.environ["WANDB_MODE"] = "disabled"
     sys.meta_path.insert(0, AfterImport(("transformers.trainer", "transformers.training_args"), change))
 
 
@@ -217,9 +215,19 @@ def main() -> None:
     if mode == FAST:
         logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
     os.environ["PYLATE_FASTMAXSIM"] = "1" if mode == FAST else "0"
-    os.environ["WANDB_MODE"] = "disabled"
     gate = ScriptGate.from_environment(words[0], steps, warnings.messages)
-    _patch_trainers(gate, LoopWatch(gate), folder, padded=mode == STOCK)
+    loop = LoopWatch(gate)
+
+    def measure(trainer: Any) -> None:
+        loop.trainer = True
+        _lengthen_training(trainer, steps)
+        # A ColBERT of PyLate encodes its queries with padding, also without that of documents.
+        padded = mode == STOCK or hasattr(trainer.model, "do_query_expansion")
+        # With hooks in the encoder no CUDA graphs are recorded.
+        embeddings = None if mode == FAST and options.get("compile") else embeddings_of(trainer.model)
+        measure_steps(trainer, gate, partial(count_tokens, padded=padded, encoded=False), embeddings)
+
+    patch_trainers(folder, measure)
     show_log()
     # What a script draws without a seed of its own, both runs draw alike.
     random.seed(0)

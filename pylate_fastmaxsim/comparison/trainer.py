@@ -65,20 +65,29 @@ def measure_steps(
     trainer.add_callback(Measure())
 
 
-def count_tokens(inputs: Any, padded: bool = True) -> dict[str, Any]:
-    """Numbers of a batch from the masks of its columns, of which the first are queries.
+def embeddings_of(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The module that looks up the tokens of an encoder of transformers; None where a model has no such encoder."""
+    from transformers import PreTrainedModel
 
-    What the encoder is given is as long as the masks where it encodes texts ``padded``, and else unknown.
+    encoder = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    # Of two routes only one may encode.
+    is_routed = any(type(module).__name__ == "Router" for module in model.children())
+    return None if encoder is None or is_routed else encoder.get_input_embeddings()
+
+
+def count_tokens(inputs: Any, padded: bool = True, encoded: bool = True) -> dict[str, Any]:
+    """Numbers of a batch from the masks of its columns, of which the first are queries, encoded with padding if ``padded``.
+
+    ``encoded``: what the encoder is given is as long as the masks; else it is counted elsewhere.
     """
     columns = inputs if isinstance(inputs, Mapping) else {}  # a collator of the user's own may return a list
     masks = [mask for name, mask in columns.items() if name.endswith("attention_mask")]
     if len(masks) < 2:
         return {}
     queries, *documents = masks
-    found = {
+    expanded = any(name.endswith("query_expansion_positions") for name in columns)
+    return {
         "documents": sum(mask.shape[:-1].numel() for mask in documents),
         "live": sum(mask.sum() for mask in documents),
-    }
-    if padded:
-        found |= {"encoded": sum(mask.numel() for mask in masks), "query_tokens": queries.numel()}
-    return found
+        "query_tokens": queries.numel() if padded or expanded else queries.sum(),
+    } | ({"encoded": sum(mask.numel() for mask in masks)} if encoded else {})

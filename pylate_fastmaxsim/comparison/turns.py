@@ -36,6 +36,7 @@ POLL_SECONDS = 0.1
 _EXCLUSIVE = "busy or unavailable"
 # To the beginning of a terminal's line, and what is written there is gone.
 _CLEAR = "\r\x1b[K"
+_LINE_SECONDS = 30
 _TAIL = 1000  # of a log, in which its newest line is
 
 Gather = Callable[[Any], list[Any]]
@@ -340,22 +341,26 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _progress(children: Mapping[str, Child]) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal, from the first rank, which process has its turn and the end of its log, perhaps a bar."""
-    begun = time.perf_counter()
-    shown = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+    """Show, from the first rank, which process has its turn and the end of its log; off a terminal every 30 seconds."""
+    begun = shown = time.perf_counter()
+    on_terminal, first = sys.stderr.isatty(), os.environ.get("RANK", "0") == "0"
 
     def show(name: str) -> None:
-        if not shown:
+        nonlocal shown
+        if not first or not (on_terminal or time.perf_counter() - shown >= _LINE_SECONDS):
             return
+        shown = time.perf_counter()
         log = children[name].log
         with open(log, "rb") as opened:
             opened.seek(max(0, log.stat().st_size - _TAIL))
             said = re.split(r"[\r\n]", opened.read().decode("utf-8", errors="replace").strip())[-1]
         line = f"{time.perf_counter() - begun:.0f} s, {log.stem}: {said}"
-        print(_CLEAR + line[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
+        if on_terminal:
+            line = _CLEAR + line[: shutil.get_terminal_size().columns - 1]
+        print(line, end="" if on_terminal else "\n", file=sys.stderr, flush=True)
 
     try:
         yield show
     finally:
-        if shown:
+        if on_terminal and first:
             print(_CLEAR, end="", file=sys.stderr, flush=True)

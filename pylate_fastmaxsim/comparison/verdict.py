@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from itertools import product
 from typing import Any
 
 from pylate_fastmaxsim.comparison.turns import FINISHED, WARM_UP_STEPS, Run, Turns
@@ -12,6 +13,7 @@ NO_BATCH = "no batch of this size"
 NOT_RUN = "not run"
 PHASES = ("tokenise", "encode", "score", "backward", "optimise")
 
+_OF_STEPS = ("step_seconds", "documents_per_second", "live_tokens_per_second")
 # How far apart the quartiles of the ratios may be, relative to their median.
 SPREAD = 0.15
 # How far the ratio of CPU seconds may be from that of wall seconds, on a CPU.
@@ -22,7 +24,8 @@ def summarize_turns(turns: Turns) -> dict[str, Any]:
     """The content of ``compare.json`` but for ``recipe``: ``runs``, stock and fast, and their ``summary``.
 
     In the ``summary``, ``turns`` is the :func:`verdict`, ``speedup`` its ratio (None without one), ``restarted`` as in
-    :class:`~pylate_fastmaxsim.comparison.turns.Turns`, and ``wall_seconds`` how long each run had its turn.
+    :class:`~pylate_fastmaxsim.comparison.turns.Turns`, and ``wall_seconds`` how long each run had its turn. Times of steps
+    are left out where the machine was busy and their ratio lies outside of the quartiles of the verdict.
     """
     runs = {mode: summarize_run(turns.runs[mode]) for mode in MODES}
     judged = verdict(*(turns.runs[mode] for mode in MODES))
@@ -30,6 +33,12 @@ def summarize_turns(turns: Turns) -> dict[str, Any]:
     if summary["speedup"] is not None:
         # Not of a warm-up, which is no pair of blocks.
         summary["speedup"] = judged and judged["ratio"]
+    if judged is not None and judged["busy"]:
+        medians = runs[STOCK]["step_seconds"] / runs[FAST]["step_seconds"]
+        low, high = judged["quartiles"]
+        if not low <= medians <= high:
+            for run, key in product(runs.values(), _OF_STEPS):
+                run.pop(key, None)
     wall = {mode: turns.runs[mode].wall_seconds for mode in MODES}
     return {"runs": runs, "summary": {**summary, "turns": judged, "restarted": turns.restarted, "wall_seconds": wall}}
 

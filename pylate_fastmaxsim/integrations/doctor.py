@@ -7,6 +7,7 @@ from importlib import util
 
 import torch
 
+from pylate_fastmaxsim.integrations.enable import gains
 from pylate_fastmaxsim.integrations.hosts import find_replacements
 from pylate_fastmaxsim.integrations.options import switched_off
 from pylate_fastmaxsim.integrations.patching.fallback import asked_backend
@@ -21,26 +22,29 @@ _SWITCHES = (
 )
 
 
-def report() -> str:
-    """Versions, devices, variables, patches and fallbacks as plain text."""
-    blocks = ("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in diagnose().items())
-    return "\n\n".join(blocks)
+_REPLACED = "enable() replaces"
+
+
+def report(verbose: bool = False) -> str:
+    """Versions, devices, variables, what is accelerated and what falls back; with ``verbose`` each replaced function."""
+    blocks = {title: lines for title, lines in diagnose().items() if verbose or title != _REPLACED}
+    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in blocks.items())
 
 
 def diagnose() -> dict[str, list[str]]:
     """Lines about this machine by their title. Imports the hosts that are installed; changes nothing."""
     try:
         found = find_replacements()
-        patches = [each.patch.target for each in found if each.left is None]
         fallbacks = [each.left for each in found if each.left]
     except ImportError as error:
-        patches, fallbacks = [], [f"Nothing is patched: {error}"]
+        found, fallbacks = [], [f"Nothing is patched: {error}"]
     packages = {"python": platform.python_version()} | environment.versions()
     return {
         "Versions": _aligned(packages, "not installed"),
         "Devices": _devices(),
         "Environment": _aligned({name: os.environ.get(name) for name in _SWITCHES}, "not set"),
-        "enable() replaces": patches or ["nothing"],
+        "enable() accelerates": [*gains(found)] or ["nothing"],
+        _REPLACED: [each.patch.target for each in found if each.left is None] or ["nothing"],
         "What falls back here": [*fallbacks, *_fallbacks()] or ["nothing"],
     }
 

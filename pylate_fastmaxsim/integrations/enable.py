@@ -146,7 +146,7 @@ def enable(
     hosts = {each.host.name for each in _found if each.provider is not None}
     _logger.info(
         "%s; %s.%s",
-        "; ".join(_gains(_found)) or "Nothing is accelerated",
+        "; ".join(gains(_found)) or "Nothing is accelerated",
         ", ".join(
             f"{name} {('off', 'on')[value] if isinstance(value, bool) else value}" for name, value in vars(new).items()
         ),
@@ -181,10 +181,10 @@ def status() -> Status:
     pylate-fastmaxsim: off
     """
     options = current_options()
-    return Status(options, list(_gains(_found)) if options else [], said_about() if options else {})
+    return Status(options, list(gains(_found)) if options else [], said_about() if options else {})
 
 
-def _gains(found: list[Replacement]) -> Iterator[str]:
+def gains(found: list[Replacement]) -> Iterator[str]:
     """Sentences that name what is accelerated in which hosts, and functions that are left as they are."""
     hosts_by_gain: dict[str, list[str]] = {}
     for host in dict.fromkeys(each.host for each in found):

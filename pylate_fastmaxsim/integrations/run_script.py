@@ -29,6 +29,11 @@ def run_script(arguments: Sequence[str], prog: str = "fastmaxsim run") -> None:
     parser = script_parser(prog, "Run a training script with pylate-fastmaxsim switched on.")
     options, words, as_module = parse(parser, arguments)
     show_log()
+    run_or_exit(parser, words, as_module, options)
+
+
+def run_or_exit(parser: argparse.ArgumentParser, words: list[str], as_module: bool, options: dict[str, Any]) -> None:
+    """Run a script with ``enable``; after an exception exit with its traceback, or with a line if there is no script."""
     try:
         run_accelerated(words, as_module, options)
     except Exception as error:

@@ -26,8 +26,13 @@ class Status:
     libraries: list[str]
     models: dict[str, list[str]]
 
+    @property
+    def decisions(self) -> list[str]:
+        """A line for each of ``models``."""
+        return [f"{name}: {line}" for name, said in self.models.items() for line in said]
+
     def __str__(self) -> str:
         if self.options is None:
             return "pylate-fastmaxsim: off"
         lines = [f"pylate-fastmaxsim: {'; '.join(self.libraries) or 'nothing is accelerated'}"]
-        return "\n".join([*lines, *(f"  {name}: {line}" for name, said in self.models.items() for line in said)])
+        return "\n".join([*lines, *(f"  {line}" for line in self.decisions)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,13 +60,13 @@ class Target:
 def find_targets(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Target]:
     """The models of recipes, folders and names on the Hub. None is loaded.
 
-    A label is the name of the recipe, or the last part of the path; where that is not unique, the whole.
+    A label is the name of the recipe, or the last part of the path, without ``model``, in which recipes and trainers save;
+    where that is not unique, the path without the folder that all have in common.
     """
     recipes = {name: load_recipe(name, overrides) for name in names if is_recipe(name)}
     if overrides and not recipes:
         raise RecipeError("--set overrides a key of a recipe, and no recipe is given.")
-    short = {name: recipes[name].name if name in recipes else short_name(name) for name in names}
-    counts, targets = Counter(short.values()), []
+    labels, targets = _labels(names, recipes), []
     for name in names:
         recipe = recipes.get(name)
         path = name if recipe is None else str(Path(recipe.output_dir, MODEL_DIRECTORY))
@@ -73,12 +74,24 @@ def find_targets(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Ta
             raise RecipeError(f"{name}: there is no model in {path}; run `fastmaxsim train` with this recipe first.")
         if recipe is None or not recipe.model.visual:
             saved_class(path)
-        target = Target(short[name] if counts[short[name]] == 1 else name, path, recipe)
+        target = Target(labels[name], path, recipe)
         # Under another spelling as well: it would count as one more pair in the correction of p.
         if any(_scoring_of(target) == _scoring_of(other) for other in targets):
             raise RecipeError(f"each model must be given once, but {name} is given twice.")
         targets.append(target)
     return targets
+
+
+def _labels(names: Sequence[str], recipes: dict[str, Recipe]) -> dict[str, str]:
+    paths = {name: os.path.expanduser(name).rstrip("/").removesuffix(f"/{MODEL_DIRECTORY}") for name in names}
+    short = {name: recipes[name].name if name in recipes else short_name(path) for name, path in paths.items()}
+    counts = Counter(short.values())
+    alike = [name for name in names if counts[short[name]] > 1]
+    with suppress(ValueError):  # no folder in common, or of no two
+        common = os.path.commonpath([paths[name] for name in alike])
+        short |= {name: os.path.relpath(paths[name], common) if common else paths[name] for name in alike}
+    counts = Counter(short.values())
+    return {name: name if counts[label] > 1 else label for name, label in short.items()}
 
 
 def short_name(path: str) -> str:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
+    from rich.console import Console, Group
 
 Rows = Sequence[tuple[str, ...]]
+_UNLIMITED = 100_000
+
+
+def console() -> Console:
+    """The console for tables on stdout; off a terminal nothing is wrapped or cut. Needs rich."""
+    from rich.console import Console
+
+    # Brackets and colons in names and paths are neither markup nor emoji.
+    return Console(markup=False, emoji=False, width=None if sys.stdout.isatty() else _UNLIMITED)
 
 
 @dataclass(frozen=True)
@@ -34,20 +44,18 @@ class Table:
             lines.append("  ".join(aligned).rstrip())
         return "\n".join([*lines, *([self.caption] if self.caption else [])])
 
-    def __rich__(self) -> RichTable:
+    def __rich__(self) -> Group:
+        from rich.console import Group
         from rich.table import Table as RichTable
+        from rich.text import Text
 
-        table = RichTable(
-            title=self.title,
-            title_justify="left",
-            caption=self.caption,
-            caption_justify="left",
-            show_header=self.header,
-        )
+        table = RichTable(show_header=self.header)
         head, body = (self.rows[0], self.rows[1:]) if self.header else ([""] * len(self.rows[0]), self.rows)
         for place, name in enumerate(head):
             # Wrapped and never cut off.
             table.add_column(name, justify="left" if place < self.left else "right", overflow="fold")
         for row in body:
             table.add_row(*row)
-        return table
+        # Not its own title and caption, which end at its width.
+        caption = [Text(self.caption, "dim italic")] if self.caption else []
+        return Group(Text(self.title, "italic"), table, *caption)

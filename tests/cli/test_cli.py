@@ -12,7 +12,6 @@ pytest.importorskip("rich")
 pytest.importorskip("pylate")
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.cli import terminal
 from pylate_fastmaxsim.recipes.training import train as training
 from tests.support.case_tables import cases
 from tests.support.command_line import fastmaxsim
@@ -38,6 +37,29 @@ def test_version_and_help():
     assert all(command in listed for command in ("train", "mine", "compare", "robustness", "search", "warmup"))
 
 
+def test_help_shows_what_a_command_takes_for_a_recipe_and_for_a_script():
+    for command in ("compare", "doctor"):
+        shown = fastmaxsim([command, "--help"])
+        assert (shown.exit_code, shown.stderr) == (0, "")
+        assert "--set KEY=VALUE" in shown.stdout and "(SCRIPT.py | -m MODULE)" in shown.stdout
+
+
+def test_a_shell_completes_commands_options_and_recipes():
+    script = fastmaxsim(["completion", "bash"]).stdout
+    given = {
+        "ro": "robustness",
+        "train --re": "--resume",
+        "compare --s": "--set --sweep --stock-masking --steps",
+        "mine quic": "quickstart",
+    }
+    for words, expected in given.items():
+        code = f"{script}\nCOMP_WORDS=(fastmaxsim {words}); COMP_CWORD={len(words.split())}; _fastmaxsim\n"
+        done = subprocess.run(["bash", "-c", code + 'echo "${COMPREPLY[*]}"'], capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == (f"{expected}\n", "")
+    assert fastmaxsim(["completion", "zsh"]).stdout.endswith(script)
+    assert " mine' -a '--help colbert_" in fastmaxsim(["completion", "fish"]).stdout
+
+
 # Commands whose only line names what is wrong with them, and which leave nothing behind.
 REFUSED = """
 train RECIPE --set training.max_step=3 | training.max_step
@@ -47,6 +69,8 @@ compare RECIPE --output LONG |
 mine RECIPE --set output_dir=LONG |
 search FOLDER --corpus LONG.jsonl --queries LONG.jsonl |
 evaluate LONG --beir LONG --json LONG |
+doctor FOLDER/absent | MODEL: there is no folder
+doctor FOLDER --set fast.compil=true | fast.compil
 """
 
 
@@ -89,14 +113,14 @@ def test_train_says_what_was_in_force_and_why(tmp_path):
     assert done.stderr.startswith("fastmaxsim: PYLATE_FASTMAXSIM must be 1, true, ") and done.stderr.count("\n") == 1
 
 
-def test_brackets_and_colons_in_names_and_paths_mean_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(terminal.plain, "width", 300)
+def test_names_and_paths_stand_whole_and_as_they_are(tmp_path):
     folder = tmp_path / "rows[1]"
     folder.mkdir()
     recipe = tiny(folder, "lr[=1e-3] :x:", training={"max_steps": 1, "save_steps": None}) | {"name": "[/x] :smiley:"}
     file = write(folder, recipe)
     done = fastmaxsim(["train", file])
     assert done.exit_code == 0, done.output
+    # Off a terminal no line ends at its width; brackets and colons mean nothing.
     assert "[/x] :smiley:: trained" in done.stdout and str(folder / "lr[=1e-3] :x:" / "model") in done.stdout
     done = fastmaxsim(["train", file, "--set", "data.columns=[':x:', b]"])
     assert "no column ':x:'" in done.stderr

@@ -86,6 +86,28 @@ def test_a_loss_that_is_not_a_number_is_seen(modes, lost, tmp_path):
         assert final.count("NaN") == len(modes) and final.count("0.1667") == 2 - len(modes)
 
 
+# Tokens of documents that stock encodes, of a step; what fast did, what was warned of, the device; and what the table says.
+SLOWER = [
+    (32, ["ColBERT: Documents are packed."], [], "A GPU", "stock encodes 6% are padding"),
+    (80, ["ColBERT: Documents are packed."], [], "A GPU", "a step has 50 tokens, for which the GPU waits"),
+    (80, [], ["A loss of your own encodes with padding."], "CPU", "fast encodes with padding as well"),
+]
+
+
+@pytest.mark.parametrize(("live", "decided", "warned", "device", "why"), SLOWER)
+def test_the_table_says_how_texts_were_encoded_and_why_that_is_slower(
+    live, decided, warned, device, why, capsys, tmp_path
+):
+    stock = finished(1.0, encoded=live + 20)
+    more = {"decisions": decided, "warnings": [*warned, "more"], "environment": {"device": device}}
+    table = shown(slower := compared(stock, finished(2.0, **more)))
+    assert f"fast run: {[*decided, *warned][0]} fast is slower here: " in table and why in table
+    assert "slower" not in shown(compared(stock, finished(0.5, **more)))
+    # Not said twice.
+    report.publish(slower, tmp_path / "compare.json")
+    assert capsys.readouterr().err == "fast run: more\n"
+
+
 def test_a_sweep_says_how_far_each_path_went():
     def point(batch_size, status):
         memory = {"before": 1, "peak": 2**30}

@@ -1,6 +1,6 @@
 import pytest
 
-from pylate_fastmaxsim.comparison.report import headline
+from pylate_fastmaxsim.comparison.report import caption, headline
 from pylate_fastmaxsim.comparison.turns import Run, Turns
 from pylate_fastmaxsim.comparison.verdict import summarize_steps, summarize_turns, verdict
 from tests.support.comparisons import steps as steps_of
@@ -26,6 +26,18 @@ def test_the_ratio_is_of_blocks_beside_each_other():
 
 
 def test_a_machine_is_busy_where_ratios_are_apart_or_cpu_seconds_say_another():
+    # A long last block, which stood beside none, turns the medians alone.
+    for step, is_left_out in ((1 / 3, False), (3.0, True)):
+        fast = run(*[1.0] * 4)
+        fast.steps, fast.blocks = (
+            [*fast.steps, *[{"loss": 1.0}] * 30],
+            [*fast.blocks, {"seconds": 30 * step, "cpu_seconds": 1.0, "steps": 30, "pair": None}],
+        )
+        runs = {"stock": run(2.0, 2.0, 2.4, 2.6), "fast": fast}
+        compared = summarize_turns(Turns(runs, restarted=False))
+        assert is_left_out != all("step_seconds" in each for each in compared["runs"].values())
+        said = caption({"recipe": {"name": "x"}, **compared})
+        assert is_left_out == ("Median steps, which contradict it, are left out." in said)
     judged = verdict(run(2.0, 2.0, 2.4, 2.6), run(*[1.0] * 4))
     assert judged["busy"] and "half of the 4 pairs of blocks have ratios from 2.00 to 2.45" in judged["why_busy"]
     assert not verdict(run(2.0, 2.0, 2.2, 2.3), run(*[1.0] * 4))["busy"]

@@ -13,6 +13,7 @@ import numpy as np
 
 from pylate_fastmaxsim.cli import main
 from pylate_fastmaxsim.recipes.mining import resumable, teacher
+from pylate_fastmaxsim.reporting import progress
 
 RANK = int(os.environ["RANK"])
 folder, failing = Path(sys.argv[1]), sys.argv[2]
@@ -34,6 +35,7 @@ def load_late(file: Path) -> np.ndarray:
 
 
 resumable.replace_file = noting
+progress.LINE_SECONDS = 0  # every line is shown
 if RANK == 1 and failing == "late":
     teacher.read_part = load_late
 apart = ["--set", f"data.name={folder / 'apart'}"] if RANK == 1 and failing == "apart" else []

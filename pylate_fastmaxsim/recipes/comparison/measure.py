@@ -14,6 +14,7 @@ from typing import Any
 from datasets import Dataset
 from transformers.utils import logging as transformers_logging
 
+import pylate_fastmaxsim
 from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.comparison.gate import Gate, KeptWarnings
 from pylate_fastmaxsim.comparison.trainer import measure_steps
@@ -52,7 +53,7 @@ def measure(
 
     Returns ``status`` unless it finished (out of memory or, with ``batch_size``, no batch of this size), ``phases`` in
     seconds a step, metrics of the evaluation, ``untrained`` with the same metrics and ``untrained_seconds``, how long they
-    took, ``prepare_seconds``, the ``warnings`` of the package and the environment.
+    took, ``prepare_seconds``, the ``warnings`` of the package, its ``decisions`` about padding, and the environment.
     """
     warnings = KeptWarnings()
     logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
@@ -84,6 +85,7 @@ def measure(
                 raise
             return result | {"status": OUT_OF_MEMORY}
         state = trainer.state
+        result["decisions"] = pylate_fastmaxsim.status().decisions
         del trainer  # and the states of its optimizer, before the evaluation
         if batch_size is not None and not state.global_step:
             return result | {"status": NO_BATCH}

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 
-from tqdm import tqdm
+from pylate_fastmaxsim.reporting.progress import Progress
 
 QUERY_WORDS = (4, 40)
 POSITIVE_WORDS = (12, 2000)
@@ -39,7 +39,7 @@ def docstring_pairs(packages: Sequence[str], limit: int | None, seed: int = 0) -
     files = [file for package in packages for file in source_files(package)]
     random.Random(seed).shuffle(files)
     pairs = islice(_distinct_pairs(files), limit)
-    return list(tqdm(pairs, total=limit, desc="Reading docstrings", unit=" pairs", disable=None))
+    return list(Progress("Reading docstrings", limit, unit=" pairs", iterable=pairs))
 
 
 def _distinct_pairs(files: Iterable[Path]) -> Iterator[dict[str, str]]:

@@ -10,7 +10,6 @@ import pyarrow as pa
 import torch
 from datasets import Dataset
 from torch import Tensor
-from tqdm import tqdm
 
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.files.replace import replace_file
@@ -27,6 +26,7 @@ from pylate_fastmaxsim.recipes.data.collection import (
 )
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, Encoded, Retriever
+from pylate_fastmaxsim.reporting.progress import Progress
 from pylate_fastmaxsim.sparse import SparseBatch
 
 METRICS = ("ndcg@10", "mrr@10", "recall@100")
@@ -97,7 +97,7 @@ def with_progress_bar(
     batches: Iterator[Encoded | CompressedBatch], documents: int, title: str
 ) -> Iterator[Encoded | CompressedBatch]:
     """Show a progress bar while batches go by."""
-    with tqdm(total=documents, desc=title, unit=" documents", unit_scale=True) as progress:
+    with Progress(title, documents, unit=" documents") as progress:
         for batch in batches:
             yield batch
             progress.update(len(batch))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from pylate_fastmaxsim.recipes.config.schema import MiningSection
@@ -21,6 +20,7 @@ from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_parts
 from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, SparseRetriever, StaticRetriever, retriever_of
+from pylate_fastmaxsim.reporting.progress import Progress
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 from pylate_fastmaxsim.retrieval.static.tokens import BM25, Statistics
@@ -117,7 +117,7 @@ def find_candidates(
     k = min(first.k, documents)
     device = search_device(device)
 
-    def encode_documents(part: slice, bar: tqdm) -> dict[str, np.ndarray]:
+    def encode_documents(part: slice, bar: Progress) -> dict[str, np.ndarray]:
         batches = []
         for rows in pairs.documents.select(range(part.start, part.stop)).iter(BATCHES_AT_ONCE * section.batch_size):
             batches.append(stage.documents(rows["text"]).to("cpu"))
@@ -144,7 +144,7 @@ def find_candidates(
     def index() -> SparseIndex:
         return SparseIndex.build(stage.weighted(lambda: map(_read, files)), device=device)
 
-    def search(part: slice, bar: tqdm) -> np.ndarray:
+    def search(part: slice, bar: Progress) -> np.ndarray:
         queries = stage.queries(pairs.queries[part.start : part.stop]["text"]).to(device)
         _, found = index().search(queries, k)
         bar.update(len(queries))

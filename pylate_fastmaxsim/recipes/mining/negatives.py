@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from datasets import Dataset
-from tqdm import tqdm
 
 from pylate_fastmaxsim.codec import ResidualCodec
 from pylate_fastmaxsim.compressed import CompressedBatch
@@ -23,6 +22,7 @@ from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Compute, Work, read_part, read_parts
 from pylate_fastmaxsim.recipes.mining.teacher import require_finite_scores
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
+from pylate_fastmaxsim.reporting.progress import Progress
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -52,7 +52,7 @@ class DocumentSearch:
         """Scores and numbers of the best documents of each query, ``[Nq, K]``."""
         k = documents_kept(self.pairs, self.section)
 
-        def compute(part: slice, bar: tqdm) -> dict[str, np.ndarray]:
+        def compute(part: slice, bar: Progress) -> dict[str, np.ndarray]:
             documents = self.pairs.documents.select(range(part.start, part.stop))
             scores, found = search(self._queries, map(self.compress, self._encoded(documents, bar)), k)
             scores = scores.cpu().numpy()
@@ -82,7 +82,7 @@ class DocumentSearch:
         def inside(begin: int) -> np.ndarray:
             return (candidates >= begin) & (candidates < begin + step)
 
-        def compute(part: slice, bar: tqdm) -> np.ndarray:
+        def compute(part: slice, bar: Progress) -> np.ndarray:
             rows, columns = inside(part.start).nonzero()
             return self._scores_of_pairs(rows, candidates[rows, columns], part, bar)
 
@@ -97,7 +97,7 @@ class DocumentSearch:
         """The score of the worst positive of each query."""
         pairs, step = np.array(self.pairs.rows), self.section.rows_per_part
 
-        def compute(part: slice, bar: tqdm) -> np.ndarray:
+        def compute(part: slice, bar: Progress) -> np.ndarray:
             return self._scores_of_pairs(*pairs[part].T, part, bar)
 
         settings = self.common | {"mining.rows_per_part": step}
@@ -113,7 +113,7 @@ class DocumentSearch:
             "search", self.common | settings, "Searching", " documents", len(self.pairs.documents), step, compute
         )
 
-    def _scores_of_pairs(self, queries: np.ndarray, documents: np.ndarray, part: slice, bar: tqdm) -> np.ndarray:
+    def _scores_of_pairs(self, queries: np.ndarray, documents: np.ndarray, part: slice, bar: Progress) -> np.ndarray:
         """MaxSim of pairs ``[P]`` of numbers of a query and a document, each document of which is encoded once."""
         used, places = np.unique(documents, return_inverse=True)
         bar.update(part.stop - part.start - len(used))
@@ -130,11 +130,9 @@ class DocumentSearch:
     def _load_compressor(self) -> Compress:
         key, format = f"mining.corpus_format {self.section.corpus_format}", self.section.corpus_format
 
-        def train(part: slice, bar: tqdm) -> dict[str, np.ndarray]:
+        def train(part: slice, bar: Progress) -> dict[str, np.ndarray]:
             documents = self.pairs.documents.select(sampled(len(self.pairs.documents)))
-            with tqdm(
-                total=len(documents), desc="Encoding a sample", unit=" documents", disable=bar.disable
-            ) as encoded:
+            with Progress("Encoding a sample", len(documents), unit=" documents", disable=bar.disable) as encoded:
                 codec = train_codec(key, format, self._encoded(documents, encoded))
             bar.update()
             given = [field.name for field in dataclasses.fields(codec) if field.init]
@@ -147,7 +145,7 @@ class DocumentSearch:
             return compressor(key, codec.to(self.model.device))
         return compressor(key, format)
 
-    def _encoded(self, documents: Dataset, bar: tqdm) -> Iterator[TokenBatch]:
+    def _encoded(self, documents: Dataset, bar: Progress) -> Iterator[TokenBatch]:
         for rows in documents.iter(BATCHES_AT_ONCE * self.section.batch_size):
             yield retriever_of(self.model).encode(rows["text"], self.section.batch_size, is_query=False)
             bar.update(len(rows["text"]))

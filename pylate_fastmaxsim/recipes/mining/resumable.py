@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 from accelerate import PartialState
-from tqdm import tqdm
 
 from pylate_fastmaxsim.files.record import read_record, write_record
 from pylate_fastmaxsim.files.replace import replace_file
+from pylate_fastmaxsim.reporting.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _ARRAY = "values"
 
 # The content of a part, for its items; it updates the bar.
-Compute = Callable[[slice, tqdm], np.ndarray | dict[str, np.ndarray]]
+Compute = Callable[[slice, Progress], np.ndarray | dict[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,8 @@ class Work:
         own = missing[self.processes.process_index :: count]
         others = sum(parts[number].stop - parts[number].start for number in set(missing).difference(own))
         left = sum(parts[number].stop - parts[number].start for number in own)
-        bar = tqdm(
-            total=total - others,
-            initial=total - others - left,
-            desc=f"{title} (process 1 of {count})" if count > 1 else title,
-            unit=unit,
-            unit_scale=True,
-            disable=not main,
-        )
-        with bar:
+        name = f"{title} (process 1 of {count})" if count > 1 else title
+        with Progress(name, total - others, total - others - left, unit, disable=not main) as bar:
             for number in own:
                 result = compute(parts[number], bar)
                 replace_file(files[number], functools.partial(_save, result))

@@ -13,7 +13,6 @@ import torch
 from sentence_transformers import CrossEncoder
 from sentence_transformers.models import Dense
 from sentence_transformers.util import import_from_string, load_file_path
-from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
@@ -30,6 +29,7 @@ from pylate_fastmaxsim.recipes.models.load import (
     model_failure,
 )
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
+from pylate_fastmaxsim.reporting.progress import Progress
 
 if TYPE_CHECKING:
     from pylate.models import ColBERT
@@ -140,7 +140,7 @@ def grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: Mining
     """The teacher's scores of the documents of each row, ``[rows, 1 + num_negatives]``."""
     at_once = max(1, BATCHES_AT_ONCE * section.batch_size // (1 + section.num_negatives))
 
-    def compute(part: slice, bar: tqdm) -> np.ndarray:
+    def compute(part: slice, bar: Progress) -> np.ndarray:
         scores = []
         for first in range(part.start, part.stop, at_once):
             rows = candidates[first : min(first + at_once, part.stop)]

@@ -153,7 +153,19 @@ def load_retriever(
 
 
 def saved_class(name: str, key: str = "MODEL") -> str:
-    """The class that has saved the model in this folder or of this name on the Hub, as its files say."""
+    """The class that has saved the model in this folder or of this name on the Hub, one that retrieves."""
+    saved_by = class_of(name, key)
+    if saved_by not in KIND_OF_CLASS and saved_by != "StaticLateInteraction":
+        found = f"{CONFIG_FILE} says {saved_by}" if saved_by else f"it has no {CONFIG_FILE}"
+        raise RecipeError(
+            f"{key} {name} must be a ColBERT that PyLate has saved, a MultiVectorEncoder or SparseEncoder that Sentence "
+            f"Transformers has saved or a StaticLateInteraction, but {found}."
+        )
+    return saved_by
+
+
+def class_of(name: str, key: str = "MODEL") -> str | None:
+    """The class that has saved the model in this folder or of this name on the Hub; None where its files do not say."""
     if is_missing_folder(name):
         raise RecipeError(f"{key}: there is no folder {name}.")
     path = Path(name).expanduser()
@@ -161,16 +173,9 @@ def saved_class(name: str, key: str = "MODEL") -> str:
         return "StaticLateInteraction"
     name = str(path) if path.is_dir() else name
     try:
-        saved_by = model_type(name)
+        return model_type(name)
     except Exception as error:  # of the Hub's client, or of a file that is not JSON
         raise model_failure(key, ColBERTSection(name_or_path=name), error) from error
-    if saved_by not in KIND_OF_CLASS:
-        found = f"{CONFIG_FILE} says {saved_by}" if saved_by else f"it has no {CONFIG_FILE}"
-        raise RecipeError(
-            f"{key} {name} must be a ColBERT that PyLate has saved, a MultiVectorEncoder or SparseEncoder that Sentence "
-            f"Transformers has saved or a StaticLateInteraction, but {found}."
-        )
-    return saved_by
 
 
 def require_inner_product(model: SparseEncoder, key: str, name: str) -> None:

@@ -85,9 +85,10 @@ def collection_task(name: str, collection: Collection, settings: Settings, fille
     own: dict[int, int] = {}
     if fillers is None:
         relevant = {document for each in gold.values() for document in each}
-        free = [number for number, document in enumerate(documents) if document not in relevant]
-        own = {number: filler for filler, number in enumerate(free)}
-        fillers = [texts[number] for number in free]
+        # Of the whole collection: gold documents alone may be as many as are measured.
+        free = sorted([document for document in order if document not in relevant][: settings.max_documents])
+        own = {column[document]: filler for filler, document in enumerate(free) if document in column}
+        fillers = document_texts(collection.corpus.select(free)[:])
     asked = [collection.queries[query] for query in queries]
     return Task(name, asked, texts, grades, fillers, [own.get(number) for number in range(len(texts))])
 

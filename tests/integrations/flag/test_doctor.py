@@ -15,12 +15,13 @@ pytest.importorskip("pylate")
 def test_the_doctor_says_what_is_here_and_changes_nothing(monkeypatch):
     monkeypatch.delenv("PYLATE_FASTMAXSIM", raising=False)
     monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
-    found, text = doctor.diagnose(), doctor.report()
+    found, text = doctor.diagnose(), doctor.report(verbose=True)
     assert current_options() is None
     assert {"pylate.scores.colbert.colbert_scores", "pylate.rank.rank.rerank"} <= set(found["enable() replaces"])
     assert any("PYLATE_SCORES_BACKEND=torch" in line for line in found["What falls back here"])
     for title, lines in found.items():
         assert "\n".join([title, *(f"  {line}" for line in lines)]) in text
+    assert "pylate.rank" not in doctor.report()
     assert re.search("PYLATE_FASTMAXSIM +not set", text) and re.search(r"  torch +\d", text)
 
 
@@ -29,7 +30,7 @@ def test_the_doctor_works_without_a_host(monkeypatch):
     monkeypatch.setitem(sys.modules, "colpali_engine", None)
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     assert "not installed" in doctor.diagnose()["What falls back here"][0]
-    assert "enable() replaces\n  nothing" in doctor.report()
+    assert "enable() accelerates\n  nothing" in doctor.report()
 
 
 @pytest.mark.parametrize(("value", "sentence"), [("off", "enable() does nothing"), ("maybe", "enable() raises")])

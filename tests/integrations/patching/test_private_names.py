@@ -8,6 +8,7 @@ import ast
 import importlib.util
 import inspect
 import re
+from argparse import ArgumentParser
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,6 +66,7 @@ NAMES = [
     (LINEAR, "_buffers _modules", "trials undone"),
     (LINEAR, "_compiled_call_impl _call_impl", "compiled layers"),
     (LINEAR, "_parameters", "small batches as CUDA graphs"),
+    (ArgumentParser(), "_actions", "completion in a shell"),
     (torch, "_foreach_copy_", "small batches as CUDA graphs"),
     (torch._C, "_cuda_endAllocateToPool", "small batches as CUDA graphs"),
     (LINEAR.weight, "_backward_hooks _post_accumulate_grad_hooks", "own code"),

@@ -8,6 +8,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import hold_lock
 from pylate_fastmaxsim.recipes.mining import mine as mining
 from pylate_fastmaxsim.recipes.mining.mine import mine
+from pylate_fastmaxsim.reporting import progress
 from tests.support.case_tables import cases
 from tests.support.mining_recipe import mine_but_stop, parts_written, same_data, written_to
 from tests.support.recipe_runs import command
@@ -93,6 +94,7 @@ def test_the_command_says_what_is_mined_and_what_is_kept(recipe, tmp_path, monke
     with hold_lock("data.name", tmp_path, "mined" + mining.LOCK_ENDING, ""):
         done = command("mine", file)
     assert done.exit_code == 2 and "mined is being mined by another command" in done.stderr
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     done = command("mine", file)
     assert done.exit_code == 0 and "mined" in done.stdout and "Searching: 100%" in done.stderr
 

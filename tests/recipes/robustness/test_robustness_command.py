@@ -47,6 +47,12 @@ def test_a_collection_keeps_gold_documents_and_leaves_the_query_itself_out():
     few = collection_task("tiny", collection, Settings(max_queries=1, max_documents=4, seed=1))
     assert few.grades.shape[0] == 1 and len(few.documents) == 4
     assert (few.grades > 0).sum() in (1, 2)
+    # Gold documents alone are as many as are measured; each filler is the document that it is said to be.
+    gold = collection_task("tiny", collection, Settings(max_documents=2))
+    assert len(gold.documents) == 3 and len(gold.fillers) == 2 and gold.own == [None] * 3
+    assert [few.fillers[own] for own in few.own if own is not None] == [
+        text for text, own in zip(few.documents, few.own, strict=True) if own is not None
+    ]
 
 
 def test_text_is_appended_behind_what_the_model_reads_and_read_as_a_whole(encoder, task):

@@ -1,5 +1,6 @@
 import csv
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -52,7 +53,9 @@ def test_several_models_on_one_collection(saved, encoder, data, tmp_path, monkey
     written = json.loads(result.read_text())
     assert (written["queries"], written["documents"], written["test"]) == (6, 150, "student")
     assert [model["kind"] for model in written["models"]] == [LATE, SPARSE, LATE]
-    labels = [saved(LATE), "model", other]  # two have one name
+    # Two have one name, and the third is in a folder `model`.
+    common = os.path.commonpath([saved(LATE), other])
+    labels = [os.path.relpath(saved(LATE), common), "sparse", os.path.relpath(other, common)]
     assert [model["label"] for model in written["models"]] == labels
     collection, rows = beir.load_collection(str(data)), rows_of(tmp_path / "q.jsonl")
     assert [(row["query"], row["model"]) for row in rows] == [(f"q{n}", label) for label in labels for n in range(6)]
@@ -82,7 +85,7 @@ def test_several_models_on_one_collection(saved, encoder, data, tmp_path, monkey
     assert (model["label"], model["encoded_documents"]) == (Path(other).name, 0)
     assert model["metrics"] == pytest.approx(written["models"][2]["metrics"])
     rows = rows_of(tmp_path / "q.tsv")
-    assert [float(row["mrr@10"]) for row in rows] == [row["mrr@10"] for row in own[other]]
+    assert [float(row["mrr@10"]) for row in rows] == [row["mrr@10"] for row in own[labels[2]]]
     done = evaluate(saved(SPARSE), other, *options, "--format", "float16", "--test", "fisher")
     assert len(list(index.iterdir())) == 4 and "Fisher's randomisation test over 6 queries" in done.stdout
 

@@ -13,6 +13,7 @@ from pylate_fastmaxsim.recipes.evaluation import ranking
 from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import Retriever, retriever_of
 from pylate_fastmaxsim.recipes.search import index
+from pylate_fastmaxsim.reporting import progress
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 from tests.support.beir_folder import write_folder
 from tests.support.case_tables import cases
@@ -31,10 +32,11 @@ def small_parts(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("kind", RETRIEVERS)
-def test_the_run_file_has_the_ranking_and_the_scores_of_the_host(kind, saved, files, tmp_path, caplog):
+def test_the_run_file_has_the_ranking_and_the_scores_of_the_host(kind, saved, files, tmp_path, caplog, monkeypatch):
     run, result = tmp_path / "out" / "run.trec", tmp_path / "result.json"
     done = search(saved(kind), *files, "--k", 10**12, "--run", run)  # more than there are
     assert all(len(results) <= 150 for results in read_run(run).values())
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     with caplog.at_level("INFO", "pylate_fastmaxsim"):
         done = search(saved(kind), *files, "--k", 20, "--run", run, "--json", result)
     assert ("SPLADE without vocabulary logits" in caplog.text) == (kind == SPARSE)
@@ -49,6 +51,9 @@ def test_the_run_file_has_the_ranking_and_the_scores_of_the_host(kind, saved, fi
     assert (written["kind"], written["documents"], written["queries"], written["metrics"]) == (kind, 150, 8, None)
     assert all(written["seconds"][task] > 0 for task in ("encode queries", "encode documents", "search"))
     assert "encode documents" in done.stdout and "documents/s" in done.stdout
+    # Off a terminal a line now and then.
+    (last,) = [line for line in done.stderr.splitlines() if line.startswith("encode documents: 100%")]
+    assert " 150/150 " in last and "\r" not in done.stderr.replace("\r\n", "")
 
 
 # Of sparse ones whole blocks are kept.
