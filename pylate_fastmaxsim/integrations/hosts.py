@@ -72,7 +72,7 @@ HOSTS = (
         module="pylate",
         first="1.5.1",
         below="2",
-        providers=("pylate.scores", "pylate.losses", "encoding.masks", "models.encoders", "pylate.fused_head"),
+        providers=("pylate.scores", "pylate.losses", "pylate.encode", "encoding.masks", "models.encoders", "pylate.fused_head"),
         gains={"pylate.scores": _MAXSIM},
     ),
     Host(
