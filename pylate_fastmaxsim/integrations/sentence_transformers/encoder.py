@@ -30,7 +30,7 @@ from torch.func import functional_call
 from pylate_fastmaxsim.integrations.encoding import gradcache
 from pylate_fastmaxsim.integrations.encoding.batch import Documents, attended_index, padded_again
 from pylate_fastmaxsim.integrations.encoding.equivalence import bitwise_equal, failure_of, restoring
-from pylate_fastmaxsim.integrations.encoding.modes import mode_for
+from pylate_fastmaxsim.integrations.encoding.modes import mode_for, pad_to_widest_seen
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import inputs_of
@@ -44,7 +44,6 @@ from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import (
     noise_outside,
     noting_columns,
     noting_model,
-    pad_to_widest_seen,
     running_model,
 )
 from pylate_fastmaxsim.ops.score_metric import PooledScores
