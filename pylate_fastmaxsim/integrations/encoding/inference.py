@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from pylate_fastmaxsim.integrations.encoding.plans import rows_of
 from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL, TokenCounts, take_total
 
 Features = dict[str, Tensor]
+Made = TypeVar("Made")
 
 # With more tokens in a batch a GPU is no busier: a forward of ModernBERT-base takes 30 ms of an H100. The caches of a CPU
 # hold fewer.
@@ -38,6 +39,19 @@ class Batch:
     indices: list[int]  # of the texts among all
     features: Features
     tokens: list[int]  # attended ones of each text
+    batch_size: int  # as the host was given it
+
+    def embedded(self, embed: Callable[[Batch], Made]) -> Made:
+        """What ``embed`` makes of it. Of a batch that does not fit OutOfMemoryError says how to have smaller ones."""
+        try:
+            return embed(self)
+        except torch.OutOfMemoryError as error:
+            count, width = self.features["input_ids"].shape
+            raise torch.OutOfMemoryError(
+                f"encode: out of memory with {count} texts of at most {width} tokens in a batch. Give encode a smaller "
+                f"batch_size than {self.batch_size}: a batch holds the tokens of so many texts of the greatest length. "
+                f"({error})"
+            ) from error
 
 
 def batches(
@@ -57,11 +71,6 @@ def batches(
     length that the model takes, and at most 32,768, on a CPU 4,096. A single text may have more. ``tokenize`` gives features on the CPU,
     and runs in another thread. ``text_length`` estimates a length before. ``progress`` says what a bar shows, None shows
     none.
-
-    Raises
-    ------
-    torch.OutOfMemoryError
-        What the caller does with a batch does not fit; the message says how to have smaller ones.
     """
     order = sorted(range(len(texts)), key=lambda index: -text_length(texts[index]))
     budget = max(1, min(batch_size * longest, MOST_TOKENS_ON_CPU if device.type == "cpu" else MOST_TOKENS))
@@ -87,8 +96,7 @@ def batches(
                 for key, value in features.items()
             }
             take_total(moved)
-            with _naming_what_fits(moved, batch_size):
-                yield Batch(indices, moved, tokens)
+            yield Batch(indices, moved, tokens, batch_size)
             bar.update(len(indices))
 
 
@@ -104,18 +112,6 @@ def _ahead(items: Iterator) -> Iterator:
 def _pinned(features: Features) -> Features:
     """Where a copy to a GPU does not wait for what runs there."""
     return {key: value.pin_memory() if torch.is_tensor(value) else value for key, value in features.items()}
-
-
-@contextmanager
-def _naming_what_fits(features: Features, batch_size: int) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        count, width = features["input_ids"].shape
-        raise torch.OutOfMemoryError(
-            f"encode: out of memory with {count} texts of at most {width} tokens in a batch. Give encode a smaller "
-            f"batch_size than {batch_size}: a batch holds the tokens of so many texts of the greatest length. ({error})"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -148,7 +144,7 @@ def rows_of_texts(
 
     with ThreadPoolExecutor(1) as thread, torch.no_grad():
         for batch in batches:
-            rows = embed(batch)
+            rows = batch.embedded(embed)
             coming.append((batch.indices, _texts_on_host(rows, thread) if to_host else _done(rows.of_texts())))
             take(_AHEAD)
         take(0)

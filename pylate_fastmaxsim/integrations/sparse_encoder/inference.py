@@ -9,6 +9,7 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.util import select_max_active_dims
 from torch import Tensor
 
+from pylate_fastmaxsim.integrations.encoding.inference import Batch
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
@@ -56,14 +57,18 @@ def _inference(
     )
     order: list[int] = []
     parts: list[Tensor] = []
+
+    @torch.inference_mode()
+    def embed(batch: Batch) -> Tensor:
+        made = self(batch.features, **limit, **kwargs)["sentence_embedding"]
+        if max_active_dims is not None:
+            made = select_max_active_dims(made, max_active_dims=max_active_dims)
+        if convert_to_sparse_tensor:
+            made = made.to_sparse()
+        return made.cpu() if save_to_cpu else made
+
     for batch in batches:
-        with torch.inference_mode():
-            made = self(batch.features, **limit, **kwargs)["sentence_embedding"]
-            if max_active_dims is not None:
-                made = select_max_active_dims(made, max_active_dims=max_active_dims)
-            if convert_to_sparse_tensor:
-                made = made.to_sparse()
-            parts.append(made.cpu() if save_to_cpu else made)
+        parts.append(batch.embedded(embed))
         order += batch.indices
     # The text at each place of the batches goes back to its own.
     places = torch.tensor(order, device=parts[0].device).argsort()
