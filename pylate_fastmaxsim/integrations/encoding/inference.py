@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -20,7 +21,8 @@ from torch import Tensor
 from tqdm.autonotebook import tqdm
 
 from pylate_fastmaxsim.integrations.encoding.plans import rows_of
-from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL, TokenCounts, take_total
+from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL, TokenCounts, has_gaps, take_total
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
 
 Features = dict[str, Tensor]
 Made = TypeVar("Made")
@@ -68,11 +70,13 @@ def batches(
     """Texts from the longest to the shortest, in batches that hold about equally many tokens, padding included.
 
     ``batch_size`` bounds memory as in the hosts: a batch has at most the tokens of so many texts of the ``longest``
-    length that the model takes, and at most 32,768, on a CPU 4,096. A single text may have more. ``tokenize`` gives features on the CPU,
-    and runs in another thread. ``text_length`` estimates a length before. ``progress`` says what a bar shows, None shows
-    none.
+    length that the model takes, and at most 32,768, on a CPU 4,096. A single text may have more. ``tokenize`` gives
+    features on the CPU, and runs in another thread. ``text_length`` estimates a length before. ``progress`` says what a bar
+    shows, None shows none. Raises FallbackToHost where features say nothing of attention.
     """
-    order = sorted(range(len(texts)), key=lambda index: -text_length(texts[index]))
+    # Of a string what the hosts take, some of which add up its characters.
+    lengths = [len(text) if isinstance(text, str) else text_length(text) for text in texts]
+    order = sorted(range(len(texts)), key=lengths.__getitem__, reverse=True)
     budget = max(1, min(batch_size * longest, MOST_TOKENS_ON_CPU if device.type == "cpu" else MOST_TOKENS))
 
     def tokenized() -> Iterator[tuple[list[int], Features]]:
@@ -80,7 +84,11 @@ def batches(
         while begin < len(order):
             indices = order[begin : begin + max(1, min(most_texts, budget // width))]
             features = tokenize([texts[index] for index in indices])
-            features[TOKEN_TOTAL] = TokenCounts.of(features["attention_mask"])
+            if (mask := features.get("attention_mask")) is None:
+                raise FallbackToHost("its features have no attention_mask")
+            # A mask with gaps, or with padding on the left, cannot be packed, and is found without counts.
+            if not has_gaps(mask):
+                features[TOKEN_TOTAL] = TokenCounts.of(mask)
             begin, width = begin + len(indices), max(1, features["input_ids"].shape[1])
             # A text of fewer characters may have more tokens.
             size = max(1, budget // width)
@@ -90,7 +98,7 @@ def batches(
 
     with tqdm(total=len(texts), desc=progress, unit=" texts", disable=progress is None) as bar:
         for indices, features in _ahead(tokenized()):
-            tokens = features[TOKEN_TOTAL][:, 0].tolist()
+            tokens = features["attention_mask"].sum(dim=1).tolist()
             moved = {
                 key: value.to(device, non_blocking=True) if torch.is_tensor(value) else value
                 for key, value in features.items()
@@ -142,7 +150,8 @@ def rows_of_texts(
             for index, own in zip(indices, rows.result(), strict=True):
                 found[index] = own
 
-    with ThreadPoolExecutor(1) as thread, torch.no_grad():
+    # Closed, it tokenises no more, whoever still holds an error.
+    with closing(batches), ThreadPoolExecutor(1) as thread, torch.no_grad():
         for batch in batches:
             rows = batch.embedded(embed)
             coming.append((batch.indices, _texts_on_host(rows, thread) if to_host else _done(rows.of_texts())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -67,9 +68,10 @@ def _inference(
             made = made.to_sparse()
         return made.cpu() if save_to_cpu else made
 
-    for batch in batches:
-        parts.append(batch.embedded(embed))
-        order += batch.indices
+    with closing(batches):
+        for batch in batches:
+            parts.append(batch.embedded(embed))
+            order += batch.indices
     # The text at each place of the batches goes back to its own.
     places = torch.tensor(order, device=parts[0].device).argsort()
     with torch.inference_mode():
