@@ -109,12 +109,13 @@ def batches(
 
 
 def _ahead(items: Iterator) -> Iterator:
-    """The same items, made in another thread."""
+    """The same items; all but the first, before which nothing runs, are made in another thread."""
     with ThreadPoolExecutor(1) as thread:
-        coming = deque(thread.submit(next, items, None) for _ in range(_AHEAD))
-        while (item := coming.popleft().result()) is not None:
-            coming.append(thread.submit(next, items, None))
+        item, coming = next(items, None), deque()
+        while item is not None:
+            coming.extend(thread.submit(next, items, None) for _ in range(_AHEAD - len(coming)))
             yield item
+            item = coming.popleft().result()
 
 
 def _pinned(features: Features) -> Features:
