@@ -72,7 +72,14 @@ HOSTS = (
         module="pylate",
         first="1.5.1",
         below="2",
-        providers=("pylate.scores", "pylate.losses", "encoding.masks", "models.encoders", "pylate.fused_head"),
+        providers=(
+            "pylate.scores",
+            "pylate.losses",
+            "pylate.encode",
+            "encoding.masks",
+            "models.encoders",
+            "pylate.fused_head",
+        ),
         gains={"pylate.scores": _MAXSIM},
     ),
     Host(
@@ -91,7 +98,12 @@ HOSTS = (
         module="sentence_transformers.multi_vector_encoder",
         first="6",
         below="7",
-        providers=("sentence_transformers.scores", "sentence_transformers.encoder", "encoding.masks"),
+        providers=(
+            "sentence_transformers.scores",
+            "sentence_transformers.encoder",
+            "sentence_transformers.inference",
+            "encoding.masks",
+        ),
         gains={"sentence_transformers.scores": _MAXSIM},
     ),
     # Its SparseEncoder, which release 5.3 beside PyLate has too.
@@ -101,7 +113,7 @@ HOSTS = (
         module="sentence_transformers.sparse_encoder",
         first="5",
         below="7",
-        providers=("sparse_encoder.encoder", "sparse_encoder.search", "encoding.masks"),
+        providers=("sparse_encoder.encoder", "sparse_encoder.inference", "sparse_encoder.search", "encoding.masks"),
         gains={
             "sparse_encoder.encoder": "SPLADE without vocabulary logits",
             "sparse_encoder.search": "exact search of sparse embeddings",

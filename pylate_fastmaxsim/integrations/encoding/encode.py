@@ -70,6 +70,7 @@ def plan_documents(
     skiplist: list[int],
     mini_batch_size: int | None = None,
     mini_batch_tokens: int | None = None,
+    groups: bool = True,
 ) -> EncodingPlan:
     """Plan the encoder calls for the documents of all columns of a batch.
 
@@ -83,7 +84,7 @@ def plan_documents(
         has no token counts, as from a collator with a ``__call__`` of its own.
     ``grouped``
         Documents of similar length are padded to the longest of their group: on a CPU, and for encoders that cannot be
-        packed. Waits for the GPU once, for the lengths.
+        packed. Waits for the GPU once, for the lengths. Without ``groups``, for documents that were sorted, padded.
     ``padded``
         As stock PyLate; also while the flag is off.
 
@@ -104,13 +105,14 @@ def plan_documents(
     backwards = mini_batch_size is not None or mini_batch_tokens is not None
     group = group_in_step(model, backwards)
     if options is not None and options.padding_free:
-        mode = modes.mode_for(model, document_features, group, backwards)
+        columns = document_features if groups else modes.pad_to_widest_seen(unwrap(model), document_features)
+        mode = modes.mode_for(model, columns, group, backwards)
     if options is not None and options.compile:
         compilation_layers.compile_layers(model)
         graphs.install(model)
     if mode != "padded" and (documents := Documents.from_columns(document_features)).gaps:
         mode = modes.mode_with_gaps(model, mode, group)
-    if mode == "padded":
+    if mode == "padded" or mode == "grouped" and not groups:
         if mini_batch_tokens is not None:
             mini_batch_size = _texts_within(mini_batch_tokens, document_features, group)
         return padded_plan(document_features, skiplist, mini_batch_size)

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel
 
@@ -62,6 +63,8 @@ joined: Decisions[bool] = WeakKeyDictionary()
 
 # Whether queries may be divided into calls otherwise than in stock PyLate.
 divisible: Decisions[bool] = WeakKeyDictionary()
+
+_widest: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 _PADDED = "Documents are encoded with padding, as stock {} does: %s."
 _PACKED = "Documents are packed: the tokens of a batch back to back, without padding."
@@ -340,6 +343,19 @@ def _reason_against_queries(core: nn.Module, queries: dict[str, Tensor]) -> str 
     if column_has_gaps(queries):
         return GAP
     return _reason_in_features(core, [queries])
+
+
+def pad_to_widest_seen(encoder: nn.Module, columns: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The texts, the first column padded to the widest one that the encoder was given so far.
+
+    A column is as wide as its longest text, so that narrow ones would be decided about anew.
+    """
+    width = max(column["input_ids"].shape[1] for column in columns)
+    widest = _widest[encoder] = max(width, _widest.get(encoder, 0))
+    if width == widest:
+        return list(columns)
+    first = {key: F.pad(values, (0, widest - values.shape[1])) for key, values in columns[0].items()}
+    return [first, *columns[1:]]
 
 
 def understood(features: dict[str, Tensor]) -> dict[str, Tensor]:

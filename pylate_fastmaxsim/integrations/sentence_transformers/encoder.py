@@ -1,4 +1,4 @@
-"""Encode texts of a MultiVectorEncoder without padding while it is in training, and those of a loss in one call.
+"""Encode texts of a MultiVectorEncoder without padding in training and in ``encode``, and those of a loss in one call.
 
 Only the encoder leaves the padding out. Its hidden states are padded again for what follows, as Sentence Transformers
 does after FlashAttention: projection, masks and losses, also the user's own, are unchanged. Padding holds the state of a
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from types import MethodType
@@ -30,7 +30,7 @@ from torch.func import functional_call
 from pylate_fastmaxsim.integrations.encoding import gradcache
 from pylate_fastmaxsim.integrations.encoding.batch import Documents, attended_index, padded_again
 from pylate_fastmaxsim.integrations.encoding.equivalence import bitwise_equal, failure_of, restoring
-from pylate_fastmaxsim.integrations.encoding.modes import mode_for
+from pylate_fastmaxsim.integrations.encoding.modes import mode_for, pad_to_widest_seen
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import inputs_of
@@ -44,7 +44,6 @@ from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import (
     noise_outside,
     noting_columns,
     noting_model,
-    pad_to_widest_seen,
     running_model,
 )
 from pylate_fastmaxsim.ops.score_metric import PooledScores
@@ -53,6 +52,9 @@ _stock_transformer = detached(Transformer.forward)
 
 # Whether the check on the first batch is running.
 _checking: ContextVar[bool] = ContextVar("checking", default=False)
+
+# Whether `encode` is running.
+_encoding: ContextVar[bool] = ContextVar("encoding", default=False)
 
 # States of padding in the check, relative to those of tokens: so large that a maximum over tokens shows as well.
 _LARGE = 10
@@ -88,12 +90,17 @@ def patches() -> list[Patch]:
     ]
 
 
-def _in_training(model: MultiVectorEncoder) -> bool:
-    return model.training and not _checking.get()
+def without_padding() -> AbstractContextManager[None]:
+    """Context in which a model that is not in training leaves padding out as well."""
+    return setting(_encoding, True)
 
 
-called = noting_model(detached(MultiVectorEncoder.__call__), _in_training)
-encode = noting_model(detached(MultiVectorEncoder.forward), _in_training)
+def _leaves_padding_out(model: MultiVectorEncoder) -> bool:
+    return (model.training or _encoding.get()) and not _checking.get()
+
+
+called = noting_model(detached(MultiVectorEncoder.__call__), _leaves_padding_out)
+encode = noting_model(detached(MultiVectorEncoder.forward), _leaves_padding_out)
 
 
 @wraps(_stock_transformer)
@@ -125,7 +132,7 @@ class _Call(TransformerCall):
         return bool(options.padding_free) and _EXPANDED not in self.features
 
     def mode(self, columns: list[Features]) -> str:
-        return mode_for(
+        mode = mode_for(
             self.transformer,
             pad_to_widest_seen(self.transformer, columns),
             None,
@@ -135,6 +142,8 @@ class _Call(TransformerCall):
             task=self._model_kwargs.get("task"),
             reason_behind=self._reason_behind,
         )
+        # Sorted by length, texts of a batch need no groups.
+        return "padded" if mode == "grouped" and _encoding.get() else mode
 
     def call(self, features: Features) -> Tensor:
         output = _stock_transformer(self.transformer, {**self._metadata, **features})

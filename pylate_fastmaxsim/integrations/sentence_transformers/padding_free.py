@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import wraps
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
@@ -63,8 +61,6 @@ _PADDED = "Texts are encoded with padding, as stock Sentence Transformers does: 
 _running: ContextVar[tuple[nn.Module, dict] | None] = ContextVar("running", default=None)
 
 _columns: ContextVar[LossColumns | None] = ContextVar("columns", default=None)
-
-_widest: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def noting_model(stock: Callable, accelerates: Callable[[nn.Module], bool] = lambda model: True) -> Callable:
@@ -351,19 +347,6 @@ class TransformerCall(ABC):
         """True if DistributedDataParallel may count the calls of checkpointed layers. Groups make more."""
         in_processes = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         return in_processes and checkpoints_layers(self.transformer)
-
-
-def pad_to_widest_seen(encoder: nn.Module, columns: list[Features]) -> list[Features]:
-    """The texts, the first column padded to the widest one that the encoder was given so far.
-
-    A column is as wide as its longest text, so that narrow ones would be decided about anew.
-    """
-    width = max(column["input_ids"].shape[1] for column in columns)
-    widest = _widest[encoder] = max(width, _widest.get(encoder, 0))
-    if width == widest:
-        return columns
-    first = {key: F.pad(values, (0, widest - values.shape[1])) for key, values in columns[0].items()}
-    return [first, *columns[1:]]
 
 
 def noise_outside(model: nn.Module, *parts: nn.Module) -> dict[str, Tensor]:

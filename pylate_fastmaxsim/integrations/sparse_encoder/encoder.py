@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.encoding import gradcache
 from pylate_fastmaxsim.integrations.encoding.batch import Documents
-from pylate_fastmaxsim.integrations.encoding.modes import UNDERSTOOD, mode_for, understood
+from pylate_fastmaxsim.integrations.encoding.modes import UNDERSTOOD, mode_for, pad_to_widest_seen, understood
 from pylate_fastmaxsim.integrations.encoding.token_counts import counting_tokens_of_batches
 from pylate_fastmaxsim.integrations.models.encoders import HiddenStates, encoder_of, hidden_states_of, inputs_of
 from pylate_fastmaxsim.integrations.models.user_code import has_hooks, reason_in_calls
@@ -30,7 +30,6 @@ from pylate_fastmaxsim.integrations.sentence_transformers.padding_free import (
     TransformerCall,
     noting_columns,
     noting_model,
-    pad_to_widest_seen,
     running_model,
 )
 from pylate_fastmaxsim.integrations.sparse_encoder.heads import head_of, reason_to_compute_logits

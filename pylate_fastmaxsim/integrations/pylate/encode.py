@@ -1,0 +1,129 @@
+"""PyLate's ``ColBERT.encode`` without padding, and without waiting for each text."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from pylate.models import ColBERT
+from pylate.models import colbert as stock_module
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from pylate_fastmaxsim.integrations.encoding.encode import plan_documents
+from pylate_fastmaxsim.integrations.encoding.inference import Batch, Rows, batches, rows_of_texts
+from pylate_fastmaxsim.integrations.encoding.plans import token_embeddings
+from pylate_fastmaxsim.integrations.encoding.tokenizing import faster
+from pylate_fastmaxsim.integrations.models.wrappers import group_in_step
+from pylate_fastmaxsim.integrations.options import Options
+from pylate_fastmaxsim.integrations.patching import fallback
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
+from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
+
+_stock_encode = detached(ColBERT.encode)
+
+
+def patches() -> list[Patch]:
+    """Replacements in PyLate."""
+    return [Patch(ColBERT, "encode", encode)]
+
+
+@functools.partial(fallback.replaces, host="PyLate", pooled=False)(ColBERT.encode)
+def encode(
+    _options: Options,
+    self: ColBERT,
+    sentences: Any,
+    prompt_name: str | None = None,
+    prompt: str | None = None,
+    batch_size: int = 32,
+    show_progress_bar: bool | None = None,
+    precision: str = "float32",
+    convert_to_numpy: bool = True,
+    convert_to_tensor: bool = False,
+    padding: bool = False,
+    device: str | None = None,
+    normalize_embeddings: bool = True,
+    is_query: bool = True,
+    pool_factor: int = 1,
+    protected_tokens: int = 1,
+    output_value: str | None = "token_embeddings",
+) -> Any:
+    if output_value != "token_embeddings":
+        raise FallbackToHost(f"the call asks for output_value={output_value}")
+    if precision != "float32":
+        raise FallbackToHost(f"the call asks for precision={precision!r}")
+    if self.device.type == "hpu" or group_in_step(self) is not None:
+        raise FallbackToHost("the model is not on one GPU or CPU")
+    if isinstance(sentences, list) and sentences and isinstance(sentences[0], list):
+        options = {key: value for key, value in locals().items() if key not in ("_options", "self", "sentences")}
+        return _stock_encode(self, sentences, **options)  # which calls encode for each list
+    single = isinstance(sentences, str) or not hasattr(sentences, "__len__")
+    texts = [sentences] if single else list(sentences)
+    if not texts:
+        return []
+    if (prompt := _prompt(self, prompt, prompt_name)) is not None:
+        texts = [prompt + text for text in texts]
+    self.eval()
+    self.to(device := torch.device(device or self.device))
+    if show_progress_bar is None:
+        show_progress_bar = stock_module.logger.getEffectiveLevel() in (logging.INFO, logging.DEBUG)
+
+    to_host = convert_to_numpy and not convert_to_tensor
+    found = rows_of_texts(
+        len(texts),
+        batches(
+            texts,
+            faster(self, functools.partial(type(self).tokenize, is_query=is_query), texts),
+            text_length=self._text_length,
+            device=device,
+            batch_size=batch_size,
+            longest=self.query_length if is_query else self.document_length,
+            progress=f"Encoding {'queries' if is_query else 'documents'}" if show_progress_bar else None,
+        ),
+        lambda batch: _rows(self, batch, is_query, normalize_embeddings, widen=to_host),
+        to_host=to_host,
+    )
+    if pool_factor > 1 and not is_query:
+        found = self.pool_embeddings_hierarchical(
+            documents_embeddings=found, pool_factor=pool_factor, protected_tokens=protected_tokens
+        )
+    if padding:
+        found = list(pad_sequence(found, batch_first=True).split(1))
+    if to_host:
+        found = [each.numpy() for each in found]
+    return found[0] if single else found
+
+
+def _prompt(model: ColBERT, prompt: str | None, name: str | None) -> str | None:
+    """What stands before each text."""
+    if prompt is not None:
+        if name is not None:
+            stock_module.logger.warning("prompt_name is ignored, because a prompt is given.")
+        return prompt
+    if name is not None and name not in model.prompts:
+        raise ValueError(
+            f"Prompt name '{name}' not found in the configured prompts dictionary. "
+            f"Available keys are: {list(model.prompts)!r}."
+        )
+    return model.prompts.get(model.default_prompt_name if name is None else name)
+
+
+def _rows(model: ColBERT, batch: Batch, is_query: bool, normalize: bool, widen: bool) -> Rows:
+    features = batch.features
+    mask = features["attention_mask"]
+    if is_query:
+        values = token_embeddings(model, features).flatten(0, 1)
+        # Expansion scores masked tokens too.
+        keep = torch.ones_like(mask) if model.do_query_expansion else mask
+        keep, lengths = keep.bool().flatten(), [mask.shape[1]] * len(mask)
+    else:
+        plan = plan_documents(model, [features], model.skiplist, groups=False)
+        documents = plan.batch([token_embeddings(model, call) for call in plan.calls])
+        values, keep = documents.values, documents.keep
+        lengths = [mask.shape[1]] * len(mask) if plan.as_stock else batch.tokens
+    if normalize:
+        values = F.normalize(values, dim=1)
+    # NumPy has no bfloat16.
+    return Rows(values.float() if widen and values.dtype == torch.bfloat16 else values, keep, lengths)

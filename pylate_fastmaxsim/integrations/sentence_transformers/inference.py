@@ -1,0 +1,74 @@
+"""``encode`` of a MultiVectorEncoder without padding, and without waiting for each text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
+from torch import Tensor
+from torch.nn import functional as F
+
+from pylate_fastmaxsim.integrations.encoding.inference import Batch, Rows, rows_of_texts
+from pylate_fastmaxsim.integrations.options import Options
+from pylate_fastmaxsim.integrations.patching import fallback
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.sentence_transformers.batches import text_batches
+from pylate_fastmaxsim.integrations.sentence_transformers.encoder import without_padding
+
+
+def patches() -> list[Patch]:
+    """Replacements in Sentence Transformers; before release 6.2 ``encode`` is one function, which is left as it is."""
+    return [] if inference is None else [Patch(MultiVectorEncoder, "_inference", inference)]
+
+
+def _inference(
+    _options: Options,
+    self: MultiVectorEncoder,
+    inputs: list,
+    *,
+    prompt: str | None,
+    batch_size: int,
+    show_progress_bar: bool,
+    output_value: str | None,
+    save_to_cpu: bool,
+    normalize_embeddings: bool,
+    token_pooling: Any,
+    task: str | None,
+    device: str | torch.device | None = None,
+    **kwargs: Any,
+) -> list[Tensor]:
+    if output_value is None:
+        raise FallbackToHost("the call asks for output_value=None")
+    if token_pooling is not None:
+        raise FallbackToHost("the call asks for token_pooling")
+    device = torch.device(self._resolve_inference_device(device))
+    self.eval()
+    batches = text_batches(
+        self,
+        inputs,
+        device,
+        show_progress_bar,
+        f"Encoding {'queries' if task == 'query' else 'documents'}",
+        batch_size=batch_size,
+        prompt=prompt,
+        task=task,
+        **kwargs,
+    )
+
+    def embed(batch: Batch) -> Rows:
+        with without_padding():
+            # Through __call__, so that a model that was compiled as a whole runs as compiled.
+            made = self(batch.features, task=task, **kwargs)
+        values, mask = made["token_embeddings"], made["attention_mask"].bool()
+        values = values.flatten(0, 1)
+        return Rows(
+            F.normalize(values, dim=-1) if normalize_embeddings else values, mask.flatten(), [mask.shape[1]] * len(mask)
+        )
+
+    return rows_of_texts(len(inputs), batches, embed, to_host=save_to_cpu)
+
+
+_stock = vars(MultiVectorEncoder).get("_inference")
+inference = _stock and fallback.replaces(_stock, host="Sentence Transformers", pooled=False)(_inference)

@@ -1,0 +1,82 @@
+"""``encode`` of a SparseEncoder in batches of tokens, without a tensor for each text."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import torch
+from sentence_transformers import SparseEncoder
+from sentence_transformers.util import select_max_active_dims
+from torch import Tensor
+
+from pylate_fastmaxsim.integrations.encoding.inference import Batch
+from pylate_fastmaxsim.integrations.options import Options
+from pylate_fastmaxsim.integrations.patching import fallback
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.sentence_transformers.batches import text_batches
+
+# Each text has a number for every word of the vocabulary.
+_MOST_TEXTS = 512
+
+
+def patches() -> list[Patch]:
+    """Replacements in Sentence Transformers; before release 6.2 ``encode`` is one function, which is left as it is."""
+    return [] if inference is None else [Patch(SparseEncoder, "_inference", inference)]
+
+
+def _inference(
+    _options: Options,
+    self: SparseEncoder,
+    inputs: list,
+    *,
+    prompt: str | None,
+    batch_size: int,
+    show_progress_bar: bool,
+    convert_to_sparse_tensor: bool,
+    save_to_cpu: bool,
+    max_active_dims: int | None,
+    device: str | torch.device | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    if not inputs:
+        raise FallbackToHost("there are no texts")
+    device = torch.device(self._resolve_inference_device(device))
+    self.eval()
+    limit = {} if max_active_dims is None else {"max_active_dims": max_active_dims}
+    batches = text_batches(
+        self,
+        inputs,
+        device,
+        show_progress_bar,
+        "Batches",
+        batch_size=batch_size,
+        most_texts=max(batch_size, _MOST_TEXTS),
+        prompt=prompt,
+        **kwargs,
+    )
+    order: list[int] = []
+    parts: list[Tensor] = []
+
+    @torch.inference_mode()
+    def embed(batch: Batch) -> Tensor:
+        made = self(batch.features, **limit, **kwargs)["sentence_embedding"]
+        if max_active_dims is not None:
+            made = select_max_active_dims(made, max_active_dims=max_active_dims)
+        if convert_to_sparse_tensor:
+            made = made.to_sparse()
+        return made.cpu() if save_to_cpu else made
+
+    with closing(batches):
+        for batch in batches:
+            parts.append(batch.embedded(embed))
+            order += batch.indices
+    # The text at each place of the batches goes back to its own.
+    places = torch.tensor(order, device=parts[0].device).argsort()
+    with torch.inference_mode():
+        return torch.cat(parts).index_select(0, places)
+
+
+_stock = vars(SparseEncoder).get("_inference")
+inference = _stock and fallback.replaces(_stock, host="Sentence Transformers", pooled=False)(_inference)

@@ -1,0 +1,120 @@
+"""``encode`` of the hosts under the flag: what stock returns, from fewer calls of the encoder."""
+
+import threading
+
+import pytest
+import torch
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.encoding.tokenizing import FEW_TEXTS
+from pylate_fastmaxsim.integrations.hosts import find_replacements
+from tests.support.hosts import each_host
+from tests.support.models import load_model, sentences
+
+# As many as have another tokenizer; one is empty, one has punctuation only, one is cut off.
+TEXTS = [*sentences(FEW_TEXTS, 9, seed=3), "", "., !", *sentences(1, 90, seed=4)]
+# Of each host: names of calls and their options.
+CALLS = {
+    "PyLate": [
+        {"is_query": False},
+        {"is_query": True},
+        {"is_query": False, "convert_to_tensor": True, "normalize_embeddings": False},
+        {"is_query": False, "padding": True, "prompt": "title: "},
+        {"is_query": False, "pool_factor": 2, "convert_to_numpy": False},
+        {"is_query": False, "output_value": None},
+    ],
+    "MultiVectorEncoder": [
+        {"task": "document"},
+        {"task": "query", "convert_to_numpy": True},
+        {"prompt": "title: ", "normalize_embeddings": False},
+        {"task": "document", "output_value": None},
+    ],
+    "SparseEncoder": [
+        {},
+        {"save_to_cpu": True, "max_active_dims": 3},
+        {"convert_to_sparse_tensor": False, "prompt": "title: "},
+        {"convert_to_tensor": False},
+    ],
+}
+
+
+def assert_same(ours: object, stock: object) -> None:
+    assert type(ours) is type(stock)
+    if isinstance(stock, list):
+        assert len(ours) == len(stock)
+        for own, other in zip(ours, stock, strict=True):
+            assert_same(own, other)
+    elif isinstance(stock, dict):
+        assert ours.keys() == stock.keys()
+        for key in stock:
+            assert_same(ours[key], stock[key])
+    elif hasattr(stock, "dtype"):
+        ours, stock = (torch.as_tensor(each) for each in (ours, stock))
+        assert ours.layout == stock.layout and ours.dtype == stock.dtype
+        torch.testing.assert_close(ours.to_dense(), stock.to_dense(), atol=1e-9, rtol=1e-9)
+
+
+def accelerated(host, encoder) -> torch.nn.Module:
+    model = host.model(encoder).eval()
+    if not {"encode", "_inference"} & {patch.name for patch in find_patches(type(model))}:
+        pytest.skip("Sentence Transformers encodes in one function before release 6.2, which is left as it is")
+    return model
+
+
+def find_patches(kind: type) -> list:
+    return [each.patch for each in find_replacements() if each.patch is not None and each.patch.owner is kind]
+
+
+@pytest.mark.parametrize(
+    "host, options", [each for name, calls in CALLS.items() for options in calls for each in each_host([name], options)]
+)
+def test_embeddings_are_those_of_stock(encoder, host, options, mode):
+    model = accelerated(host, encoder)
+
+    def encode(texts):
+        return model.encode(texts, batch_size=2, show_progress_bar=False, **options)
+
+    expected = [encode(texts) for texts in (TEXTS, TEXTS[:3], TEXTS[0])]
+    host.enable()
+    for texts, stock in zip((TEXTS, TEXTS[:3], TEXTS[0]), expected, strict=True):
+        assert_same(encode(texts), stock)
+
+
+@pytest.mark.parametrize("host", each_host(CALLS))
+def test_a_batch_that_fails_ends_the_call(encoder, host):
+    model, calls = accelerated(host, encoder), []
+    before = threading.active_count()
+    host.enable()
+
+    def fail(*_):
+        calls.append(None)
+        if len(calls) > 3:
+            raise failure
+
+    host.transformer(model).register_forward_pre_hook(fail)
+    for failure in (KeyboardInterrupt(), torch.OutOfMemoryError("no memory"), ValueError("no")):
+        calls.clear()
+        with pytest.raises(type(failure)) as raised:
+            model.encode(TEXTS * 4, batch_size=3)
+        if isinstance(failure, torch.OutOfMemoryError):
+            assert "smaller batch_size than 3" in str(raised.value)
+    with pytest.raises((TypeError, AttributeError, ValueError)):
+        model.encode([*TEXTS, None], batch_size=3)
+    assert threading.active_count() <= before + 1  # tqdm keeps a monitor
+    assert len(model.encode(TEXTS[:0])) == 0
+
+
+def test_a_tokenizer_of_the_users_own_is_used(encoder):
+    pytest.importorskip("pylate")
+    model = load_model(encoder("modernbert"))
+
+    class Shouting(type(model.tokenizer)):
+        def __call__(self, texts, *args, **options):
+            return super().__call__([text.replace("e", "a") for text in texts], *args, **options)
+
+    model.tokenizer.__class__ = Shouting
+    expected = model.encode(TEXTS, is_query=False, show_progress_bar=False)
+    pylate_fastmaxsim.enable()
+    made = model.encode(TEXTS, is_query=False, show_progress_bar=False)
+    for own, stock in zip(made, expected, strict=True):
+        torch.testing.assert_close(own, stock, atol=1e-5, rtol=1e-5)
