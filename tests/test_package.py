@@ -48,7 +48,7 @@ ROOMS = {
         "topk impacts < formats < corpus < search plaid sparse_files sparse_search < sparse_index < static < soundness"
     ),
     "integrations": (
-        "log options < status patching < models < compilation < encoding < pylate sentence_transformers colpali < "
+        "log options < status patching < models < compilation < encoding < inference < pylate sentence_transformers colpali < "
         "sparse_encoder < hosts < enable < run_script doctor"
     ),
     "comparison": "gate < turns trainer < verdict < script_child figures < report < script",

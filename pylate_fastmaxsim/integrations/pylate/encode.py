@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from pylate_fastmaxsim.integrations.encoding.encode import plan_documents
-from pylate_fastmaxsim.integrations.encoding.inference import Batch, Rows, batches, rows_of_texts
 from pylate_fastmaxsim.integrations.encoding.plans import token_embeddings
-from pylate_fastmaxsim.integrations.encoding.tokenizing import faster
+from pylate_fastmaxsim.integrations.inference.batches import Batch, batches
+from pylate_fastmaxsim.integrations.inference.rows import Rows, rows_of_texts
+from pylate_fastmaxsim.integrations.inference.tokenizing import faster
 from pylate_fastmaxsim.integrations.models.wrappers import group_in_step
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback

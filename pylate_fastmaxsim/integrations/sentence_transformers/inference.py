@@ -9,13 +9,14 @@ from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
 from torch import Tensor
 from torch.nn import functional as F
 
-from pylate_fastmaxsim.integrations.encoding.inference import Batch, Rows, rows_of_texts
+from pylate_fastmaxsim.integrations.inference.batches import Batch
+from pylate_fastmaxsim.integrations.inference.rows import Rows, rows_of_texts
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.sentence_transformers.batches import text_batches
 from pylate_fastmaxsim.integrations.sentence_transformers.encoder import without_padding
+from pylate_fastmaxsim.integrations.sentence_transformers.texts import text_batches
 
 
 def patches() -> list[Patch]:

@@ -10,12 +10,12 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.util import select_max_active_dims
 from torch import Tensor
 
-from pylate_fastmaxsim.integrations.encoding.inference import Batch
+from pylate_fastmaxsim.integrations.inference.batches import Batch
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.sentence_transformers.batches import text_batches
+from pylate_fastmaxsim.integrations.sentence_transformers.texts import text_batches
 
 # Each text has a number for every word of the vocabulary.
 _MOST_TEXTS = 512

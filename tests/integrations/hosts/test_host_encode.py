@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding.tokenizing import FEW_TEXTS
 from pylate_fastmaxsim.integrations.hosts import find_replacements
+from pylate_fastmaxsim.integrations.inference.tokenizing import FEW_TEXTS
 from tests.support.hosts import each_host
 from tests.support.models import load_model, sentences
 

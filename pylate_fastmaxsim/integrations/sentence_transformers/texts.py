@@ -9,19 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from pylate_fastmaxsim.integrations.encoding.inference import Batch, batches
-from pylate_fastmaxsim.integrations.encoding.tokenizing import faster
+from pylate_fastmaxsim.integrations.inference.batches import Batch, batches
+from pylate_fastmaxsim.integrations.inference.tokenizing import faster
 from pylate_fastmaxsim.integrations.models.wrappers import group_in_step
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
 
-# Of a model that does not say how many tokens it takes.
+# Where a model may say how many tokens it takes of a text with a task, before that of any text.
+_LENGTHS = {"query": "query_length", "document": "document_length"}
+# Of one that does not say.
 _LONGEST = 512
 
 
 def text_batches(
     model: nn.Module, inputs: list, device: torch.device, show_progress_bar: bool, what: str, **options: Any
 ) -> Iterator[Batch]:
-    """Batches of texts on a device, as :func:`~pylate_fastmaxsim.integrations.encoding.inference.batches` makes them.
+    """Batches of texts on a device, as :func:`~pylate_fastmaxsim.integrations.inference.batches.batches` makes them.
 
     ``options`` are those of ``batches``, and those that the model's ``preprocess`` takes. Raises FallbackToHost for other
     inputs than texts, and for models that several processes have to call together.
@@ -32,10 +34,8 @@ def text_batches(
         raise FallbackToHost("processes have to call the model together")
     own = {key: options.pop(key) for key in ("batch_size", "most_texts") if key in options}
     tokenize = partial(type(model).preprocess, **options)
-    first = model[0]
-    longest = (
-        getattr(first, f"{options.get('task')}_length", None) or getattr(first, "max_seq_length", None) or _LONGEST
-    )
+    lengths = (getattr(model[0], name, None) for name in (_LENGTHS.get(options.get("task")), "max_seq_length") if name)
+    longest = next(filter(None, lengths), _LONGEST)
     return batches(
         inputs,
         faster(model, tokenize, inputs),

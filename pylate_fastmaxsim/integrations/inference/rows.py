@@ -1,0 +1,85 @@
+"""What a model of late interaction makes of batches, divided into texts.
+
+Behind each batch the hosts choose, normalise and copy the rows of each text, and wait for the GPU each time. Here rows
+are chosen and normalised for a whole batch, and a thread takes them to the host while the next batch runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.integrations.inference.batches import Batch
+
+# Batches whose rows may be on their way to the host.
+_COMING = 2
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a model of late interaction makes of a batch: rows ``values`` ``[R, d]``, one text after the other."""
+
+    values: Tensor
+    keep: Tensor  # which of the rows are wanted, [R], bool
+    lengths: Sequence[int]  # rows of each text, those that are not wanted included
+
+    def of_texts(self) -> list[Tensor]:
+        """The wanted rows of each text, views of one tensor. Waits for the device."""
+        ends = np.cumsum([0, *self.lengths])
+        wanted = np.concatenate([[0], self.keep.cpu().numpy().cumsum()])[ends]
+        return list(self.values[self.keep].split(np.diff(wanted).tolist()))
+
+
+def rows_of_texts(
+    count: int, batches: Iterator[Batch], embed: Callable[[Batch], Rows], *, to_host: bool
+) -> list[Tensor]:
+    """The wanted rows ``[L, d]`` of ``count`` texts in their order, on the device of the model or ``to_host``."""
+    found: list = [None] * count
+    coming: deque[tuple[list[int], Future[list[Tensor]]]] = deque()
+
+    def take(most: int) -> None:
+        while len(coming) > most:
+            indices, rows = coming.popleft()
+            for index, own in zip(indices, rows.result(), strict=True):
+                found[index] = own
+
+    # Closed, it tokenises no more, whoever still holds an error.
+    with closing(batches), ThreadPoolExecutor(1) as thread, torch.no_grad():
+        for batch in batches:
+            rows = batch.embedded(embed)
+            coming.append((batch.indices, _texts_on_host(rows, thread) if to_host else _done(rows.of_texts())))
+            take(_COMING)
+        take(0)
+    return found
+
+
+def _texts_on_host(rows: Rows, thread: ThreadPoolExecutor) -> Future[list[Tensor]]:
+    if not rows.values.is_cuda:
+        return _done(rows.of_texts())
+    # Into pinned memory, which is used again: what a caller keeps lies in memory of its own.
+    copied = replace(rows, values=_copied(rows.values), keep=_copied(rows.keep))
+    ready = torch.cuda.Event()
+    ready.record(torch.cuda.current_stream(rows.values.device))
+
+    def wait() -> list[Tensor]:
+        ready.synchronize()
+        return copied.of_texts()
+
+    return thread.submit(wait)
+
+
+def _copied(values: Tensor) -> Tensor:
+    return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+
+
+def _done(result: list[Tensor]) -> Future[list[Tensor]]:
+    done: Future[list[Tensor]] = Future()
+    done.set_result(result)
+    return done
