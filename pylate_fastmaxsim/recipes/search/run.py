@@ -185,8 +185,8 @@ class Search:
 
     def ranking(self) -> Ranking:
         """The ``k`` best documents of each query."""
-        # Of the encoders, that of SPLADE is accelerated where nothing is trained.
-        plugin = enabled() if self.model.kind == "sparse" else nullcontext()
+        # A static model encodes without a library.
+        plugin = nullcontext() if self.model.kind == StaticRetriever.kind else enabled()
         try:
             with plugin:
                 scores, self.positions = self._search()
