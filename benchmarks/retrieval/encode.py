@@ -16,6 +16,7 @@ on their number. ``busy`` is the time of all kernels over that of a call for
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import tempfile
 import time
@@ -34,16 +35,9 @@ HOSTS = {
     "multi_vector": "sentence_transformers.multi_vector_encoder",
     "sparse": "sentence_transformers",
 }
-# Of each row: what encodes, in which dtype, and batch_size.
-WAYS = {
-    "stock float32 32": ("stock", "float32", 32),
-    "stock bfloat16 32": ("stock", "bfloat16", 32),
-    "stock bfloat16 256": ("stock", "bfloat16", 256),
-    "fast float32 32": ("fast", "float32", 32),
-    "fast bfloat16 32": ("fast", "bfloat16", 32),
-    "fast bfloat16 256": ("fast", "bfloat16", 256),
-    "compiled bfloat16 256": ("compiled", "bfloat16", 256),
-}
+# What encodes, in which dtype, and batch_size.
+WAYS = ("stock float32 32", "stock bfloat16 32", "stock bfloat16 256", "fast float32 32", "fast bfloat16 32")
+WAYS += ("fast bfloat16 256", "compiled bfloat16 256")
 QUERY_TOKENS, DOCUMENT_TOKENS = 8, 80
 WARM_UP, COMPARED, PROFILED, FEWER = 512, 256, 2048, 4000
 
@@ -55,21 +49,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
-    sizes = {"layers": options.layers, "hidden": options.hidden}
-    return {
-        f"{host}/{what}/{way}": {"host": host, "what": what, "path": path, "dtype": dtype, "batch": batch, **sizes}
-        | {"texts": min(FEWER, options.texts) if way in ("stock float32 32", "stock bfloat16 32") else options.texts}
-        for host, module in HOSTS.items()
-        if _found(module)
-        for what in ("documents", "queries")
-        for way, (path, dtype, batch) in WAYS.items()
-        if what == "documents" or batch == 256 and host != "sparse"
-    }
+    made = {}
+    for host, what, way in itertools.product(filter(_found, HOSTS), ("documents", "queries"), WAYS):
+        path, dtype, batch = way.split()
+        if what == "documents" or (batch == "256" and host != "sparse"):
+            texts = min(FEWER, options.texts) if path == "stock" and batch == "32" else options.texts
+            made[f"{host}/{what}/{way}"] = {"host": host, "what": what, "path": path, "dtype": dtype, "texts": texts}
+            made[f"{host}/{what}/{way}"] |= {"batch": int(batch), "layers": options.layers, "hidden": options.hidden}
+    return made
 
 
-def _found(module: str) -> bool:
+def _found(host: str) -> bool:
     try:
-        return find_spec(module) is not None
+        return find_spec(HOSTS[host]) is not None
     except ModuleNotFoundError:
         return False
 
