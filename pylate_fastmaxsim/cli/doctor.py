@@ -102,12 +102,11 @@ def _first_batch(target: str, overrides: Sequence[str], scratch: str) -> list[st
     """What is decided in one step on a recipe, or on a model with the defaults of one; writes to ``scratch`` only."""
     from datasets import Dataset
 
-    from pylate_fastmaxsim.recipes.comparison.measure import QUIET
     from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
     from pylate_fastmaxsim.recipes.load import is_recipe, load_recipe
     from pylate_fastmaxsim.recipes.models.load import class_of, kind_of, load_model
     from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin
-    from pylate_fastmaxsim.recipes.training.arguments import training_arguments
+    from pylate_fastmaxsim.recipes.training.arguments import ONLY_STEPS, training_arguments
     from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 
     if not is_recipe(target) and class_of(target) == "StaticLateInteraction":
@@ -118,7 +117,7 @@ def _first_batch(target: str, overrides: Sequence[str], scratch: str) -> list[st
     if recipe.model.visual:
         return ["the encoder of a model of pages runs as stock has it; its scores and losses are accelerated"]
     kind, size = kind_of(recipe.model), min(ROWS, recipe.training.per_device_train_batch_size)
-    few = {**QUIET, "max_steps": 1, "per_device_train_batch_size": size, "disable_tqdm": True}
+    few = {**ONLY_STEPS, "max_steps": 1, "per_device_train_batch_size": size, "disable_tqdm": True}
     arguments = training_arguments(recipe, kind, **few)
     if is_recipe(target):
         data = replace(recipe.data, max_rows=min(_MOST_ROWS, recipe.data.max_rows or _MOST_ROWS))
