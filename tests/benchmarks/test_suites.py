@@ -30,7 +30,11 @@ RUNS = {
     "static_documents": ("--documents 600 --vocabulary 800", 2, "| 0.4 documents |"),
     "compressed_fidelity": ("--queries 3 --documents 300 --dim 16 --centroids 32", 8, "| int8, scales of tokens |"),
     "pooling_study": ("--quick --workers 2 --only */M=64/*", 6, "| **gradient of the score** |"),
-    "encode": ("--texts 70 --layers 1 --hidden 64 --only pylate/doc*/*s[t]*256", 2, "| pylate | documents | fast bfloat16 256 |"),
+    "encode": (
+        "--texts 70 --layers 1 --hidden 64 --only pylate/doc*/*s[t]*256",
+        2,
+        "| pylate | documents | fast bfloat16 256 |",
+    ),
     "corpus_search": (f"{CORPUS} --stock-passages 200 --check-passages 300", 23, "| PyLate |"),
 }
 NOT_HERE = {

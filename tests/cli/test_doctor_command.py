@@ -7,7 +7,7 @@ pytest.importorskip("pylate")
 
 from tests.cli.test_cli import launched
 from tests.support.command_line import fastmaxsim
-from tests.support.examples import training_example
+from tests.support.examples import script_of
 from tests.support.tiny_recipe import tiny, write
 
 GROUPED = "Documents are not packed but encoded in groups of similar length: variable-length attention needs a CUDA"
@@ -38,11 +38,12 @@ def test_the_first_batch_of_models_and_of_a_recipe(encoder, tmp_path, monkeypatc
 @pytest.mark.process
 def test_a_script_ends_behind_its_first_batch_and_leaves_nothing(encoder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = training_example("pylate-script", "answerdotai/ModernBERT-base", encoder("modernbert"), "cpu")
-    call = "trainer.train()"
-    assert call in text
+    call = "    result = trainer.train()"
     hook = "model[0].auto_model.layers[0].register_forward_hook(lambda *_: None)"
-    text = text.replace(call, f"{hook}\ntry:\n    trainer.train('checkpoint')\nfinally:\n    open('saved', 'w')")
+    broken = (
+        f"    {hook}\n    try:\n        result = trainer.train('checkpoint')\n    finally:\n        open('saved', 'w')"
+    )
+    text = script_of("pylate_contrastive", {"MODEL = encoder()": f"MODEL = {encoder('modernbert')!r}", call: broken})
     (tmp_path / "train.py").write_text(text)
     done = launched("doctor", "-v", "train.py", code="sys.modules['rich'] = None")
     assert [line[:76] for line in first_batch(done)] == [
