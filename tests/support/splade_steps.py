@@ -89,10 +89,7 @@ LOSSES = {
     "margins of several": partial(step_of, base=losses.SparseMarginMSELoss, columns=4, labels=TEACHER),
     "triplets": partial(step_of, base=losses.SparseTripletLoss),
     "cosine": partial(
-        step_of,
-        base=partial(losses.SparseCosineSimilarityLoss, loss_fct=squared_error),
-        columns=2,
-        labels=SCORES,
+        step_of, base=partial(losses.SparseCosineSimilarityLoss, loss_fct=squared_error), columns=2, labels=SCORES
     ),
     "CoSENT": partial(step_of, base=losses.SparseCoSENTLoss, columns=2, labels=SCORES),
     "AnglE": partial(step_of, base=losses.SparseAnglELoss, columns=2, labels=SCORES),

@@ -215,8 +215,7 @@ def test_dropout_is_drawn_anew_and_repeats_with_its_seed(small):
 
 
 @pytest.mark.parametrize(
-    ("family", "checkpointing"),
-    [("modernbert", None), ("wide modernbert", False), ("bert", None), ("qwen3", None)],
+    ("family", "checkpointing"), [("modernbert", None), ("wide modernbert", False), ("bert", None), ("qwen3", None)]
 )
 def test_compiled_layers_do_not_recompile_as_batches_vary(small, family, checkpointing):
     model = small(family, checkpointing)

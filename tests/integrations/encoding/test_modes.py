@@ -22,15 +22,7 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from tests.support.compared import assert_equal, batch_of, run
 from tests.support.encoded import Normalised, mode_of
-from tests.support.models import (
-    TEXT,
-    Behind,
-    attend_to_own_document,
-    collated,
-    features,
-    load_model,
-    sentences,
-)
+from tests.support.models import TEXT, Behind, attend_to_own_document, collated, features, load_model, sentences
 
 BATCHES = batch_of, partial(batch_of, seed=10)
 cached = partial(losses.CachedContrastive, mini_batch_size=4)

@@ -12,9 +12,7 @@ from tests.support.sparse_encoders import load_sparse
 pytest.importorskip("sentence_transformers", minversion="5", reason="no SparseEncoder before Sentence Transformers 5")
 
 from sentence_transformers import SentenceTransformer, util
-from sentence_transformers.sparse_encoder.evaluation import (
-    SparseInformationRetrievalEvaluator,
-)
+from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
 
 import pylate_fastmaxsim
 

@@ -11,13 +11,7 @@ from sentence_transformers.sparse_encoder import losses
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_encoder
-from tests.support.sparse_encoders import (
-    FAMILIES,
-    autoencoder,
-    inference_free,
-    splade,
-    transformer_of,
-)
+from tests.support.sparse_encoders import FAMILIES, autoencoder, inference_free, splade, transformer_of
 from tests.support.splade_steps import CACHED, CONTRASTIVE, HOST, TEXTS, Step, batch_of, step_of, watch_decoder
 
 

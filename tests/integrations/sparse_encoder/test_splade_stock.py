@@ -11,13 +11,7 @@ pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE
 from peft import LoraConfig, inject_adapter_in_model
 from sentence_transformers import SparseEncoder
 from torch import nn
-from transformers import (
-    BertForMaskedLM,
-    EsmConfig,
-    EsmForMaskedLM,
-    MobileBertConfig,
-    MobileBertForMaskedLM,
-)
+from transformers import BertForMaskedLM, EsmConfig, EsmForMaskedLM, MobileBertConfig, MobileBertForMaskedLM
 from transformers.models.bert.modeling_bert import BertLMPredictionHead
 
 import pylate_fastmaxsim
