@@ -54,7 +54,7 @@ def test_a_vector_is_a_batch_of_one_and_needs_no_gradient():
     assert not direct(weights=WEIGHTS.clone().requires_grad_()).weights.requires_grad
 
 
-def test_repeated_terms_are_added_in_float64_and_rounded_once(tmp_path):
+def test_repeated_terms_are_added_in_float64_and_rounded_once_and_zeros_dropped(tmp_path):
     entries = [(2, 1.0), (0, 0.0), (2, 2.0**-24), (2, 2.0**-24)]
     terms, weights = map(np.array, zip(*entries, strict=True))
     places, weights = np.stack([0 * terms, terms]), weights.astype(np.float32)
@@ -72,9 +72,6 @@ def test_repeated_terms_are_added_in_float64_and_rounded_once(tmp_path):
     halves = torch.tensor([1.0, 2.0**-11, 2.0**-24], dtype=torch.float16)
     made = SparseBatch.from_torch(torch.sparse_coo_tensor(torch.zeros(2, 3, dtype=torch.int64), halves, (1, 3)))
     assert made.dtype == torch.float16 and made.weights.tolist() == [1 + 2.0**-10]
-
-
-def test_weights_that_round_to_0_are_dropped():
     assert len(SparseBatch.from_lists([[(0, 1e-60), (1, -0.0), (2, 0)]], 3).terms) == 0
 
 

@@ -27,9 +27,8 @@ def test_wrong_calls_are_refused_every_name_has_a_type_and_examples_are_right(tm
     (tmp_path / "script.py").write_text(text)
     # To read the libraries takes a minute, and their types are not what is asked.
     ours = "[mypy-pylate_fastmaxsim,pylate_fastmaxsim.*]\nfollow_imports = normal\n"
-    (tmp_path / "mypy.ini").write_text(
-        f"[mypy]\ncache_dir = cache\nfollow_imports = skip\nignore_missing_imports = true\n{ours}"
-    )
+    others = "[mypy]\ncache_dir = cache\nfollow_imports = skip\nignore_missing_imports = true\n"
+    (tmp_path / "mypy.ini").write_text(others + ours)
     command = [sys.executable, "-m", "mypy", "--check-untyped-defs", "script.py", str(ROOT / "examples")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     wrong = [number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# ERROR")]

@@ -23,9 +23,7 @@ def gini(norms):
     return float((norms[:, None] - norms).abs().mean() / (2 * norms.mean()))
 
 
-@pytest.mark.parametrize(
-    ("share", "expected"), [([0, 0, 0, 1], 3 / 4), ([1, 1, 1, 1], 0), ([0, 1, 1, 2], 3 / 8), ([3], 0)]
-)
+@pytest.mark.parametrize("share, expected", [([0, 0, 0, 1], 3 / 4), ([1, 1, 1, 1], 0), ([0, 1, 1, 2], 3 / 8), ([3], 0)])
 def test_of_shares_known_by_hand(share, expected):
     """Query tokens are unit vectors of the axes, as often as their document token is to win."""
     length = len(share)
@@ -101,9 +99,7 @@ def test_padded_tensors_in_16_bits_are_as_packed_ones_in_float32():
     positives = torch.tensor([[0], [1]])
     with torch.autocast("cpu", torch.bfloat16):
         padded = gradient_concentration(queries, documents, positives, pooling=Softmax(0.5), documents_mask=mask)
-    packed = TokenBatch.from_list(
-        [row[live.bool()].float() for row, live in zip(documents.detach(), mask, strict=True)]
-    )
+    packed = TokenBatch.from_list([row[live > 0].float() for row, live in zip(documents.detach(), mask, strict=True)])
     assert padded == gradient_concentration(queries.detach().float(), packed, positives, pooling=Softmax(0.5))
     assert queries.grad is None and documents.grad is None
 

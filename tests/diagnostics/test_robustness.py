@@ -4,13 +4,8 @@ import pytest
 import torch
 
 from pylate_fastmaxsim import Max, TokenBatch
-from pylate_fastmaxsim.diagnostics.robustness import (
-    draw_fillers,
-    grades_of,
-    length_sweep,
-    lengthened,
-    retrieval_metrics,
-)
+from pylate_fastmaxsim.diagnostics import robustness
+from pylate_fastmaxsim.diagnostics.robustness import grades_of, length_sweep, lengthened, retrieval_metrics
 
 
 def test_metrics_by_hand():
@@ -33,9 +28,7 @@ def test_longer_documents_begin_with_the_shorter_ones_and_never_hold_themselves(
     longer = dict(lengthened(documents, documents, times=(1, 2, 5), own=[0, 1, 2, 3]))
     assert longer[5].lengths.tolist() == [10, 5, 15, 0]
     for document in range(3):
-        values = {
-            times: batch.values[batch.starts[document] :][: batch.lengths[document]] for times, batch in longer.items()
-        }
+        values = {n: each.values[each.starts[document] :][: each.lengths[document]] for n, each in longer.items()}
         assert torch.equal(values[1], rows[document])
         assert torch.equal(values[5][: len(values[2])], values[2])
         assert not (values[5][len(rows[document]) :] == document).any()
@@ -65,5 +58,5 @@ def test_what_does_not_fit_together_is_refused():
         length_sweep(batch, [(1, batch)], torch.eye(2), ["max"])
     for lengths, own in (([0, 0], None), ([2], [0])):
         with pytest.raises(ValueError, match="another document to append"):
-            draw_fillers([2], lengths, times=2, own=own)
-    assert draw_fillers([2], [], times=1) == [[]]
+            robustness.draw_fillers([2], lengths, times=2, own=own)
+    assert robustness.draw_fillers([2], [], times=1) == [[]]

@@ -32,10 +32,7 @@ def test_pooled(count):
         size = max(len(each), count)
         # Run r begins where the place times the number of runs reaches r times the number of tokens.
         run = [place * count // size if len(each) > count else place for place in range(len(each))]
-        means = [
-            torch.stack([row for row, r in zip(each, run, strict=True) if r == wanted]).mean(0)
-            for wanted in sorted(set(run))
-        ]
+        means = [each[[r == wanted for r in run]].mean(0) for wanted in sorted(set(run))]
         expected.append(F.normalize(torch.stack(means), dim=-1) if means else each)
     found = pooled_tokens(batch, count)
     torch.testing.assert_close(tokens_of(found), expected)

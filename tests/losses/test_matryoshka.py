@@ -52,10 +52,9 @@ def test_gradcache_gives_the_gradients_of_the_whole_batch(model, mode, pooled):
 @pytest.mark.parametrize("size", [{}, {"mini_batch_size": 3}, {"mini_batch_tokens": 100}], ids=str)
 @pytest.mark.parametrize("pooled", [False, True])
 def test_contrastive_and_distillation_inside(model, packed, size, pooled):
-    whole = run(
-        Matryoshka(model, ContrastiveDistillation(model, **OPTIONS), **VIEWS, pooled=pooled), batch_of(model), LABELS
-    )
-    loss = Matryoshka(model, ContrastiveDistillation(model, **OPTIONS, **size), **VIEWS, pooled=pooled)
+    whole, loss = (ContrastiveDistillation(model, **OPTIONS, **each) for each in ({}, size))
+    whole, loss = (Matryoshka(model, each, **VIEWS, pooled=pooled) for each in (whole, loss))
+    whole = run(whole, batch_of(model), LABELS)
     for options in ({"padding_free": False}, {}):
         with pylate_fastmaxsim.enabled(**options):
             assert_equal(run(loss, batch_of(model), LABELS), whole)
@@ -118,15 +117,10 @@ REFUSED = {
     "cached inside": (lambda model: Around(HOST.with_gradcache(model)[0]), GRADCACHE),
     "cached inside of another": (lambda model: Matryoshka(model, HOST.with_gradcache(model)[0], (16,)), GRADCACHE),
     "cached subclass": (lambda model: OfOnesOwn(model, mini_batch_size=3), GRADCACHE),
-    "cached, of ours": (
-        lambda model: Matryoshka(model, ContrastiveDistillation(model, mini_batch_size=3), (16,)), GRADCACHE
-    ),
+    "cached, of ours": (lambda m: Matryoshka(m, ContrastiveDistillation(m, mini_batch_size=3), (16,)), GRADCACHE),
     "rows": (lambda model: Asking(model, rows_of), "must call its model once"),
-    "other model": (
-        lambda model: Asking(model, lambda _model, columns: HOST.loss("contrastive", model)(columns)),
-        "does not call self.model",
-    ),
-}  # fmt: skip
+    "other model": (lambda m: Asking(m, lambda _, it: HOST.loss("contrastive", m)(it)), "does not call self.model"),
+}
 
 
 @pytest.mark.parametrize("on", [False, True])

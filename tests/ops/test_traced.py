@@ -18,7 +18,7 @@ from tests.support.operators import OPERATORS, Problem, outcome, problem, random
 
 TRACED = ["maxsim", "top 2", "softmax 0.2", "log-sum-exp", "xtr 5", "xtr 5, retrieved", "splade", "splade, maxima"]
 TRACED += ["project", "from hidden both", "int8", "fp8", "residual"]
-xtr_scores = partial(xtr_of, k=5)
+xtr_scores, top_2 = partial(xtr_of, k=5), partial(pooled_scores, pooling=TopK(2))
 
 
 class Recorded(TorchDispatchMode):
@@ -122,12 +122,7 @@ def _of_texts(queries, documents, documents_mask):
 # Winners of documents of up to 255 tokens have another dtype than those of longer ones; without gradients there are none.
 @pytest.mark.parametrize(
     "operator, length, strict",
-    [
-        (maxsim, 300, True),
-        (xtr_scores, 6, False),
-        (partial(pooled_scores, pooling=TopK(2)), 300, True),
-        (_of_texts, 6, True),
-    ],
+    [(maxsim, 300, True), (xtr_scores, 6, False), (top_2, 300, True), (_of_texts, 6, True)],
     ids=["maxsim", "xtr", "top", "splade"],
 )
 def test_exported_with_any_number_of_queries_documents_and_tokens(operator, length, strict):

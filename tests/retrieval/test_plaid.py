@@ -13,15 +13,8 @@ from fast_plaid.search import FastPlaid
 
 from pylate_fastmaxsim import TokenBatch, read_plaid
 from pylate_fastmaxsim.retrieval.search import search
-from tests.support.plaid_indexes import (
-    DIM,
-    PLAID,
-    merge_chunks,
-    stored_vectors,
-    unit_vectors,
-    write_fast_plaid,
-    write_stanford,
-)
+from tests.support import plaid_indexes
+from tests.support.plaid_indexes import PLAID, stored_vectors, unit_vectors, write_fast_plaid, write_stanford
 
 # 1,000 tokens for 256 centroids, so that residuals matter; chunks of 25 documents.
 LENGTHS = [3, *(1 + 7 * number % 31 for number in range(63))]
@@ -61,7 +54,7 @@ def test_an_index_of_fast_plaid_is_read_chunk_by_chunk_and_left_as_it_is(bits, t
     assert (tmp_path / "2.codes.npy").exists()
     before = sizes_and_times(tmp_path)
     corpus = read_plaid(str(tmp_path))
-    assert (corpus.format, corpus.dim, corpus.ids) == ("residual", DIM, None)
+    assert (corpus.format, corpus.dim, corpus.ids) == ("residual", plaid_indexes.DIM, None)
     assert_holds(corpus, stored_vectors(tmp_path))
     assert sizes_and_times(tmp_path) == before
     assert str(tmp_path / "0.residuals.npy") in Path("/proc/self/maps").read_text()
@@ -99,7 +92,7 @@ def test_files_of_all_chunks_that_fast_plaid_1_7_writes_are_read(bits, tmp_path)
     index.delete([3, *range(25, 50)])  # a chunk as a whole, which keeps files of its own, without a row
     index.update(unit_vectors(3, seed=1), start_from_scratch=0)  # rows of no document behind it
     expected = stored_vectors(tmp_path)
-    merge_chunks(tmp_path)
+    plaid_indexes.merge_chunks(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*.codes.npy")) == ["1.codes.npy"]
     before = sizes_and_times(tmp_path)
     assert_holds(read_plaid(tmp_path), expected)

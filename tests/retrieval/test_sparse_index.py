@@ -37,9 +37,7 @@ def in_batches(documents: SparseBatch, sizes: list[int]):
     at_once=st.sampled_from([1, 20, 1 << 22]),
     data=st.data(),
 )
-def test_equal_to_sorting_all_scores(
-    count, vocabulary, sizes, k, queries, every, dtypes, at_once, data, tmp_path_factory
-):
+def test_equal_to_sorting_all(count, vocabulary, sizes, k, queries, every, dtypes, at_once, data, tmp_path_factory):
     asked = sparse_vectors(queries, vocabulary, seed=queries, dtype=dtypes[0])
     documents = sparse_vectors(count, vocabulary, seed=count, every=every, dtype=dtypes[1])
     with pytest.MonkeyPatch.context() as patch:
@@ -113,11 +111,7 @@ HALF = SparseBatch(HALF.offsets, HALF.terms, HALF.weights.half(), 30)
 ASKED = [
     (("text", 1), TypeError, "queries must be a SparseBatch, a tensor .* got str.$"),
     (([], 1), TypeError, "queries must be a SparseBatch, .* got an empty list.$"),
-    (
-        ([torch.ones(30), torch.ones(31)], 1),
-        ValueError,
-        r"each of queries must be \[vocabulary\], of one .*\(30,\) .*\(31,\)",
-    ),
+    (([torch.ones(30), torch.ones(31)], 1), ValueError, r"each of queries must be .vocabulary., of one .*30,.*31,"),
     ((torch.ones(2, 3, 4), 1), ValueError, r"queries must be \[N, vocabulary\], got shape \(2, 3, 4\)"),
     ((WHOLE, 0), ValueError, "k must be at least 1, got 0.$"),
     ((OTHER, 1), ValueError, ".* must have the vocabulary"),

@@ -123,10 +123,8 @@ def rotary_definition(batch: RotaryCase) -> list[Tensor]:
 
 def distances(found: list[Tensor], exact: list[Tensor]) -> list[float]:
     """Of each result, relative to its length or, where that is less, to 1."""
-    return [
-        float((ours.double() - wanted).norm() / wanted.norm().clamp(min=1))
-        for ours, wanted in zip(found, exact, strict=True)
-    ]
+    pairs = zip(found, exact, strict=True)
+    return [float((ours.double() - wanted).norm() / wanted.norm().clamp(min=1)) for ours, wanted in pairs]
 
 
 def text_layer(batch: Case, dropout: float = 0.0) -> Callable[[], Tensor]:

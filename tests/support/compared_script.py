@@ -14,9 +14,7 @@ from pylate_fastmaxsim.comparison.verdict import FAST, summarize_run
 COMMAND = ("-m", "pylate_fastmaxsim.cli", "compare")
 
 
-def compare(
-    folder: Path, script: str, *options: str, command: tuple[str, ...] = COMMAND
-) -> subprocess.CompletedProcess:
+def compare(folder: Path, script: str, *options: str, command: tuple = COMMAND) -> subprocess.CompletedProcess:
     """Write a script into ``folder`` as train.py and compare it there."""
     (folder / "train.py").write_text(script, encoding="utf-8")
     words = [sys.executable, *command, *options, "train.py"]
@@ -30,9 +28,8 @@ def compared(folder: Path, script: str, *options: str, **how: Any) -> dict[str, 
     done = compare(folder, script, *options, **how)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in folder.iterdir()} == {*before, "train.py", "compare"}
-    assert "peak memory" in done.stdout and done.stdout.endswith(
-        "compare.json\ncompare/compare.png\ncompare/compare.html\n"
-    )
+    assert "peak memory" in done.stdout
+    assert done.stdout.endswith("compare.json\ncompare/compare.png\ncompare/compare.html\n")
     return json.loads((folder / "compare" / "compare.json").read_text(encoding="utf-8"))
 
 

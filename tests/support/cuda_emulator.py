@@ -28,9 +28,8 @@ class EmulatedKernels:
         program.write_text(f'#include "{HEADER}"\n#include "{file}"\n{entries}')
         library = folder / "emulated.so"
         options = [f"-D{name}={number}" for name, number in defined.items()]
-        subprocess.run(
-            ["g++", "-O2", "-std=c++17", "-w", "-shared", "-fPIC", *options, "-o", library, program], check=True
-        )
+        command = ["g++", "-O2", "-std=c++17", "-w", "-shared", "-fPIC", *options, "-o", library, program]
+        subprocess.run(command, check=True)
         self._library = ctypes.CDLL(str(library))
 
     def launch(

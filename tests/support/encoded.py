@@ -40,9 +40,7 @@ def tokens_of(batch):
 def padded_tokens(model, batch):
     masks = contrastive.extract_skiplist_mask(batch, model.skiplist)[1:]
     outputs = [model(without_total(column))["token_embeddings"] for column in batch[1:]]
-    return [
-        rows[live] for output, mask in zip(outputs, masks, strict=True) for rows, live in zip(output, mask, strict=True)
-    ]
+    return [rows[live] for pair in zip(outputs, masks, strict=True) for rows, live in zip(*pair, strict=True)]
 
 
 def assert_encodes_as_stock(model, batch, tolerance: float = 1e-10):

@@ -42,10 +42,8 @@ class ByHand(nn.Module):
 
     def forward(self, sentence_features, labels):
         queries, documents = encode(self.model, sentence_features)
-        scores, own = (
-            maxsim(queries, documents),
-            torch.arange(len(documents), device=labels.device).view(len(queries), -1),
-        )
+        scores = maxsim(queries, documents)
+        own = torch.arange(len(documents), device=labels.device).view(len(queries), -1)
         contrastive = F.cross_entropy(scores, own[:, 0])
         return contrastive + F.kl_div(scores.gather(1, own).log_softmax(1), labels.softmax(1), reduction="batchmean")
 

@@ -72,9 +72,7 @@ def looking(hook: Callable) -> Callable:
     return FunctionType(hook.__code__, {**hook.__globals__, "__name__": "torch"}, closure=hook.__closure__)
 
 
-def build_model(
-    folder: Path, family: str, new_weights: bool = False, masked_lm: bool = False, **changes: object
-) -> str:
+def build_model(folder: Path, family: str, new_weights: bool = False, masked_lm: bool = False, **changes) -> str:
     """Save a tiny encoder without dropout, but for ``changes`` of its configuration, and its tokenizer."""
     torch.manual_seed(0)
     tokenizer = _tokenizer(family)
@@ -122,10 +120,8 @@ def collated(model, queries: Sequence, *columns: Sequence, **options: object) ->
     rows = [dict(zip(names, row, strict=True)) for row in zip(queries, *columns, strict=True)]
     batch = ColBERTCollator(tokenize_fn=model.tokenize, **options)(rows)
     batch = {key: value.to(model.device) if torch.is_tensor(value) else value for key, value in batch.items()}
-    return [
-        {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(f"{name}_")}
-        for name in names
-    ]
+    parts = [{key: value for key, value in batch.items() if key.startswith(f"{name}_")} for name in names]
+    return [{k.removeprefix(f"{name}_"): v for k, v in part.items()} for name, part in zip(names, parts, strict=True)]
 
 
 def attend_to_own_document(query, key, value, cu_seqlens, max_length, *, scale, window, dropout, key_cu_seqlens=None):

@@ -3,15 +3,10 @@
 from functools import partial
 
 import torch
+from accelerate.utils import send_to_device
 from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
-from sentence_transformers.multi_vector_encoder import losses
+from sentence_transformers.multi_vector_encoder import losses, scoring
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
-from sentence_transformers.multi_vector_encoder.scoring import (
-    XTRKDScores,
-    XTRScores,
-    mean_colbert_scores,
-    xtr_scores_pairwise,
-)
 from torch import nn
 
 from pylate_fastmaxsim.integrations.sentence_transformers import scores
@@ -28,15 +23,15 @@ DISTILLATION = losses.MultiVectorDistillKLDivLoss
 LOSSES = {
     "contrastive": (CONTRASTIVE, {}),
     "contrastive in mini-batches": (CONTRASTIVE, {"mini_batch_size": 5, "score_mini_batch_size": 3, "scale": 2.0}),
-    "contrastive, mean": (CONTRASTIVE, {"similarity_fct": mean_colbert_scores, "scale": 8.0}),
-    "contrastive by XTR": (CONTRASTIVE, {"similarity_fct": XTRScores(9)}),
+    "contrastive, mean": (CONTRASTIVE, {"similarity_fct": scoring.mean_colbert_scores, "scale": 8.0}),
+    "contrastive by XTR": (CONTRASTIVE, {"similarity_fct": scoring.XTRScores(9)}),
     "cached": (CACHED, {"mini_batch_size": 3}),
     "cached by tokens": (CACHED, {"mini_batch_size": 8, "mini_batch_num_tokens": 60}),
     "distillation": (DISTILLATION, {"temperature": 0.5}),
     "margins": (losses.MultiVectorMarginMSELoss, {}),
-    "cached by XTR": (CACHED, {"mini_batch_size": 3, "similarity_fct": XTRScores(9)}),
-    "distillation by XTR": (DISTILLATION, {"similarity_fct": XTRKDScores(9)}),
-    "margins by XTR": (losses.MultiVectorMarginMSELoss, {"similarity_fct": xtr_scores_pairwise}),
+    "cached by XTR": (CACHED, {"mini_batch_size": 3, "similarity_fct": scoring.XTRScores(9)}),
+    "distillation by XTR": (DISTILLATION, {"similarity_fct": scoring.XTRKDScores(9)}),
+    "margins by XTR": (losses.MultiVectorMarginMSELoss, {"similarity_fct": scoring.xtr_scores_pairwise}),
 }
 # Scores are float32 in a model in float64 too.
 TOLERANCE = 3e-6
@@ -48,14 +43,8 @@ def load(path: str, **options: object) -> MultiVectorEncoder:
 
 
 def batch_of(model: MultiVectorEncoder, texts: tuple = (QUERIES, POSITIVES, NEGATIVES)) -> list[dict]:
-    return [
-        {**on_device(model.preprocess(each, task=task), model.device), "task": task}
-        for each, task in zip(texts, TASKS, strict=True)
-    ]
-
-
-def on_device(column: dict, device: torch.device) -> dict:
-    return {key: value.to(device) if torch.is_tensor(value) else value for key, value in column.items()}
+    columns = [{**model.preprocess(each, task=task), "task": task} for each, task in zip(texts, TASKS, strict=True)]
+    return send_to_device(columns, model.device)
 
 
 class OfOnesOwn(MultiVectorEncoder):

@@ -30,10 +30,8 @@ def ragged(
         used[start : start + length] = True
     values[~(used & keep)] = torch.nan
     slack = int(torch.randint(0, 4, (), generator=generator))
-    longest = max(lengths, default=0) + slack
-    return TokenBatch(
-        values, starts, torch.tensor(lengths, dtype=torch.int64), longest, keep if masked else None, gapless
-    )
+    longest, lengths = max(lengths, default=0) + slack, torch.tensor(lengths, dtype=torch.int64)
+    return TokenBatch(values, starts, lengths, longest, keep if masked else None, gapless)
 
 
 def batches(dtype=torch.float32, dim=16, queries=(5, 5, 3, 0, 5), documents=(7, 0, 20, 3, 9, 1), masked=True, seed=0):

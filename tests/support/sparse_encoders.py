@@ -10,24 +10,16 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 try:
     from sentence_transformers.base.modules import Router, Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
-    from sentence_transformers.sparse_encoder.modules import (
-        MLMTransformer,
-        SparseAutoEncoder,
-        SparseStaticEmbedding,
-        SpladePooling,
-    )
+    from sentence_transformers.sparse_encoder import modules as sparse
 
     masked_lm = partial(Transformer, transformer_task="fill-mask")
 except ImportError:
     from sentence_transformers.models import Pooling, Router, Transformer
-    from sentence_transformers.sparse_encoder.models import (
-        MLMTransformer,
-        SparseAutoEncoder,
-        SparseStaticEmbedding,
-        SpladePooling,
-    )
+    from sentence_transformers.sparse_encoder import models as sparse
 
-    masked_lm = MLMTransformer
+    masked_lm = sparse.MLMTransformer
+
+SpladePooling = sparse.SpladePooling
 
 # Of the heads that are known. ``encoder(family, masked_lm=True)`` is the folder of a tiny model of one.
 FAMILIES = ("bert", "distilbert", "xlm-roberta", "modernbert")
@@ -40,14 +32,14 @@ def splade(path: str, **pooling: object) -> SparseEncoder:
 
 def inference_free(path: str) -> SparseEncoder:
     documents = [masked_lm(path), SpladePooling()]
-    queries = [SparseStaticEmbedding(AutoTokenizer.from_pretrained(path))]
+    queries = [sparse.SparseStaticEmbedding(AutoTokenizer.from_pretrained(path))]
     return _sparse_encoder(Router.for_query_document(queries, documents, default_route="document"))
 
 
 def autoencoder(path: str) -> SparseEncoder:
     """A CSR model: sparse by an autoencoder of dense embeddings, without a vocabulary."""
     encoder = Transformer(path)
-    return _sparse_encoder(encoder, Pooling(32), SparseAutoEncoder(32, hidden_dim=64, k=8, k_aux=16))
+    return _sparse_encoder(encoder, Pooling(32), sparse.SparseAutoEncoder(32, hidden_dim=64, k=8, k_aux=16))
 
 
 def transformer_of(model: SparseEncoder) -> torch.nn.Module:
@@ -62,7 +54,7 @@ def _sparse_encoder(*modules: torch.nn.Module) -> SparseEncoder:
 def load_sparse(path: str, max_active_dims: int | None = 8) -> SparseEncoder:
     """``path``: of a tiny BERT. With 8 terms a text most pairs of a query and a document share none."""
     torch.manual_seed(0)
-    modules = [MLMTransformer(path), SpladePooling()]
+    modules = [sparse.MLMTransformer(path), SpladePooling()]
     return SparseEncoder(modules=modules, device="cpu", max_active_dims=max_active_dims)
 
 
@@ -70,10 +62,8 @@ def build_sparse_encoder(folder: Path, tokenizer: str, seed: int = 0) -> str:
     """Save a SPLADE of one layer, with the tokenizer in another folder, for ``SparseEncoder(...)``."""
     pieces = AutoTokenizer.from_pretrained(tokenizer)
     torch.manual_seed(seed)
-    config = BertConfig(
-        vocab_size=len(pieces), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    )
-    model = BertForMaskedLM(config)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = BertForMaskedLM(BertConfig(vocab_size=len(pieces), **sizes))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2:
@@ -82,5 +72,6 @@ def build_sparse_encoder(folder: Path, tokenizer: str, seed: int = 0) -> str:
         model.cls.predictions.bias.fill_(-3.0)
     model.save_pretrained(folder / "mlm")
     pieces.save_pretrained(folder / "mlm")
-    SparseEncoder(modules=[MLMTransformer(str(folder / "mlm")), SpladePooling()]).save_pretrained(str(folder / "model"))
+    modules = [sparse.MLMTransformer(str(folder / "mlm")), SpladePooling()]
+    SparseEncoder(modules=modules).save_pretrained(str(folder / "model"))
     return str(folder / "model")

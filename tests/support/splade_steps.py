@@ -70,30 +70,22 @@ def of_embeddings(model: SparseEncoder) -> Step:
     return Step(losses.SparseMSELoss(model), [queries, documents], teacher, TOLERANCE)
 
 
-def _several(model: SparseEncoder) -> nn.Module:
-    return CONTRASTIVE(model, gather_across_devices=True)
-
-
+SEVERAL = partial(CONTRASTIVE, gather_across_devices=True)
+DISTILLATION = partial(losses.SparseDistillKLDivLoss, temperature=0.5)
+COSINE = partial(losses.SparseCosineSimilarityLoss, loss_fct=squared_error)
 LOSSES = {
     "contrastive": step_of,
     "cached": partial(step_of, **CACHED),
-    "distillation": partial(
-        step_of, base=partial(losses.SparseDistillKLDivLoss, temperature=0.5), columns=4, labels=TEACHER
-    ),
+    "distillation": partial(step_of, base=DISTILLATION, columns=4, labels=TEACHER),
     "pairs": partial(step_of, columns=2),
-    "several negatives": partial(step_of, base=_several, columns=4),
+    "several negatives": partial(step_of, base=SEVERAL, columns=4),
     "thresholds": partial(step_of, document_regularizer_threshold=150, query_regularizer_threshold=80),
     "all are documents": partial(step_of, use_document_regularizer_only=True),
     "L1": partial(step_of, document_regularizer=L1(), query_regularizer=L1()),
     "margins": partial(step_of, base=losses.SparseMarginMSELoss, labels=MARGINS),
     "margins of several": partial(step_of, base=losses.SparseMarginMSELoss, columns=4, labels=TEACHER),
     "triplets": partial(step_of, base=losses.SparseTripletLoss),
-    "cosine": partial(
-        step_of,
-        base=partial(losses.SparseCosineSimilarityLoss, loss_fct=squared_error),
-        columns=2,
-        labels=SCORES,
-    ),
+    "cosine": partial(step_of, base=COSINE, columns=2, labels=SCORES),
     "CoSENT": partial(step_of, base=losses.SparseCoSENTLoss, columns=2, labels=SCORES),
     "AnglE": partial(step_of, base=losses.SparseAnglELoss, columns=2, labels=SCORES),
     "cached distillation": partial(step_of, base=losses.SparseDistillKLDivLoss, columns=4, labels=TEACHER, **CACHED),
@@ -117,7 +109,7 @@ def watch_decoder(model: SparseEncoder, monkeypatch: pytest.MonkeyPatch) -> list
 
 def step_of_rank(model: SparseEncoder, wrapped: nn.Module, name: str, rank: int, **options) -> Step:
     texts = [sentences(6, 8, rank), *(sentences(6, (6, 40)[rank], 10 * n + rank) for n in (1, 2))]
-    loss = splade_loss(model, _several, **(CACHED if name == "cached" else {}), **options)
+    loss = splade_loss(model, SEVERAL, **(CACHED if name == "cached" else {}), **options)
     loss.model = wrapped
     return Step(loss, batch_of(model, 3, texts), None, TOLERANCE)
 

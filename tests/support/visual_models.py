@@ -51,9 +51,8 @@ def _tokenizer(special: Sequence[str], **names: str) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
-    )
+    options = {"initial_alphabet": alphabet, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=list(special), **options)
     tokenizer.train_from_iterator([TEXT], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
@@ -80,16 +79,10 @@ def _decoder(tokenizer: PreTrainedTokenizerFast, **values: object) -> dict:
 def _colqwen2(processor: ColQwen2Processor) -> ColQwen2:
     token = processor.tokenizer.convert_tokens_to_ids
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14}
     config = Qwen2VLConfig(
         text_config=_decoder(processor.tokenizer, rope_parameters=rope, attention_dropout=0.0),
-        vision_config={
-            "depth": 2,
-            "embed_dim": 32,
-            "hidden_size": 32,
-            "num_heads": 2,
-            "mlp_ratio": 2,
-            "patch_size": 14,
-        },
+        vision_config=vision,
         image_token_id=token("<|image_pad|>"),
         video_token_id=token("<|video_pad|>"),
         vision_start_token_id=token("<|vision_start|>"),
@@ -108,12 +101,8 @@ def _colpali_processor() -> ColPaliProcessor:
 
 def _colpali(processor: ColPaliProcessor) -> ColPali:
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vision |= {
-        "model_type": "siglip_vision_model",
-        "image_size": IMAGE_SIZE,
-        "patch_size": 14,
-        "vision_use_head": False,
-    }
+    vision |= {"model_type": "siglip_vision_model", "image_size": IMAGE_SIZE, "patch_size": 14}
+    vision["vision_use_head"] = False
     config = PaliGemmaConfig(
         text_config=_decoder(processor.tokenizer, model_type="gemma", head_dim=16),
         vision_config=vision,

@@ -51,9 +51,8 @@ def test_what_another_source_changes_is_named_without_an_import(tmp_path):
 
 
 def pip(*arguments: object) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", *map(str, arguments)], capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-m", "pip", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
         pytest.skip(f"pip cannot reach an index: {(done.stderr.strip().splitlines() or [''])[-1]}")
     return done.stdout

@@ -43,24 +43,16 @@ OPTIONS = [
     {"pos_aware_negative_filtering": True, "filter_threshold": 0.5, "filter_factor": 0.25},
     {"use_smooth_max": True, "tau": 0.3, "norm_tol": 0.1},
 ]
+WEIGHTED = [{"in_batch_term_weight": weight, "temperature": 0.2} for weight in (0, 0.3, 1)]
 FILTERED = {"pos_aware_negative_filtering": True, "filter_threshold": 0.8}
+GATHERED = [{}, SMOOTH, FILTERED, FILTERED | SMOOTH]
 # Of which loss, on what side the padding is, options, and how many documents of other ranks stand before.
 CASES = [
     *((name, side, options, 0) for name in LOSSES for side in ("left", "right", "between") for options in ({}, SMOOTH)),
     *((name, "left", options, 0) for name in LOSSES for options in OPTIONS),
-    *(
-        (name, "left", {"in_batch_term_weight": w, "temperature": 0.2}, 0)
-        for name in WITH_NEGATIVES
-        for w in (0, 0.3, 1)
-    ),
+    *((name, "left", options, 0) for name in WITH_NEGATIVES for options in WEIGHTED),
     # As ContrastiveTrainer gathers them: this rank's documents are the last four of eight.
-    *(
-        (name, "left", filtered | smooth, 4)
-        for name in LOSSES
-        if name != "ColbertSigmoidLoss"
-        for filtered in ({}, FILTERED)
-        for smooth in ({}, SMOOTH)
-    ),
+    *((name, "left", options, 4) for name in LOSSES if name != "ColbertSigmoidLoss" for options in GATHERED),
 ]
 
 

@@ -87,9 +87,7 @@ def test_what_only_stock_takes_is_an_error_with_another_pooling(monkeypatch):
     for name in ("ColbertLoss", *WITH_NEGATIVES):
         with pytest.raises(ValueError, match=r"enable\(pooling=TopK\(k=2\)\) .* COLPALI_SCORES_BACKEND=torch"):
             batch.run(getattr(colpali_losses, name)(), 0)
-    with pytest.raises(
-        ValueError, match=r"^BaseVisualRetrieverProcessor.score_multi_vector: .* COLPALI_SCORES_BACKEND"
-    ):
+    with pytest.raises(ValueError, match=r"^BaseVisualRetrieverProcessor.score_multi_vector: .*COLPALI_SCORES_BACKEND"):
         ColQwen2Processor.score_multi_vector(*inputs, device="cpu")
 
 

@@ -90,10 +90,7 @@ def state_of(model):
 
 @pytest.mark.parametrize(
     "family, config, said",
-    [
-        ("bert", {}, None),
-        ("ibert", {"quant_mode": True}, "IBertModel updates its buffers in each call"),
-    ],
+    [("bert", {}, None), ("ibert", {"quant_mode": True}, "IBertModel updates its buffers in each call")],
 )
 @pytest.mark.parametrize("behind", [nn.Identity, nn.BatchNorm1d])
 def test_deciding_changes_nothing(encoder, mode, caplog, family, config, said, behind):

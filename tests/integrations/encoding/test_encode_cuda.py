@@ -60,10 +60,8 @@ def test_attention(heads, dtype, attended, window):
         rows = ends.repeat_interleave(2)
         keys = F.pad(torch.stack([ends - LENGTHS + attended, ends], dim=1).flatten(), (1, 0)).int().cuda()
     rows = F.pad(rows, (1, 0)).int().cuda()
-    inputs = [
-        torch.randn(int(ends[-1]), count, 64, generator=generator, device="cuda", dtype=dtype)
-        for count in (heads, 2, 2)
-    ]
+    on_gpu = {"generator": generator, "device": "cuda"}
+    inputs = [torch.randn(int(ends[-1]), count, 64, dtype=dtype, **on_gpu) for count in (heads, 2, 2)]
     text = torch.repeat_interleave(torch.arange(len(LENGTHS)), LENGTHS).cuda()
     place = torch.arange(len(text)).cuda() - (ends - LENGTHS).cuda()[text]
     distance = place[:, None] - place
@@ -72,18 +70,16 @@ def test_attention(heads, dtype, attended, window):
     seen &= (distance <= window[0]) | (window[0] < 0)
     seen &= (-distance <= window[1]) | (window[1] < 0)
     exact = [states.double().requires_grad_() for states in inputs]
-    expected = F.scaled_dot_product_attention(
-        *(states.transpose(0, 1) for states in exact), attn_mask=seen, enable_gqa=True
-    )
-    upstream = torch.randn(len(text), heads, 64, generator=generator, device="cuda").to(dtype)
+    turned = (states.transpose(0, 1) for states in exact)
+    expected = F.scaled_dot_product_attention(*turned, attn_mask=seen, enable_gqa=True)
+    upstream = torch.randn(len(text), heads, 64, **on_gpu).to(dtype)
     expected.backward(upstream.double().transpose(0, 1))
     for _ in range(3):
         for states in inputs[:2]:  # what a kernel does not write of the tensors that are made next shows
             _ = [torch.full_like(states, float("nan")) for _ in range(20)]
         ours = [states.clone().requires_grad_() for states in inputs]
-        output = variable_length_attention(
-            *ours, rows, 300, scale=None, window=window, dropout=0.0, key_cu_seqlens=keys
-        )
+        options = {"scale": None, "window": window, "dropout": 0.0}
+        output = variable_length_attention(*ours, rows, 300, key_cu_seqlens=keys, **options)
         output.backward(upstream)
         torch.testing.assert_close(output.double(), expected.transpose(0, 1), atol=2e-2, rtol=2e-2)
         for own, other in zip(ours, exact, strict=True):
@@ -215,8 +211,7 @@ def test_dropout_is_drawn_anew_and_repeats_with_its_seed(small):
 
 
 @pytest.mark.parametrize(
-    ("family", "checkpointing"),
-    [("modernbert", None), ("wide modernbert", False), ("bert", None), ("qwen3", None)],
+    ("family", "checkpointing"), [("modernbert", None), ("wide modernbert", False), ("bert", None), ("qwen3", None)]
 )
 def test_compiled_layers_do_not_recompile_as_batches_vary(small, family, checkpointing):
     model = small(family, checkpointing)

@@ -105,10 +105,7 @@ def test_changes_of_the_encoder(model, recorded):
         inner = next(module for module in encoder_of(model).modules() if isinstance(module, nn.Embedding))
         for change, back in (
             (lambda: bias.requires_grad_(False), lambda: bias.requires_grad_(True)),
-            (
-                lambda: inner.register_forward_hook(lambda _module, _args, output: output / 2),
-                lambda: inner._forward_hooks.clear(),
-            ),
+            (lambda: inner.register_forward_hook(lambda _, args, output: output / 2), inner._forward_hooks.clear),
         ):
             change()
             ours = [run(loss_function, batch) for _ in range(3)]

@@ -79,25 +79,15 @@ def test_queries_that_not_all_of_themselves_see_have_a_call_of_their_own(encoder
     assert said.levelno == logging.WARNING and "have to attend to the whole query" in said.message
 
 
-def with_a_gap(model):
-    batch = batch_of(model, collate=features)
-    batch[0]["attention_mask"][0, 1] = 0
-    return batch
-
-
-def wider_than_said(model):
-    batch = batch_of(model)
-    model.query_length = 5
-    return batch
-
-
-@pytest.mark.parametrize(
-    "queries, said", [(with_a_gap, "has a gap in its attention_mask"), (wider_than_said, "they have 12 tokens")]
-)
-def test_such_queries_have_a_call_of_their_own(encoder, packed, caplog, queries, said):
+@pytest.mark.parametrize("gap, said", [(True, "has a gap in its attention_mask"), (False, "they have 12 tokens")])
+def test_queries_with_a_gap_or_wider_than_said_have_a_call_of_their_own(encoder, packed, caplog, gap, said):
     model = load(encoder)
     assert_as_stock(model, batch_of(model))
-    batch = queries(model)
+    batch = batch_of(model, collate=features) if gap else batch_of(model)
+    if gap:
+        batch[0]["attention_mask"][0, 1] = 0
+    else:
+        model.query_length = 5
     assert len(calls_of(model, partial(step, model, batch))) == 2
     encoding_encode.release()
     assert_as_stock(model, batch, joint=False)

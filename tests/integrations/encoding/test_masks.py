@@ -65,11 +65,8 @@ def put_before(model):
 
 
 CONTRASTIVE, CACHED = losses.Contrastive, partial(losses.CachedContrastive, mini_batch_size=4)
-CHANGES = {
-    kind.__name__: (partial(put_behind, kind), CONTRASTIVE)
-    for kind in (Pruning, PruningInTraining, Cutting, PruningInPlace)
-}
-CHANGES |= {
+KINDS = Pruning, PruningInTraining, Cutting, PruningInPlace
+CHANGES = {kind.__name__: (partial(put_behind, kind), CONTRASTIVE) for kind in KINDS} | {
     "before": (put_before, CONTRASTIVE),
     "before, distillation": (put_before, losses.Distillation),
     "before, cached": (put_before, CACHED),

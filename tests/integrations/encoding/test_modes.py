@@ -22,15 +22,7 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from tests.support.compared import assert_equal, batch_of, run
 from tests.support.encoded import Normalised, mode_of
-from tests.support.models import (
-    TEXT,
-    Behind,
-    attend_to_own_document,
-    collated,
-    features,
-    load_model,
-    sentences,
-)
+from tests.support.models import TEXT, Behind, attend_to_own_document, collated, features, load_model, sentences
 
 BATCHES = batch_of, partial(batch_of, seed=10)
 cached = partial(losses.CachedContrastive, mini_batch_size=4)
@@ -63,10 +55,7 @@ def of_widths(*words: int) -> tuple[Callable, ...]:
 
 
 def attending(own: Callable) -> Callable[[nn.Module], None]:
-    def change(_model):
-        encoding_attention.variable_length_attention = own
-
-    return change
+    return lambda _model: setattr(encoding_attention, "variable_length_attention", own)
 
 
 def wide(*args, window, **options):
@@ -117,10 +106,7 @@ class Tokenwise(Behind):
 
 
 def behind(kind: type) -> Callable[[nn.Module], None]:
-    def change(model):
-        model[1] = kind(model[1])
-
-    return change
+    return lambda model: model.__setitem__(1, kind(model[1]))
 
 
 def output_of(model) -> nn.Module:
@@ -213,10 +199,6 @@ def matryoshka(model):
 LORA = LoraConfig(target_modules=["query"], r=4, init_lora_weights=False)
 
 
-def adapted(model):
-    return get_peft_model(model, LORA).double()
-
-
 def adapted_encoder(model):
     model[0].auto_model = get_peft_model(model[0].auto_model, LORA).double().train()
 
@@ -237,7 +219,7 @@ CASES = {
     "said to be by text": Case("packed", change=behind(Tokenwise), loss=cached, options=ALWAYS),
     "said, and shows not to be": Case("padded", "BertModel gives other token", change=hook, options=ALWAYS),
     "of libraries": Case("packed", change=what_libraries_add, loss=cached),
-    "adapters around": Case("packed", change=adapted),
+    "adapters around": Case("packed", change=lambda model: get_peft_model(model, LORA).double()),
     "adapters around the encoder": Case("packed", change=adapted_encoder),
     # Neither does one's own attention, which may add a trained bias that begins at zero.
     "own attention": Case("grouped", "attn_implementation='own' is not a function of transf", change=own_attention),
@@ -247,9 +229,7 @@ CASES = {
     "no positions": Case("grouped", "takes no position_ids", "modernbert", take_no_positions),
     "window forgotten": Case("grouped", "other token embeddings", "modernbert", attending(wide)),
     # Long documents are looked at before there are any.
-    "window forgotten, short": Case(
-        "grouped", "other token embeddings", "modernbert", attending(wide), (*of_widths(1), batch_of)
-    ),
+    "window forgotten, short": Case("grouped", "other token", "modernbert", attending(wide), (*of_widths(1), batch_of)),
     "inexact": Case("grouped", "other token embeddings", change=attending(inexact)),
     "beyond positions": Case("packed", family="xlm-roberta", batches=(beyond_positions,), load={"document_length": 64}),
     "no longer row": Case(
@@ -308,9 +288,8 @@ def test_losses_and_gradients_are_those_of_stock(encoder, packed, caplog, case):
 
 def test_hooks_of_all_modules_keep_the_padding(model, packed, caplog):
     loss_function, batch = losses.Contrastive(model), batch_of(model)
-    added = nn.modules.module.register_module_forward_hook(
-        lambda module, _args, output: cut(output) if module is model else None
-    )
+    of_all = nn.modules.module.register_module_forward_hook
+    added = of_all(lambda module, _args, output: cut(output) if module is model else None)
     try:
         stock = run(loss_function, batch)
         pylate_fastmaxsim.enable(stock_masking=True)

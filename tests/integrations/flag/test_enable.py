@@ -38,9 +38,7 @@ WHERE += [
 
 def found():
     values = [inspect.getattr_static(owner, name) for owner, name in WHERE]
-    return [
-        (value, getattr(value, "__code__", None), "__wrapped__" in getattr(value, "__dict__", ())) for value in values
-    ]
+    return [(each, getattr(each, "__code__", None), "__wrapped__" in getattr(each, "__dict__", ())) for each in values]
 
 
 @pytest.fixture(autouse=True)
@@ -50,15 +48,6 @@ def off(monkeypatch):
     yield
     pylate_fastmaxsim.disable()
     assert found() == before
-
-
-def test_everything_is_replaced_and_put_back():
-    before = found()
-    pylate_fastmaxsim.enable()
-    assert all(now != then for now, then in zip(found(), before, strict=True))
-    pylate_fastmaxsim.disable()
-    assert found() == before
-    pylate_fastmaxsim.disable()
 
 
 @pytest.mark.process
@@ -156,17 +145,19 @@ def test_compiled_functions_follow_and_are_compiled_once_for_each():
 
 
 def test_enabling_again_changes_the_options_and_releases_what_was_prepared_for_the_old_ones(monkeypatch):
-    released = []
+    released, before = [], found()
     monkeypatch.setattr(encoding_encode, "release", lambda: released.append(None))
     pylate_fastmaxsim.enable()
     replaced = found()
+    assert all(now != then for now, then in zip(replaced, before, strict=True))
     pylate_fastmaxsim.enable()
     assert len(released) == 0
     pylate_fastmaxsim.enable(padding_free=False, stock_masking=True)
     assert found() == replaced and len(released) == 1
     assert current_options() == Options(padding_free=False, compile=False, stock_masking=True)
     pylate_fastmaxsim.disable()
-    assert current_options() is None and len(released) == 2
+    assert found() == before and current_options() is None and len(released) == 2
+    pylate_fastmaxsim.disable()
 
 
 def test_nested_blocks_restore_what_was_in_force():

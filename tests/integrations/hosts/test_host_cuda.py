@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 
 from tests.support.compared import distance
 from tests.support.hosts import each_host
@@ -10,10 +11,7 @@ pytestmark = pytest.mark.cuda
 
 
 def on_gpu(step):
-    batch = [
-        {key: value.to("cuda") if torch.is_tensor(value) else value for key, value in column.items()}
-        for column in step.batch
-    ]
+    batch = send_to_device(step.batch, "cuda")
     return step._replace(batch=batch, labels=None if step.labels is None else step.labels.to("cuda"))
 
 
@@ -25,9 +23,10 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "host, family, compiled, loss", [param for name, *each in STEPS for param in each_host([name], *each)]
-)
+CASES = [param for name, *each in STEPS for param in each_host([name], *each)]
+
+
+@pytest.mark.parametrize("host, family, compiled, loss", CASES)
 def test_packed_in_bf16(encoder, monkeypatch, host, family, compiled, loss):
     torch.manual_seed(0)
     model = host.model(encoder, family).float().to("cuda")

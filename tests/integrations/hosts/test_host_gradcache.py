@@ -7,13 +7,6 @@ from tests.support.compared import found
 from tests.support.hosts import OF_SENTENCE_TRANSFORMERS, each_host, encoder_calls
 
 
-def assert_passes_alike(made: list[torch.Tensor]) -> None:
-    half = len(made) // 2
-    assert half >= 3
-    for first, second in zip(made[:half], made[half:], strict=True):
-        assert first.dtype == second.dtype and torch.equal(first, second)
-
-
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("host", each_host())
 def test_with_dropout_and_a_backward_inside_or_outside_of_autocast(encoder, mode, host, inside):
@@ -33,7 +26,10 @@ def test_with_dropout_and_a_backward_inside_or_outside_of_autocast(encoder, mode
     if not inside:
         value.backward()
     assert torch.equal(torch.get_rng_state(), state)
-    assert_passes_alike(made)
+    half = len(made) // 2
+    assert half >= 3
+    for first, second in zip(made[:half], made[half:], strict=True):
+        assert first.dtype == second.dtype and torch.equal(first, second)
     for name, weight in model.named_parameters():
         assert "pooler" in name or (weight.grad is not None and weight.grad.isfinite().all()), name
 

@@ -62,18 +62,14 @@ class Around(nn.Module):
         return self.module(self.change(features), *args, **kwargs)
 
 
-def around(model, step, flip) -> None:
-    step.loss.model = Around(model, flip)
+def wrapped(kind):
+    return lambda model, step, flip: setattr(step.loss, "model", kind(model, flip))
 
 
 class Freezes(Around, DistributedDataParallel):
     def forward(self, features, *args, **kwargs):
         with torch.set_grad_enabled(self.change(features) is features):
             return self.module(features, *args, **kwargs)
-
-
-def frozen(model, step, flip) -> None:
-    step.loss.model = Freezes(model, flip)
 
 
 def many_tokens(model, step, flip, monkeypatch) -> None:
@@ -100,8 +96,8 @@ CHANGES = {
     "__call__ of the model": (own_call, OF_SENTENCE_TRANSFORMERS, "Calls is a class of your own"),
     "hook on the encoder": (hooked(lambda model: model[0]), MULTI_VECTOR, "in a call of their own: "),
     "hook on the model": (hooked(lambda model: model), MULTI_VECTOR, "in a call of their own: "),
-    "wrapper": (around, OF_SENTENCE_TRANSFORMERS, "in a call of their own: Around is around the model"),
-    "no gradients": (frozen, OF_SENTENCE_TRANSFORMERS, None),
+    "wrapper": (wrapped(Around), OF_SENTENCE_TRANSFORMERS, "in a call of their own: Around is around the model"),
+    "no gradients": (wrapped(Freezes), OF_SENTENCE_TRANSFORMERS, None),
     "many tokens": (many_tokens, OF_SENTENCE_TRANSFORMERS, None),
     "a gap": (with_gaps, OF_SENTENCE_TRANSFORMERS, None),
     "an input of documents": (with_an_input_of_their_own, MULTI_VECTOR, "in a call of their own: "),

@@ -33,9 +33,7 @@ def test_encoders(encoder, mode, monkeypatch, host, family, only):
     assert host.modes(model) == {only or mode}
 
 
-@pytest.mark.parametrize(
-    "host, loss", [param for loss in (COMMON[0], COMMON[2]) for param in each_host(PACKAGES, loss)]
-)
+@pytest.mark.parametrize("host, loss", [param for loss in COMMON[::2] for param in each_host(PACKAGES, loss)])
 def test_bf16(encoder, mode, monkeypatch, host, loss):
     """About as far from float32 as stock in the same precision. A winner that bf16 picks otherwise moves gradients."""
     model = host.model(encoder).float()

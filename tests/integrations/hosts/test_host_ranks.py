@@ -130,12 +130,8 @@ def colpali(_folder: str, name: str) -> None:
 
 
 LOSSES = "ColbertLoss", "ColbertPairwiseCELoss", "ColbertNegativeCELoss", "ColbertPairwiseNegativeCELoss"
-CASES = {
-    f"{host} {name}": case
-    for host, each in CASES.items()
-    if not isinstance(host_of(host), str)
-    for name, case in each.items()
-}
+HERE = [host for host in CASES if not isinstance(host_of(host), str)]
+CASES = {f"{host} {name}": case for host in HERE for name, case in CASES[host].items()}
 if importlib.util.find_spec("colpali_engine"):
     CASES |= {f"colpali-engine {name}": partial(colpali, name=name) for name in LOSSES}
 

@@ -15,12 +15,11 @@ pytestmark = [
     pytest.mark.skipif(isinstance(host_of("MultiVectorEncoder"), str), reason=str(host_of("MultiVectorEncoder"))),
 ]
 
+GATHERED = {"gather_across_devices": True}
 CASES = {
-    "contrastive": compare_host("MultiVectorEncoder", "contrastive", gather_across_devices=True),
-    "float32": compare_host("MultiVectorEncoder", "contrastive", packs=(False, False), gather_across_devices=True),
-    "cached": compare_host(
-        "MultiVectorEncoder", "cached", compiled=True, gather_across_devices=True, mini_batch_size=2
-    ),
+    "contrastive": compare_host("MultiVectorEncoder", "contrastive", **GATHERED),
+    "float32": compare_host("MultiVectorEncoder", "contrastive", packs=(False, False), **GATHERED),
+    "cached": compare_host("MultiVectorEncoder", "cached", compiled=True, mini_batch_size=2, **GATHERED),
 }
 
 

@@ -40,16 +40,14 @@ def projected(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize(
-    "options", [{"padding_free": False}, pytest.param({"compile": True}, marks=pytest.mark.compile)], ids=str
-)
-def test_the_last_of_chained_dense_modules_is_fused_with_other_options(encoder, projected, traced, options):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compile)])
+def test_the_last_of_chained_dense_modules_is_fused_with_other_options(encoder, projected, traced, compiled):
     model = load_model(encoder("modernbert", num_hidden_layers=1)).double()
     model.append(Dense(16, 8, bias=True).double())
     loss_function, batch = losses.Contrastive(model), batch_of(model)
     stock = run(loss_function, batch)
     assert "2.linear.bias" in stock[1]
-    with pylate_fastmaxsim.enabled(stock_masking=True, **options):
+    with pylate_fastmaxsim.enabled(stock_masking=True, padding_free=compiled, compile=compiled):
         assert_equal(run(loss_function, batch), stock)
     assert projected
 

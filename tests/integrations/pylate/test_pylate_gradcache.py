@@ -101,12 +101,10 @@ def test_embeddings_and_their_gradient_are_held_once(model, packed, monkeypatch)
     assert 1 < held[0] < 2 and max(held) < 3, held
 
 
-@pytest.mark.parametrize("query_expansion, mini_batch_size", [(True, 1), (False, 3)])
-def test_an_encoder_that_looks_at_padding_in_calls_of_several_texts_only(
-    encoder, caplog, query_expansion, mini_batch_size
-):
+@pytest.mark.parametrize("query_expansion, size", [(True, 1), (False, 3)])
+def test_an_encoder_that_looks_at_padding_in_calls_of_several_texts_only(encoder, caplog, query_expansion, size):
     model = load_model(encoder("lfm2"), do_query_expansion=query_expansion).double()
-    loss_function = losses.CachedContrastive(model, mini_batch_size=mini_batch_size)
+    loss_function = losses.CachedContrastive(model, mini_batch_size=size)
     assert_as_stock(loss_function, batch_of(model, queries=4))
     said = "Queries are divided into calls as stock PyLate does: Lfm2Model gives other token embeddings"
     assert (said in caplog.text) == query_expansion

@@ -101,9 +101,7 @@ def test_virtual_tokens_of_peft_that_come_after_the_first_batch(encoder, packed)
 @pytest.mark.parametrize("loss_class", ALL)
 # Only on a GPU does autocast make a normalised copy float32.
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_one_launch_scores_all_documents_without_padding_in_the_autocast_dtype(
-    encoder, packed, monkeypatch, loss_class, device
-):
+def test_one_launch_scores_all_documents_in_the_autocast_dtype(encoder, packed, monkeypatch, loss_class, device):
     model = load_model(encoder("modernbert"), device=device)
     batch, labels = batch_for(loss_class, model)
     labels = None if labels is None else labels.to(device)

@@ -211,16 +211,10 @@ RERANKED = {
     "arrays": (lambda tensor: tensor.numpy(), {"device": "cpu"}),
     "lists": (lambda tensor: tensor.tolist(), {}),
     "int8": (lambda tensor: (50 * tensor).to(torch.int8), {}),
-    "generators": (
-        lambda tensor: tensor,
-        dict.fromkeys(("documents_ids", "queries_embeddings", "documents_embeddings"), iter),
-    ),
+    "generators": (lambda x: x, dict.fromkeys(("documents_ids", "queries_embeddings", "documents_embeddings"), iter)),
     "one query": (lambda tensor: tensor, {"queries_embeddings": lambda queries: queries[0]}),
     # Stock pads all but the longest with zeros, whose score of 0 is then the best.
-    "negative": (
-        lambda tensor: torch.full_like(tensor, -1.0),
-        {"queries_embeddings": lambda queries: [-queries[0]] * 2},
-    ),
+    "negative": (lambda x: torch.full_like(x, -1.0), {"queries_embeddings": lambda queries: [-queries[0]] * 2}),
 }
 
 

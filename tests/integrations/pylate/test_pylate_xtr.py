@@ -16,11 +16,7 @@ from tests.support.pylate_steps import metric_of
 
 @pytest.mark.parametrize(
     "replaced, loss_class",
-    [
-        ("__call__", losses.Contrastive),
-        ("_score", losses.Distillation),
-        ("_score of the instance", losses.Contrastive),
-    ],
+    [("__call__", losses.Contrastive), ("_score", losses.Distillation), ("_score of the instance", losses.Contrastive)],
 )
 def test_scores_that_a_script_replaced(model, monkeypatch, caplog, replaced, loss_class):
     metric = metric_of(loss_class, 5)

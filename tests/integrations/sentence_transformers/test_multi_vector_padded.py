@@ -117,14 +117,8 @@ def test_what_reads_padding_is_given_it(model, packed, monkeypatch, caplog, case
     "change, said",
     [
         (lambda model: setattr(model, "__class__", OfOnesOwn), "OfOnesOwn is a module of your own"),
-        (
-            lambda model: setattr(model[0].auto_model.config, "output_hidden_states", True),
-            "it returns the hidden states",
-        ),
-        (
-            lambda model: model[0].auto_model.register_forward_hook(lambda *_: None),
-            "a hook of your own is on BertModel",
-        ),
+        (lambda m: setattr(m[0].auto_model.config, "output_hidden_states", True), "it returns the hidden states"),
+        (lambda m: m[0].auto_model.register_forward_hook(lambda *_: None), "a hook of your own is on BertModel"),
         (lambda model: setattr(model.tokenizer, "padding_side", "left"), "the tokenizer pads on the left"),
     ],
 )

@@ -32,6 +32,7 @@ RAGGED_DOCUMENTS = [torch.randn(length, 16) for length in (6, 2, 0)]
 PADDED = torch.cat([QUERIES, torch.zeros(3, 2, 16)], dim=1)
 MASKS = {"a_mask": QUERIES_MASK, "b_mask": DOCUMENTS_MASK}
 GROUP_MASKS = {"queries_mask": QUERIES_MASK, "documents_mask": GROUPS_MASK}
+XTR = scoring.xtr_scores, scoring.xtr_kd_scores
 
 FAST = [
     (util.maxsim, (QUERIES, DOCUMENTS), MASKS),
@@ -52,12 +53,8 @@ FAST = [
     (scoring.colbert_kd_scores, (QUERIES, GROUPS), GROUP_MASKS),
     (scoring.colbert_kd_scores, (QUERIES.tolist(), GROUPS.tolist()), {}),
     (scoring.colbert_scores_pairwise, (QUERIES, GROUPS[:, 0]), {}),
-    *(
-        (function, (QUERIES, GROUPS), {**masks, "top_k": top_k})
-        for function in (scoring.xtr_scores, scoring.xtr_kd_scores)
-        for masks in ({}, GROUP_MASKS)
-        for top_k in (5, 1000)
-    ),
+    *((score, (QUERIES, GROUPS), {**masks, "top_k": 5}) for score in XTR for masks in ({}, GROUP_MASKS)),
+    *((score, (QUERIES, GROUPS), {**masks, "top_k": 1000}) for score in XTR for masks in ({}, GROUP_MASKS)),
     (scoring.xtr_scores, (PADDED, -PADDED[:, None]), {"top_k": 9, "chunk_elements": 50}),
     (scoring.xtr_scores, (QUERIES[:2], GROUPS), {**GROUP_MASKS, "queries_mask": QUERIES_MASK[:2]}),
     (scoring.xtr_scores, (QUERIES.double(), GROUPS.double()), {**GROUP_MASKS, "top_k": 5}),
@@ -117,15 +114,10 @@ def test_what_is_left_to_stock(function, arguments, options, caplog):
 
 
 similarity = sys.modules[util.maxsim.__module__]
+counts = edited(similarity._query_token_counts, "clamp(min=1)", "clamp(min=3)")
 
 
-@pytest.mark.parametrize(
-    "name, new",
-    [
-        ("_query_token_counts", edited(similarity._query_token_counts, "clamp(min=1)", "clamp(min=3)")),
-        ("_EMPTY_DOCUMENT_SCORE", -7.0),
-    ],
-)
+@pytest.mark.parametrize("name, new", [("_query_token_counts", counts), ("_EMPTY_DOCUMENT_SCORE", -7.0)])
 def test_edited_code_runs(name, new, monkeypatch, caplog):
     arguments = PADDED[:, -4:], DOCUMENTS * DOCUMENTS_MASK[..., None]
     plain = util.mean_maxsim(*arguments)
@@ -180,10 +172,8 @@ def test_one_call_scores_all_groups(monkeypatch, function):
 def test_xtr_scores_are_compiled_as_its_documentation_says():
     compiled = torch.compile(scoring.xtr_scores, backend="aot_eager")
     pylate_fastmaxsim.enable()
-    assert_equal(
-        run(compiled, (QUERIES, GROUPS), {**GROUP_MASKS, "top_k": 5}),
-        run(scoring.xtr_scores, (QUERIES, GROUPS), {**GROUP_MASKS, "top_k": 5}),
-    )
+    given = (QUERIES, GROUPS), {**GROUP_MASKS, "top_k": 5}
+    assert_equal(run(compiled, *given), run(scoring.xtr_scores, *given))
     torch._dynamo.reset()
 
 

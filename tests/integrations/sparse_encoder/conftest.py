@@ -10,6 +10,13 @@ def _of_any_size(monkeypatch):
 
 
 @pytest.fixture
+def model(encoder):
+    from tests.support.sparse_encoders import splade
+
+    return splade(encoder("bert", masked_lm=True))
+
+
+@pytest.fixture
 def searches(monkeypatch) -> list[int]:
     """The numbers of documents that were searched exactly, search by search."""
     from pylate_fastmaxsim.integrations.sparse_encoder import search as module

@@ -19,11 +19,9 @@ from pylate_fastmaxsim.integrations.sparse_encoder.search_engines import semanti
 
 
 def test_its_arguments_are_those_of_the_helpers():
-    ours = inspect.signature(semantic_search_fastmaxsim).parameters.values()
-    theirs = inspect.signature(search_engines.semantic_search_qdrant).parameters.values()
-    assert [(each.name, each.default) for each in ours] == [
-        (each.name, each.default) for each in theirs if each.name != "kwargs"
-    ]
+    both = semantic_search_fastmaxsim, search_engines.semantic_search_qdrant
+    ours, theirs = (inspect.signature(each).parameters.values() for each in both)
+    assert [(x.name, x.default) for x in ours] == [(x.name, x.default) for x in theirs if x.name != "kwargs"]
 
 
 @pytest.mark.parametrize("form", [torch.clone, torch.Tensor.to_sparse_csr, list])

@@ -12,9 +12,7 @@ from tests.support.sparse_encoders import load_sparse
 pytest.importorskip("sentence_transformers", minversion="5", reason="no SparseEncoder before Sentence Transformers 5")
 
 from sentence_transformers import SentenceTransformer, util
-from sentence_transformers.sparse_encoder.evaluation import (
-    SparseInformationRetrievalEvaluator,
-)
+from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
 
 import pylate_fastmaxsim
 
@@ -37,11 +35,10 @@ def relevant_documents(model, functions=(util.dot_score,), **options) -> dict[st
     """Documents of each query with a score above 0 that no other has; of one query none."""
     queries, corpus = (model.encode(list(texts.values()), **options) for texts in (QUERIES, CORPUS))
     scores = torch.stack([function(queries, corpus) for function in functions])
+    ids = list(CORPUS)
     alone = ((scores > 0) & ((scores[..., None] == scores[:, :, None]).sum(dim=-1) == 1)).all(dim=0)
     found = {
-        query: {
-            list(CORPUS)[place] for place in torch.where(places, row, 0).topk(6).indices[[0, 2, 5]] if places[place]
-        }
+        query: {ids[place] for place in torch.where(places, row, 0).topk(6).indices[[0, 2, 5]] if places[place]}
         for query, places, row in zip(QUERIES, alone, scores[0], strict=True)
     }
     assert sum(map(bool, found.values())) >= 5

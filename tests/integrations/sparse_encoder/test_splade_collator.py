@@ -11,7 +11,6 @@ from sentence_transformers.sparse_encoder.training_args import SparseEncoderTrai
 
 import pylate_fastmaxsim  # noqa: E402
 from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL  # noqa: E402
-from tests.support.sparse_encoders import splade  # noqa: E402
 from tests.support.splade_steps import splade_loss  # noqa: E402
 
 ROWS = [
@@ -22,11 +21,6 @@ ROWS = [
 
 def collator(model):
     return SparseEncoderDataCollator(getattr(model, "preprocess", model.tokenize))
-
-
-@pytest.fixture
-def model(encoder):
-    return splade(encoder("bert", masked_lm=True))
 
 
 def value_of(model, columns) -> torch.Tensor:

@@ -6,24 +6,12 @@ import torch
 pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE by the flag before it")
 
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
-from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder import losses
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_encoder
-from tests.support.sparse_encoders import (
-    FAMILIES,
-    autoencoder,
-    inference_free,
-    splade,
-    transformer_of,
-)
+from tests.support.sparse_encoders import FAMILIES, autoencoder, inference_free, splade, transformer_of
 from tests.support.splade_steps import CACHED, CONTRASTIVE, HOST, TEXTS, Step, batch_of, step_of, watch_decoder
-
-
-@pytest.fixture
-def model(encoder) -> SparseEncoder:
-    return splade(encoder("bert", masked_lm=True))
 
 
 @pytest.mark.parametrize("padding_free", [True, False])

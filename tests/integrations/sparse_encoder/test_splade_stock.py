@@ -11,26 +11,15 @@ pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE
 from peft import LoraConfig, inject_adapter_in_model
 from sentence_transformers import SparseEncoder
 from torch import nn
-from transformers import (
-    BertForMaskedLM,
-    EsmConfig,
-    EsmForMaskedLM,
-    MobileBertConfig,
-    MobileBertForMaskedLM,
-)
+from transformers import BertForMaskedLM, EsmConfig, EsmForMaskedLM, MobileBertConfig, MobileBertForMaskedLM
 from transformers.models.bert.modeling_bert import BertLMPredictionHead
 
 import pylate_fastmaxsim
 from tests.support.edited import edited
-from tests.support.sparse_encoders import Router, SpladePooling, masked_lm, splade, transformer_of
+from tests.support.sparse_encoders import Router, SpladePooling, masked_lm, transformer_of
 from tests.support.splade_steps import Step, batch_of, splade_loss, step_of
 
 STOCK = "Vocabulary logits are computed for every token, as stock Sentence Transformers does: "
-
-
-@pytest.fixture
-def model(encoder) -> SparseEncoder:
-    return splade(encoder("bert", masked_lm=True))
 
 
 class ReadsLogits(nn.Module):
@@ -135,9 +124,7 @@ def test_a_hook_on_routes_sees_logits(model, caplog):
     routes = Router.for_query_document([model[0]], [model[0]], default_route="document")
     routed = SparseEncoder(modules=[routes, model[1]], device="cpu").train()
     batch = [{**column, "task": task} for column, task in zip(batch_of(model, 2), ("query", "document"), strict=True)]
-    routes.register_forward_hook(
-        lambda _module, _args, output: {**output, "token_embeddings": 2 * output["token_embeddings"]}
-    )
+    routes.register_forward_hook(lambda _, args, out: {**out, "token_embeddings": 2 * out["token_embeddings"]})
     assert_left_to_stock(Step(splade_loss(routed), batch), caplog, "a hook or another forward is on Router")
 
 
