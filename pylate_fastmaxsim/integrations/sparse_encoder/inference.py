@@ -59,11 +59,12 @@ def _inference(
     order: list[int] = []
     parts: list[Tensor] = []
 
-    @torch.inference_mode()
     def embed(batch: Batch) -> Tensor:
-        made = self(batch.features, **limit, **kwargs)["sentence_embedding"]
-        if max_active_dims is not None:
-            made = select_max_active_dims(made, max_active_dims=max_active_dims)
+        with torch.inference_mode():
+            made = self(batch.features, **limit, **kwargs)["sentence_embedding"]
+            if max_active_dims is not None:
+                made = select_max_active_dims(made, max_active_dims=max_active_dims)
+        # Outside, as in stock: what is made inside can be converted to no other sparse layout.
         if convert_to_sparse_tensor:
             made = made.to_sparse()
         return made.cpu() if save_to_cpu else made
@@ -74,8 +75,7 @@ def _inference(
             order += batch.indices
     # The text at each place of the batches goes back to its own.
     places = torch.tensor(order, device=parts[0].device).argsort()
-    with torch.inference_mode():
-        return torch.cat(parts).index_select(0, places)
+    return torch.cat(parts).index_select(0, places)
 
 
 _stock = vars(SparseEncoder).get("_inference")

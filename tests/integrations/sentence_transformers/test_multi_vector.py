@@ -44,12 +44,13 @@ def test_columns_that_are_not_merged(model, packed, monkeypatch):
     assert len(made) == 1
 
 
-def test_only_training_leaves_padding_out(model, mode):
+def test_only_training_and_encode_leave_padding_out(model, mode):
     pylate_fastmaxsim.enable()
     with torch.no_grad():
         model.eval()(batch_of(model)[1], task="document")
-        model.encode_document(POSITIVES[:2], show_progress_bar=False)
     assert not modes(model)
+    model.encode_document(POSITIVES[:2], show_progress_bar=False)
+    assert modes(model) == ({mode} if hasattr(type(model), "_inference") else set())
     model.train()(batch_of(model)[1], task="document")
     assert modes(model) == {mode}
 
