@@ -13,7 +13,7 @@ pytest.importorskip("pylate")
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.recipes.training import train as training
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.command_line import fastmaxsim
 from tests.support.tiny_recipe import tiny, write
 
@@ -61,7 +61,8 @@ def test_a_shell_completes_commands_options_and_recipes():
 
 
 # Commands whose only line names what is wrong with them, and which leave nothing behind.
-REFUSED = """
+@case_table("""
+arguments | said
 train RECIPE --set training.max_step=3 | training.max_step
 compare RECIPE --set data.columns=[query,document] | data.columns
 train LONG.yaml |
@@ -71,10 +72,7 @@ search FOLDER --corpus LONG.jsonl --queries LONG.jsonl |
 evaluate LONG --beir LONG --json LONG |
 doctor FOLDER/absent | MODEL: there is no folder
 doctor FOLDER --set fast.compil=true | fast.compil
-"""
-
-
-@pytest.mark.parametrize(("arguments", "said"), cases(REFUSED))
+""")
 def test_bad_input_is_one_line_with_exit_code_2(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = write(tmp_path, tiny(tmp_path))

@@ -12,7 +12,7 @@ pytest.importorskip("rich")
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import describe, is_recipe, load_recipe, plain_values, shipped_recipes
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.command_line import fastmaxsim
 
 
@@ -68,15 +68,13 @@ def test_the_schema_has_the_keys_of_every_recipe():
     assert "push_to_hub" in keys and "output_dir" not in keys and keys["seed"]["maximum"] == 2**32 - 1
 
 
-ABSENT = """
+@case_table("""
+name | sentence
 quickstar | there is no recipe quickstar; did you mean .quickstart..
 nothing | there is no recipe nothing; the package has
 recipes/quickstart.yaml | there is no file recipes/quickstart.yaml; to run .* write quickstart.
 other.yaml | Cannot read the recipe other.yaml:
-"""
-
-
-@pytest.mark.parametrize(("name", "sentence"), cases(ABSENT))
+""")
 def test_a_recipe_that_is_not_there_gets_one_sentence(name, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecipeError, match=sentence):

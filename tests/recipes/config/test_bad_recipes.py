@@ -6,12 +6,14 @@ import pytest
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.paths import RECIPES
 from tests.support.recipe_kinds import tiny_of
 from tests.support.tiny_recipe import split_overrides, tiny, write
 
-BAD_KEYS = """
+
+@case_table("""
+kind | overrides | sentence
 colbert | trainin.max_steps=3 | trainin is not a key of a recipe with model.kind colbert; did you mean 'training'?
 colbert | model.build.depth=3 | model.build.depth is not a key of a recipe with model.kind colbert; allowed here: vocab
 colbert | training.max_steps=many | training.max_steps must be an integer of at least 1 or null, got 'many'.
@@ -95,10 +97,7 @@ pages | model.kind=page | model.kind must be one of colbert, multi_vector, splad
 pages | model.lora={r: 8} | model.lora.target_modules is missing
 pages | loss.in_batch_term_weight=0.5 | does not apply to loss.name colbert, but to colbert_negative_ce and
 pages | data={source: docstrings, packages: [torch]} | data.source must be hub or files with model.kind colqwen2
-"""
-
-
-@pytest.mark.parametrize(("kind", "overrides", "sentence"), cases(BAD_KEYS))
+""")
 def test_a_bad_recipe_gets_one_sentence_that_names_the_key(kind, overrides, sentence, tmp_path, monkeypatch):
     if kind == "pages":
         file = RECIPES / "colqwen_vidore.yaml"

@@ -12,7 +12,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.models.load import kind_of
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.id_files import document, rows_of_ids, write_collection, write_lines
 from tests.support.recipe_kinds import KINDS, tiny_of
 from tests.support.tiny_recipe import json_lines, text, tiny, write
@@ -160,16 +160,14 @@ def test_each_positive_is_a_row_and_negatives_are_drawn_or_repeated(tmp_path):
     assert [list(row.values())[2:] for row in loaded] == [["a", "b"], ["a", "a"]]
 
 
-EVEN = """
+@case_table("""
+row | columns
 {query: q, positive: [p], negatives: [a, b]} | query positive negative_1 negative_2
 {query: q, positive: p, negatives: [a]} | query positive negative
 {query: q, positive: [p]} | query positive
 {query: q, positive: p, hard_1: a, hard_2: b} | query positive hard_1 hard_2
 {positive: q, similar: [p], other: [a]} | query positive negative
-"""
-
-
-@pytest.mark.parametrize(("row", "columns"), cases(EVEN))
+""")
 def test_rows_with_as_many_negatives_each_need_no_number_of_them(row, columns, tmp_path):
     row, columns = yaml.safe_load(row), columns.split()
     loaded = rows_of(tmp_path, [row] * 2, f"data.columns=[{', '.join(row)}]")

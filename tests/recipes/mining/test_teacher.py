@@ -11,10 +11,12 @@ from transformers import AutoConfig, BertForSequenceClassification
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 from pylate_fastmaxsim.recipes.mining import negatives
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.saved_models import LATE
 
-REFUSED = """
+
+@case_table("""
+made | teacher_type | sentence
 no tokenizer | cross_encoder | has no tokenizer that can be loaded; it must be saved beside the model.
 cut weights | cross_encoder | cannot be loaded: .*model.safetensors is not whole, as after a download .*
 three scores | cross_encoder | must give one score a pair, but it gives 3.
@@ -22,10 +24,7 @@ ColBERT | cross_encoder
     | must have a scoring head, .* its checkpoint holds no classifier.bias, .*; set mining.teacher_type to colbert.
 encoder | colbert | must have a projection, .* its checkpoint holds none, .*; name a trained ColBERT.
 cross-encoder | colbert | must have a projection, .* its checkpoint holds none, .*; set mining.teacher_type to cross_encoder.
-"""
-
-
-@pytest.mark.parametrize(("made", "teacher_type", "sentence"), cases(REFUSED))
+""")
 def test_a_teacher_that_cannot_teach_is_found_before_the_search(
     made, teacher_type, sentence, recipe, encoder, teacher, saved, tmp_path, monkeypatch
 ):

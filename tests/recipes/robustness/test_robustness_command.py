@@ -15,7 +15,7 @@ from pylate_fastmaxsim.recipes.robustness.measure import measure
 from pylate_fastmaxsim.recipes.robustness.task import Settings, Task, collection_task
 from tests.support import models
 from tests.support.beir_folder import write_folder
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.command_line import fastmaxsim
 from tests.support.recipe_runs import command
 from tests.support.tiny_recipe import text, tiny, write
@@ -109,9 +109,8 @@ def test_pairs_are_those_of_the_sweep_with_the_names_of_their_tokens(encoder, ta
         assert pair.similarities[:, -5:].amax() > 0.8
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    cases("""
+@case_table("""
+arguments | said
 RECIPE | RECIPE: there is no model in
 RECIPE --pooling mean | --pooling must be max, top_k=K
 RECIPE --times 0,2 | --times 0,2: write it as
@@ -119,8 +118,7 @@ RECIPE --times 0,2 | --times 0,2: write it as
 a/model | a/model needs held-out data
 a/model --beir data --set name=a | --set overrides a key of a recipe
 colqwen_vidore --set output_dir=OUT | colqwen_vidore retrieves pages; fastmaxsim robustness makes documents of text longer.
-"""),
-)
+""")
 def test_errors_are_one_line(arguments, said, tmp_path):
     (tmp_path / "model").mkdir()
     places = {"RECIPE": str(write(tmp_path, tiny(tmp_path))), "OUT": str(tmp_path)}

@@ -16,7 +16,7 @@ from pylate_fastmaxsim.recipes.search import index
 from pylate_fastmaxsim.reporting import progress
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 from tests.support.beir_folder import write_folder
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.command_line import fastmaxsim
 from tests.support.recipe_kinds import LATE as HOST
 from tests.support.saved_models import LATE, RETRIEVERS, SPARSE, STATIC, host_scores, save_retriever
@@ -173,7 +173,8 @@ def test_one_command_at_a_time_builds_an_index_and_several_read_it(kind, saved, 
         assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == written
 
 
-REFUSED = """
+@case_table("""
+arguments | said
 | Name what to search: --beir FOLDER_OR_NAME, or --corpus and --queries
 --beir DATA --queries DATA/queries.jsonl | Name what to search
 --corpus DATA/corpus.txt --queries DATA/queries.jsonl | --corpus must be a file that ends in
@@ -189,10 +190,7 @@ REFUSED = """
 --beir DATA --format float16 | --format is that of token embeddings in an index
 --beir DATA --index DATA/i --format int4
     | --format must be one of float32, bfloat16, float16, int8, fp8, residual-1, residual-2, residual-4, got int4.
-"""
-
-
-@pytest.mark.parametrize(("arguments", "said"), cases(REFUSED))
+""")
 def test_bad_input_is_one_line(arguments, said, saved, tmp_path):
     data = write_folder(tmp_path / "data")
     json_lines(data / "spaced.jsonl", [{"_id": "a b", "text": text(1, 3)}])

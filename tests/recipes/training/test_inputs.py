@@ -10,14 +10,13 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import inputs as preparing
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.power_cut import states
 from tests.support.tiny_recipe import hub_dataset, json_lines, tiny, write
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    cases("""
+@case_table("""
+override | sentence
 data.columns=[query, negative] | data.columns: no column 'negative', the data has
 data.columns=[positive, query] | data.columns: PyLate's collator encodes 'query' as queries
 evaluation.rows=60 | evaluation.rows must leave at least one training batch, but the data has 60 rows
@@ -28,8 +27,7 @@ model.query_length=100000 | model.query_length must be at most 8192, as many pos
 model={name_or_path: no-such-owner/no-such-model} | no-such-owner/no-such-model cannot be loaded:
 data={source: hub, name: no-such-owner/no-such-data} | data.name cannot be loaded:
 evaluation={rows: 0, nano_beir: [nq]} | evaluation.nano_beir cannot be loaded:
-"""),
-)
+""")
 def test_a_recipe_that_does_not_fit_leaves_nothing_behind(override, sentence, tmp_path, monkeypatch):
     for library in ("huggingface_hub.constants", "datasets.config"):
         monkeypatch.setattr(f"{library}.HF_HUB_OFFLINE", True)

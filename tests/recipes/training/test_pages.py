@@ -17,7 +17,7 @@ from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.command_line import fastmaxsim
 from tests.support.page_recipes import PAGES
 from tests.support.tiny_recipe import text
@@ -26,9 +26,8 @@ from tests.support.visual_models import page
 FEATURES = Features({"query": Value("string"), "image": Image()})
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    cases(r"""
+@case_table(r"""
+overrides | sentence
 model.lora.target_modules=nothing | model.name_or_path .* cannot be loaded: .*nothing.* not found
 data.columns=[query, source] | 'source' must hold images, but it holds Value
 data.columns=[image, query] | 'image' must hold text
@@ -36,8 +35,7 @@ data.columns=[query, image, negatives] | data.columns must be \[query, image\] f
 loss.name=colbert_negative_ce data.columns=[query, image, uneven]
   | 'uneven' must hold the same number of images, but rows hold 1 to 2
 loss.name=colbert_negative_ce | data.columns must be \[query, image, negatives\] for the loss colbert_neg
-"""),
-)
+""")
 def test_misuse_is_one_sentence(overrides, sentence, recipe_of, tmp_path):
     with pytest.raises(RecipeError, match=sentence) as error:
         train(recipe_of("colqwen2", overrides))

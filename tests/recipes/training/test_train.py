@@ -20,7 +20,7 @@ from pylate_fastmaxsim.recipes.trainers import callbacks
 from pylate_fastmaxsim.recipes.trainers.sharded import RecipeTrainer, TextTrainerMixin
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.power_cut import states
 from tests.support.recipe_runs import command, interrupt, same_model
 from tests.support.tiny_recipe import split_overrides, text, tiny, write
@@ -158,15 +158,13 @@ def test_normalized_scores_of_two_documents_are_warned_of(tmp_path, caplog):
         assert ("nothing is learned" in caplog.text) == (value == "null")
 
 
-@pytest.mark.parametrize(
-    ("kind", "overrides", "said"),
-    cases("""
+@case_table("""
+kind | overrides | said
 colbert | training.seed=1 | set training.gradient_checkpointing to true, or lower training.per_device_train_batch_size or
 colbert | loss.name=cached_contrastive | set training.gradient_checkpointing to true or lower loss.mini_batch_size, or lower
 multi_vector | training.gradient_checkpointing=true loss.name=cached_contrastive loss.mini_batch_num_tokens=40
   | lower loss.mini_batch_num_tokens, or lower model.document_length; there is no checkpoint yet
-"""),
-)
+""")
 def test_what_takes_less_memory_is_said_in_the_order_of_its_effect(kind, overrides, said, tmp_path):
     recipe = load_recipe(write(tmp_path, tiny(tmp_path, model={"kind": kind})), split_overrides(overrides))
     assert advice_on_memory(recipe, None).startswith(said)
