@@ -7,7 +7,7 @@ pytest.importorskip("pylate")
 
 from tests.cli.test_cli import launched
 from tests.support.command_line import fastmaxsim
-from tests.support.examples import training_example
+from tests.support.examples import script_of
 from tests.support.tiny_recipe import tiny, write
 
 GROUPED = "Documents are not packed but encoded in groups of similar length: variable-length attention needs a CUDA"
@@ -29,24 +29,20 @@ def test_the_first_batch_of_models_and_of_a_recipe(encoder, tmp_path, monkeypatc
         first, *_ = first_batch(done := fastmaxsim(["doctor", *arguments]))
         assert done.stdout.startswith("Versions\n")
         assert first.startswith(tuple(f"  {name}: {said}" for said in DECIDED))
-    assert first_batch(fastmaxsim(["doctor", colbert, "--set", "fast.enabled=false"])) == [
-        "  as stock has it: fast.enabled is false"
-    ]
+    off = fastmaxsim(["doctor", colbert, "--set", "fast.enabled=false"])
+    assert first_batch(off) == ["  as stock has it: fast.enabled is false"]
     assert set(tmp_path.iterdir()) == before
 
 
 @pytest.mark.process
-def test_a_script_ends_behind_its_first_batch_and_leaves_nothing(encoder, tmp_path, monkeypatch):
+def test_a_script_ends_behind_its_first_batch_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = training_example("pylate-script", "answerdotai/ModernBERT-base", encoder("modernbert"), "cpu")
-    call = "trainer.train()"
-    assert call in text
     hook = "model[0].auto_model.layers[0].register_forward_hook(lambda *_: None)"
-    text = text.replace(call, f"{hook}\ntry:\n    trainer.train('checkpoint')\nfinally:\n    open('saved', 'w')")
-    (tmp_path / "train.py").write_text(text)
+    train = f"{hook}\n    try:\n        trainer.train('checkpoint')\n    finally:\n        open('saved', 'w')"
+    changed = {"bf16=torch.cuda.is_available()": "bf16=True, use_cpu=True", "result = trainer.train()": train}
+    (tmp_path / "train.py").write_text(script_of("pylate_contrastive", changed))
     done = launched("doctor", "-v", "train.py", code="sys.modules['rich'] = None")
-    assert [line[:76] for line in first_batch(done)] == [
-        "  ColBERT: Documents are encoded with padding, as stock PyLate does: a hook "
-    ]
+    (line,) = first_batch(done)
+    assert line.startswith("  ColBERT: Documents are encoded with padding, as stock PyLate does: a hook ")
     assert "  pylate.losses.contrastive.Contrastive.forward\n" in done.stdout
     assert [file.name for file in tmp_path.iterdir()] == ["train.py"]

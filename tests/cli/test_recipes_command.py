@@ -14,6 +14,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import describe, is_recipe, load_recipe, plain_values, shipped_recipes
 from tests.support.case_tables import case_table
 from tests.support.command_line import fastmaxsim
+from tests.support.tiny_recipe import few_steps
 
 
 def test_every_recipe_is_listed_with_one_line_of_its_own():
@@ -104,12 +105,8 @@ def test_a_wheel_holds_the_recipes(tmp_path):
         return subprocess.run([sys.executable, "-c", program, *arguments], **options)
 
     assert installed("recipes").stdout == fastmaxsim(["recipes"]).output
-    few = """
-    data={source: docstrings, packages: [numpy], max_rows: 40}
-    model.build={vocab_size: 512, hidden_size: 16, num_hidden_layers: 1, intermediate_size: 16}
-    training={max_steps: 1, per_device_train_batch_size: 4}
-    evaluation.rows=0
-    """
-    done = installed("train", "quickstart", *(f"--set={line.strip()}" for line in few.strip().splitlines()))
+    few = few_steps("runs/x", "data={source: docstrings, packages: [numpy], max_rows: 40}", "evaluation.rows=0")
+    few.append("model.build={vocab_size: 512, hidden_size: 16, num_hidden_layers: 1, intermediate_size: 16}")
+    done = installed("train", "quickstart", *(f"--set={each}" for each in few))
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "work" / "runs" / "quickstart" / "model").is_dir()
+    assert (tmp_path / "work" / "runs" / "x" / "model").is_dir()

@@ -30,9 +30,8 @@ def compared(folder: Path, script: str, *options: str, **how: Any) -> dict[str, 
     done = compare(folder, script, *options, **how)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in folder.iterdir()} == {*before, "train.py", "compare"}
-    assert "peak memory" in done.stdout and done.stdout.endswith(
-        "compare.json\ncompare/compare.png\ncompare/compare.html\n"
-    )
+    assert "peak memory" in done.stdout
+    assert done.stdout.endswith("compare.json\ncompare/compare.png\ncompare/compare.html\n")
     return json.loads((folder / "compare" / "compare.json").read_text(encoding="utf-8"))
 
 

@@ -1,3 +1,5 @@
+from unittest import mock
+
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -82,12 +84,7 @@ def test_the_command_says_what_is_mined_and_what_is_kept(recipe, tmp_path, monke
     done = command("train", file)
     assert done.exit_code == 2 and "mined is not there yet; run `fastmaxsim mine` with this recipe first" in done.stderr
     for error, exit_code, said in FAILURES:
-
-        def failing(*args, error=error):
-            raise error
-
-        with monkeypatch.context() as patch:
-            patch.setattr(mining.DocumentSearch, "lowest_positive_scores", failing)
+        with mock.patch.object(mining.DocumentSearch, "lowest_positive_scores", side_effect=error):
             done = command("mine", file)
         assert done.exit_code == exit_code and done.stderr.strip().splitlines()[-1].startswith(said)
     with hold_lock("data.name", tmp_path, "mined" + mining.LOCK_ENDING, ""):

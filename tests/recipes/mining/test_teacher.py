@@ -51,20 +51,18 @@ def test_a_teacher_with_the_projection_of_stanfords_checkpoints_is_taken(recipe,
 
 
 # What has weights of NaN, the stage that finds it, and overrides.
-NOT_FINITE = {
-    "model": ("search", []),
-    "compressed": ("search", ["mining.corpus_format=int8"]),
-    "positives": ("positives", []),
-    "cross_encoder": ("teacher", []),
-    "colbert": ("teacher", ["mining.teacher_type=colbert"]),
-}
-
-
-@pytest.mark.parametrize("kind", NOT_FINITE)
-def test_scores_that_are_not_finite_are_refused_before_they_are_used(
-    kind, recipe, encoder, teacher, tmp_path, monkeypatch
+@case_table("""
+kind | stage | overrides
+model | search |
+compressed | search | mining.corpus_format=int8
+positives | positives |
+cross_encoder | teacher |
+colbert | teacher | mining.teacher_type=colbert
+""")
+def test_scores_that_are_not_finite_are_refused(
+    kind, stage, overrides, recipe, encoder, teacher, tmp_path, monkeypatch
 ):
-    (stage, overrides), folder = NOT_FINITE[kind], tmp_path / "lost"
+    folder = tmp_path / "lost"
     key = "mining.teacher" if stage == "teacher" else "model.name_or_path"
     if kind == "cross_encoder":
         file = shutil.copytree(teacher, folder) / "model.safetensors"
@@ -79,5 +77,5 @@ def test_scores_that_are_not_finite_are_refused_before_they_are_used(
     if kind == "compressed":
         said = "mining.corpus_format int8: compress: token vectors must be finite"
     with pytest.raises(RecipeError, match=f"^{said}"):
-        mining_mine.mine(recipe(f"{key}={folder}", *overrides))
+        mining_mine.mine(recipe(f"{key}={folder}", *overrides.split()))
     assert not list((tmp_path / "mined.unfinished").glob(f"{stage}-*")) and not (tmp_path / "mined").exists()

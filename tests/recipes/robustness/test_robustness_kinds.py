@@ -16,9 +16,7 @@ from tests.support.saved_models import LATE, SPARSE, STATIC, save_retriever
 
 
 @pytest.mark.parametrize(("kind", "tokens", "times"), [(LATE, 12, 4), (SPARSE, 40, 20), (STATIC, None, 20)])
-def test_longer_documents_are_measured_and_ranked_as_everywhere_else(
-    kind, tokens, times, encoder, tmp_path, monkeypatch
-):
+def test_longer_documents_are_ranked_as_everywhere_else(kind, tokens, times, encoder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     data, late = str(write_folder(tmp_path / "data")), kind == LATE

@@ -39,9 +39,9 @@ def test_arguments_that_the_trainer_does_not_take(override, sentence, tmp_path, 
 
 def test_arguments_of_the_trainer_reach_it_and_survive_a_round_trip(tmp_path):
     given = (
-        "warmup_ratio=1e-1 bf16=true eval_strategy=no run_name=mine adam_beta2=0.9 report_to=[none] hub_model_id=a/b"
+        "warmup_ratio=1e-1 bf16=true eval_strategy=no run_name=mine adam_beta2=0.9 report_to=[none] push_to_hub=true"
     )
-    overrides = [f"training.{each}" for each in [*given.split(), "push_to_hub=true", "optim_args='a=1'"]]
+    overrides = [f"training.{each}" for each in [*given.split(), "hub_model_id=a/b", "optim_args='a=1'"]]
     recipe = load_recipe(write(tmp_path, tiny(tmp_path)), overrides)
     (tmp_path / "dumped.yaml").write_text(dump_recipe(recipe))
     assert load_recipe(tmp_path / "dumped.yaml") == replace(recipe, name="tiny")

@@ -40,14 +40,11 @@ def test_the_best_checkpoint_is_the_model_also_of_a_run_that_is_over(kind, recip
     best = load_trained(prepared.model, tmp_path / "out" / "checkpoint-2", "cpu")
     metric = evaluate(prepared, best, load_data(prepared))["ndcg@10"]
     saved = load_trained(prepared.model, Path(found["model"]), "cpu")
-    assert all(map(torch.equal, weights(saved), weights(best)))
+    weights = (getattr(each, "model", each).state_dict().values() for each in (saved, best))
+    assert all(map(torch.equal, *weights))
     again = training.train(recipe)
     assert again["ndcg@10"] == pytest.approx(metric) and again["steps"] == last
     assert kind in PAGES or "**2**" in Path(found["model"], "README.md").read_text()  # in the log of the training
-
-
-def weights(model) -> list[torch.Tensor]:
-    return list(getattr(model, "model", model).state_dict().values())
 
 
 def test_evaluations_change_no_step_and_stop_early_also_after_an_interruption(recipe_of, tmp_path, monkeypatch):
@@ -65,11 +62,5 @@ def test_evaluations_change_no_step_and_stop_early_also_after_an_interruption(re
     stopped = training.train(recipe)
     assert stopped["steps"] == 6 and stopped["resumed_from"] == "checkpoint-5"
     assert training.train(recipe)["steps"] == 6  # it is over
-    assert (
-        training.train(
-            recipe_of(
-                LATE, f"training.max_steps=14 training.lr_scheduler_type=reduce_lr_on_plateau {EVERY_2}", "plateau"
-            )
-        )["steps"]
-        == 14
-    )
+    plateau = f"training.max_steps=14 training.lr_scheduler_type=reduce_lr_on_plateau {EVERY_2}"
+    assert training.train(recipe_of(LATE, plateau, "plateau"))["steps"] == 14

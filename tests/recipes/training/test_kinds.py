@@ -164,32 +164,21 @@ def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(kind, recip
 
 # Encodes with the host alone by the model in ``folder``, and its ``base`` where it has adapters.
 HOSTS = {
-    "colbert": """
-from pylate.models import ColBERT
-print(ColBERT(folder, device="cpu").encode(["a query"], is_query=True)[0].shape)
-""",
-    "multi_vector": """
-from sentence_transformers import MultiVectorEncoder
-print(MultiVectorEncoder(folder, device="cpu").encode_query("a query").shape)
-""",
-    "splade": """
-from sentence_transformers import SparseEncoder
-print(SparseEncoder(folder, device="cpu").encode("a query").shape)
-""",
-    "colqwen2": """
-from colpali_engine.models import ColQwen2, ColQwen2Processor
+    "colbert": """from pylate.models import ColBERT
+print(ColBERT(folder, device="cpu").encode(["a query"], is_query=True)[0].shape)""",
+    "multi_vector": """from sentence_transformers import MultiVectorEncoder
+print(MultiVectorEncoder(folder, device="cpu").encode_query("a query").shape)""",
+    "splade": """from sentence_transformers import SparseEncoder
+print(SparseEncoder(folder, device="cpu").encode("a query").shape)""",
+    "colqwen2": """from colpali_engine.models import ColQwen2, ColQwen2Processor
 from peft import PeftModel
 model = PeftModel.from_pretrained(ColQwen2.from_pretrained(base), folder)
-print(model(**ColQwen2Processor.from_pretrained(folder).process_queries(["a query"]))[0].shape)
-""",
-    "colpali": """
-from colpali_engine.models import ColPali, ColPaliProcessor
+print(model(**ColQwen2Processor.from_pretrained(folder).process_queries(["a query"]))[0].shape)""",
+    "colpali": """from colpali_engine.models import ColPali, ColPaliProcessor
 batch = ColPaliProcessor.from_pretrained(folder).process_queries(["a query"])
-print(ColPali.from_pretrained(folder).eval()(**batch, token_type_ids=0 * batch["input_ids"])[0].shape)
-""",
+print(ColPali.from_pretrained(folder).eval()(**batch, token_type_ids=0 * batch["input_ids"])[0].shape)""",
 }
-ALONE = """
-import sys
+ALONE = """import sys
 sys.modules["pylate_fastmaxsim"] = None  # importing it fails
 base, *folders = sys.argv[1:]
 for folder in folders:"""
@@ -201,7 +190,7 @@ def test_saved_models_load_without_this_package_and_are_those_that_were_evaluate
     recipe = recipe_of(kind, "fast.enabled=true training.max_steps=4" + " model.lora=null" * (kind == "colpali"))
     result, prepared = train(recipe), prepare(recipe)
     folders = [result["model"]] if kind in PAGES else [result["model"], str(tmp_path / "out" / "checkpoint-4")]
-    program = ALONE + HOSTS[kind].replace("\n", "\n    ")
+    program = ALONE + f"\n{HOSTS[kind]}".replace("\n", "\n    ")
     command = [sys.executable, "-c", program, prepared.model.name_or_path, *folders]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
