@@ -68,6 +68,8 @@ class Scripted:
             "seconds": steps * self.script.seconds,
             "cpu_seconds": 0.0,
             "steps": [{"of": self.script.steps}] * steps,
+        }
+        block |= {
             "memory": {"before": 1, "peak": self.script.peak},
             "device": "cpu",
             "device_memory": self.script.memory,

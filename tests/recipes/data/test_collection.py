@@ -12,11 +12,9 @@ def write_hub(folder, layout: str):
     content = tables()
     qrels = content.pop("qrels")
     if layout == "BeIR":
-        hub_dataset(folder, **content)
         hub_dataset(folder.with_name(f"{folder.name}-qrels"), default=qrels)
-    else:
-        hub_dataset(folder, **content, **{"default" if layout == "mteb" else "qrels": qrels})
-    return folder
+        return hub_dataset(folder, **content)
+    return hub_dataset(folder, **content, **{"default" if layout == "mteb" else "qrels": qrels})
 
 
 @pytest.mark.parametrize("layout", ["qrels/test.tsv", "qrels.tsv", "BeIR", "mteb", "qrels"])

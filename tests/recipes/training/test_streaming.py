@@ -1,4 +1,3 @@
-import gzip
 import json
 from itertools import islice
 
@@ -15,6 +14,7 @@ from pylate_fastmaxsim.recipes.kinds.colbert import KIND
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.training.train import train
+from tests.support.id_files import write_lines
 from tests.support.recipe_kinds import tiny_of
 from tests.support.recipe_runs import interrupt, same_model
 from tests.support.tiny_recipe import hub_dataset, list_rows, text, write
@@ -36,8 +36,7 @@ def recipe_of(encoder, tmp_path, monkeypatch):
         if file.endswith(".parquet"):
             Dataset.from_list(rows).to_parquet(path)
         else:
-            with gzip.open(path, "wt") as lines:
-                lines.writelines(json.dumps(row) + "\n" for row in rows)
+            write_lines(path, list(map(json.dumps, rows)))
         values = tiny_of(kind, tmp_path, output, evaluation={"rows": 0}, **sections)
         values["data"] = {"source": "files", "files": [str(path)], "streaming": True}
         values["model"] = values["model"] | {"build": None, "name_or_path": encoder("bert")}
