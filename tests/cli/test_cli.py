@@ -97,8 +97,8 @@ def test_train_says_what_was_in_force_and_why(tmp_path):
     file = write(tmp_path, tiny(tmp_path, training={"max_steps": 1}, fast={"enabled": True}))
     off = "PYLATE_FASTMAXSIM=0"
     for value, why_off, shown in (("0", off, f"off ({off})"), ("1", None, "on (grouped)")):
-        done = fastmaxsim(["train", file, "--set", "name=my-run", "--no-resume"], env={"PYLATE_FASTMAXSIM": value})
-        assert done.exit_code == 0, done.output
+        arguments = ["train", file, "--set", "name=my-run", "--no-resume"]
+        done = fastmaxsim(arguments, env={"PYLATE_FASTMAXSIM": value}, code=0)
         assert "my-run: trained" in done.stdout and "nDCG@10" in done.stdout
         # Before and after the training.
         rows = [line.strip("│ ").split("│")[1].strip() for line in done.stdout.splitlines() if "fastmaxsim" in line]
@@ -115,8 +115,7 @@ def test_names_and_paths_stand_whole_and_as_they_are(tmp_path):
     folder.mkdir()
     recipe = tiny(folder, "lr[=1e-3] :x:", training={"max_steps": 1, "save_steps": None}) | {"name": "[/x] :smiley:"}
     file = write(folder, recipe)
-    done = fastmaxsim(["train", file])
-    assert done.exit_code == 0, done.output
+    done = fastmaxsim(["train", file], code=0)
     # Off a terminal no line ends at its width; brackets and colons mean nothing.
     assert "[/x] :smiley:: trained" in done.stdout and str(folder / "lr[=1e-3] :x:" / "model") in done.stdout
     done = fastmaxsim(["train", file, "--set", "data.columns=[':x:', b]"])

@@ -9,7 +9,6 @@ from tests.support.paths import RECIPES, ROOT
 
 pytest.importorskip("rich")
 
-
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import describe, is_recipe, load_recipe, plain_values, shipped_recipes
 from tests.support.case_tables import case_table
@@ -94,10 +93,7 @@ def test_a_wheel_holds_the_recipes(tmp_path):
     subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "installed", wheel], check=True, timeout=120)
     (tmp_path / "work").mkdir()
 
-    program = (
-        "import pylate_fastmaxsim, sys\nassert 'installed' in pylate_fastmaxsim.__file__\n"
-        "from pylate_fastmaxsim.cli import main\nmain()"
-    )
+    program = "from pylate_fastmaxsim import cli\nassert 'installed' in cli.__file__\ncli.main()"
     options = {"cwd": tmp_path / "work", "env": {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}}
     options |= {"capture_output": True, "text": True, "timeout": 300}
 

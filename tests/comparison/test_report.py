@@ -12,13 +12,12 @@ from pylate_fastmaxsim.comparison import report
 from pylate_fastmaxsim.comparison.figures import draw_sweep
 from pylate_fastmaxsim.comparison.report import comparison_table, headline, sweep_rows, sweep_sentence, write_comparison
 from pylate_fastmaxsim.comparison.turns import Turns
-from pylate_fastmaxsim.comparison.verdict import contrast, summarize_steps, summarize_turns
+from pylate_fastmaxsim.comparison.verdict import MODES, contrast, summarize_steps, summarize_turns
 from pylate_fastmaxsim.reporting.figures import svg
 from pylate_fastmaxsim.reporting.numbers import without_nan
 from tests.support.comparisons import Page, run_of_blocks, steps
 
 MEBIBYTE = 2**20
-MODES = ("stock", "fast")
 WALL = {"wall_seconds": {"stock": 2.0, "fast": 1.0, "whole": 4.0}}  # what compare adds to a summary
 
 

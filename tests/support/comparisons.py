@@ -60,14 +60,10 @@ class RecordingGate:
     def __init__(self):
         self.steps = []
 
-    def before_step(self):
-        pass
+    before_step = steps_done = lambda self: None
 
     def after_step(self, **measured):
         self.steps.append({"seconds": 1.0, **{name: float(value) for name, value in measured.items()}})
-
-    def steps_done(self):
-        pass
 
     def finished(self, **result):
         self.result = result

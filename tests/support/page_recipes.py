@@ -29,13 +29,8 @@ def write_pages(folder: Path) -> Path:
 def page_overrides(kind: str, model: str, pages: Path, output: Path) -> list[str]:
     """Overrides under which the shipped recipe of a kind trains for four steps on a CPU."""
     training = {"per_device_train_batch_size": 4, "max_steps": 4, "learning_rate": 0.005, "warmup_steps": 0}
-    training |= {
-        "save_steps": 2,
-        "logging_steps": 1,
-        "report_to": "none",
-        "use_cpu": "true",
-        "dataloader_num_workers": 0,
-    }
+    training |= {"save_steps": 2, "logging_steps": 1, "report_to": "none", "use_cpu": "true"}
+    training["dataloader_num_workers"] = 0
     settings = [f"output_dir={output}", f"model.name_or_path={model}", "model.lora.r=4", f"data.name={pages}"]
     settings += [f"training.{key}={value}" for key, value in training.items()] + ["evaluation.rows=6"]
     return [*settings, "model.max_visual_tokens=9"] if kind == "colqwen2" else settings

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import sentence_transformers
 
 from tests.support.page_recipes import PAGES
@@ -11,6 +12,7 @@ from tests.support.tiny_recipe import LENGTHS, ONE_LAYER, tiny
 LATE = "multi_vector" if hasattr(sentence_transformers, "MultiVectorEncoder") else "colbert"
 KINDS = (LATE, "splade")  # of texts
 TRAINED = (*KINDS, *PAGES)
+MARKED = [pytest.param(kind, marks=() if kind == LATE else pytest.mark.e2e) for kind in TRAINED]
 
 
 def tiny_of(kind: str, directory: Path, output: str = "out", **sections) -> dict:

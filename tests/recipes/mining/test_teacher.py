@@ -59,9 +59,7 @@ positives | positives |
 cross_encoder | teacher |
 colbert | teacher | mining.teacher_type=colbert
 """)
-def test_scores_that_are_not_finite_are_refused(
-    kind, stage, overrides, recipe, encoder, teacher, tmp_path, monkeypatch
-):
+def test_scores_of_nan_are_refused(kind, stage, overrides, recipe, encoder, teacher, tmp_path, monkeypatch):
     folder = tmp_path / "lost"
     key = "mining.teacher" if stage == "teacher" else "model.name_or_path"
     if kind == "cross_encoder":

@@ -11,7 +11,7 @@ from pylate_fastmaxsim.recipes.models.load import load_trained
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from tests.support.page_recipes import PAGES
-from tests.support.recipe_kinds import LATE, TRAINED
+from tests.support.recipe_kinds import LATE, MARKED
 from tests.support.recipe_runs import interrupt, same_model
 
 EVERY_2 = "training.eval_strategy=steps training.eval_steps=2 training.save_steps=2 training.save_total_limit=2"
@@ -22,9 +22,6 @@ def scripted(monkeypatch, values: list[float]) -> None:
     """Have evaluations after the first one, before the training, give these values of nDCG@10."""
     left = [0.0, *values]
     monkeypatch.setattr(training, "evaluate", lambda *_: {"ndcg@10": left.pop(0) if left else 0.0})
-
-
-MARKED = [pytest.param(kind, marks=() if kind == LATE else pytest.mark.e2e) for kind in TRAINED]
 
 
 @pytest.mark.parametrize("kind", MARKED)

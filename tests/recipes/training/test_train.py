@@ -1,5 +1,4 @@
 import errno
-import inspect
 import json
 import math
 import signal
@@ -99,11 +98,8 @@ def test_a_training_that_is_over_keeps_its_card_and_what_it_was_trained_with(tmp
     assert (changed["recipe"], changed["losses"]) == ("other", first["losses"])
     assert changed["fast"] == first["fast"] | {"why_off": "the model was trained without it before"}
     # Only keys that have not their defaults.
-    for old, new in {
-        "recipe `tiny`": "recipe `other`",
-        "name: tiny": "name: other",
-        "rows: 24": "rows: 24\n  batch_size: 8",
-    }.items():
+    changes = {"recipe `tiny`": "recipe `other`", "name: tiny": "name: other", "rows: 24": "rows: 24\n  batch_size: 8"}
+    for old, new in changes.items():
         card = card.replace(old, new)
     assert (out / "model" / "README.md").read_text() == card
 
@@ -182,27 +178,17 @@ def test_the_result_of_a_run_that_diverged_is_json(tmp_path):
 
 
 def test_the_final_model_is_pushed_once_with_its_card(tmp_path, monkeypatch):
-    called = []
-
-    def recorded(name: str, answer):
-        signature = inspect.signature(getattr(HfApi, name))
-
-        def method(*args, **kwargs):
-            called.append((name, signature.bind(*args, **kwargs).arguments))
-            return answer
-
-        monkeypatch.setattr(HfApi, name, method)
-
     pushed = ["training.push_to_hub=true", "training.hub_model_id=model", "training.hub_private_repo=true"]
-    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 2, "save_steps": 2}))
-    recorded("create_repo", SimpleNamespace(repo_id="me/model"))
-    recorded("upload_folder", SimpleNamespace(commit_url="https://hub/me/model/commit/1"))
-    result = training.train(load_recipe(file, pushed))
-    assert result["pushed_to"] == "https://hub/me/model/commit/1"
-    names, (made, sent) = zip(*called, strict=True)
-    assert names == ("create_repo", "upload_folder")
-    assert (made["repo_id"], made["private"], sent["repo_id"]) == ("model", True, "me/model")
-    card = Path(sent["folder_path"], "README.md").read_text()
+    file, url = write(tmp_path, tiny(tmp_path, training={"max_steps": 2, "save_steps": 2})), "https://hub/commit/1"
+    made = mock.create_autospec(HfApi.create_repo, return_value=SimpleNamespace(repo_id="me/model"))
+    sent = mock.create_autospec(HfApi.upload_folder, return_value=SimpleNamespace(commit_url=url))
+    monkeypatch.setattr(HfApi, "create_repo", made)
+    monkeypatch.setattr(HfApi, "upload_folder", sent)
+    assert training.train(load_recipe(file, pushed))["pushed_to"] == url
+    made.assert_called_once_with(mock.ANY, "model", private=True, exist_ok=True)
+    sent.assert_called_once()
+    assert sent.call_args.kwargs["repo_id"] == "me/model"
+    card = Path(sent.call_args.kwargs["folder_path"], "README.md").read_text()
     assert "push_to_hub: true" in card and "base_model: /" not in card and "library_name" in card
     monkeypatch.setattr(HfApi, "create_repo", mock.Mock(side_effect=OSError("no token")))
     with pytest.raises(RecipeError, match="^training.push_to_hub: model cannot be made on the Hub: no token"):
