@@ -29,20 +29,25 @@ def test_the_first_batch_of_models_and_of_a_recipe(encoder, tmp_path, monkeypatc
         first, *_ = first_batch(done := fastmaxsim(["doctor", *arguments]))
         assert done.stdout.startswith("Versions\n")
         assert first.startswith(tuple(f"  {name}: {said}" for said in DECIDED))
-    off = fastmaxsim(["doctor", colbert, "--set", "fast.enabled=false"])
-    assert first_batch(off) == ["  as stock has it: fast.enabled is false"]
+    assert first_batch(fastmaxsim(["doctor", colbert, "--set", "fast.enabled=false"])) == [
+        "  as stock has it: fast.enabled is false"
+    ]
     assert set(tmp_path.iterdir()) == before
 
 
 @pytest.mark.process
-def test_a_script_ends_behind_its_first_batch_and_leaves_nothing(tmp_path, monkeypatch):
+def test_a_script_ends_behind_its_first_batch_and_leaves_nothing(encoder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    call = "    result = trainer.train()"
     hook = "model[0].auto_model.layers[0].register_forward_hook(lambda *_: None)"
-    train = f"{hook}\n    try:\n        trainer.train('checkpoint')\n    finally:\n        open('saved', 'w')"
-    changed = {"bf16=torch.cuda.is_available()": "bf16=True, use_cpu=True", "result = trainer.train()": train}
-    (tmp_path / "train.py").write_text(script_of("pylate_contrastive", changed))
+    broken = (
+        f"    {hook}\n    try:\n        result = trainer.train('checkpoint')\n    finally:\n        open('saved', 'w')"
+    )
+    text = script_of("pylate_contrastive", {"MODEL = encoder()": f"MODEL = {encoder('modernbert')!r}", call: broken})
+    (tmp_path / "train.py").write_text(text)
     done = launched("doctor", "-v", "train.py", code="sys.modules['rich'] = None")
-    (line,) = first_batch(done)
-    assert line.startswith("  ColBERT: Documents are encoded with padding, as stock PyLate does: a hook ")
+    assert [line[:76] for line in first_batch(done)] == [
+        "  ColBERT: Documents are encoded with padding, as stock PyLate does: a hook "
+    ]
     assert "  pylate.losses.contrastive.Contrastive.forward\n" in done.stdout
     assert [file.name for file in tmp_path.iterdir()] == ["train.py"]
