@@ -13,15 +13,9 @@ pytest.importorskip("pylate")
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.recipes.training import train as training
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.command_line import fastmaxsim
 from tests.support.tiny_recipe import tiny, write
-
-SCRIPT = """
-import sys
-from pylate.scores import colbert_scores
-print(sys.argv[1:], hasattr(colbert_scores, "__wrapped__"))
-"""
 
 
 def launched(*arguments, code=""):
@@ -35,24 +29,16 @@ def test_version_and_help():
     assert fastmaxsim(["--version"]).output == f"pylate-fastmaxsim {pylate_fastmaxsim.__version__}\n"
     listed = fastmaxsim(["--help"]).output
     assert all(command in listed for command in ("train", "mine", "compare", "robustness", "search", "warmup"))
-
-
-def test_help_shows_what_a_command_takes_for_a_recipe_and_for_a_script():
     for command in ("compare", "doctor"):
-        shown = fastmaxsim([command, "--help"])
+        shown = fastmaxsim([command, "--help"])  # of a recipe, and of a script
         assert (shown.exit_code, shown.stderr) == (0, "")
         assert "--set KEY=VALUE" in shown.stdout and "(SCRIPT.py | -m MODULE)" in shown.stdout
 
 
 def test_a_shell_completes_commands_options_and_recipes():
     script = fastmaxsim(["completion", "bash"]).stdout
-    given = {
-        "ro": "robustness",
-        "train --re": "--resume",
-        "compare --s": "--set --sweep --stock-masking --steps",
-        "mine quic": "quickstart",
-    }
-    for words, expected in given.items():
+    given = {"ro": "robustness", "train --re": "--resume", "mine quic": "quickstart"}
+    for words, expected in (given | {"compare --s": "--set --sweep --stock-masking --steps"}).items():
         code = f"{script}\nCOMP_WORDS=(fastmaxsim {words}); COMP_CWORD={len(words.split())}; _fastmaxsim\n"
         done = subprocess.run(["bash", "-c", code + 'echo "${COMPREPLY[*]}"'], capture_output=True, text=True)
         assert (done.stdout, done.stderr) == (f"{expected}\n", "")
@@ -61,7 +47,8 @@ def test_a_shell_completes_commands_options_and_recipes():
 
 
 # Commands whose only line names what is wrong with them, and which leave nothing behind.
-REFUSED = """
+@case_table("""
+arguments | said
 train RECIPE --set training.max_step=3 | training.max_step
 compare RECIPE --set data.columns=[query,document] | data.columns
 train LONG.yaml |
@@ -71,16 +58,28 @@ search FOLDER --corpus LONG.jsonl --queries LONG.jsonl |
 evaluate LONG --beir LONG --json LONG |
 doctor FOLDER/absent | MODEL: there is no folder
 doctor FOLDER --set fast.compil=true | fast.compil
-"""
-
-
-@pytest.mark.parametrize(("arguments", "said"), cases(REFUSED))
+compare RECIPE --sweep batch_size=8,x | --sweep batch_size=8,x: write it as batch_size=64,256,1024
+compare RECIPE --sweep batch_size=0 | --sweep batch_size=0: write it as
+robustness RECIPE | RECIPE: there is no model in
+robustness RECIPE --pooling mean | --pooling must be max, top_k=K
+robustness RECIPE --times 0,2 | --times 0,2: write it as
+robustness ./nowhere --beir data | MODEL: there is no folder ./nowhere
+robustness a/model | a/model needs held-out data
+robustness a/model --beir data --set name=a | --set overrides a key of a recipe
+robustness colqwen_vidore --set output_dir=FOLDER
+  | colqwen_vidore retrieves pages; fastmaxsim robustness makes documents of text longer.
+WORLD_SIZE=2 compare RECIPE | compare measures on one device; start it without a distributed launcher.
+WORLD_SIZE=2 warmup RECIPE
+  | warmup needs one process, whose cache all of them share; start it without a launcher.
+""")
 def test_bad_input_is_one_line_with_exit_code_2(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = write(tmp_path, tiny(tmp_path))
+    (tmp_path / "model").mkdir()
     for name, value in {"RECIPE": recipe, "FOLDER": tmp_path, "LONG": tmp_path / ("x" * 300)}.items():
-        arguments = arguments.replace(name, str(value))
-    done = fastmaxsim(arguments.split())
+        arguments, said = arguments.replace(name, str(value)), said.replace(name, str(value))
+    variables, _, arguments = arguments.rpartition("=2 ")
+    done = fastmaxsim(arguments.split(), env=dict.fromkeys(variables.split(), "2"))
     assert done.exit_code == 2 and done.stderr.count("\n") == 1, done.output
     assert done.stderr.startswith(f"fastmaxsim: {said}") and not done.stdout
     assert not (tmp_path / "out").exists()
@@ -96,12 +95,10 @@ def test_an_option_is_not_the_value_of_another(arguments, tmp_path, monkeypatch)
 
 def test_train_says_what_was_in_force_and_why(tmp_path):
     file = write(tmp_path, tiny(tmp_path, training={"max_steps": 1}, fast={"enabled": True}))
-    for value, why_off, shown in (
-        ("0", "PYLATE_FASTMAXSIM=0", "off (PYLATE_FASTMAXSIM=0)"),
-        ("1", None, "on (grouped)"),
-    ):
-        done = fastmaxsim(["train", file, "--set", "name=my-run", "--no-resume"], env={"PYLATE_FASTMAXSIM": value})
-        assert done.exit_code == 0, done.output
+    off = "PYLATE_FASTMAXSIM=0"
+    for value, why_off, shown in (("0", off, f"off ({off})"), ("1", None, "on (grouped)")):
+        arguments = ["train", file, "--set", "name=my-run", "--no-resume"]
+        done = fastmaxsim(arguments, env={"PYLATE_FASTMAXSIM": value}, code=0)
         assert "my-run: trained" in done.stdout and "nDCG@10" in done.stdout
         # Before and after the training.
         rows = [line.strip("│ ").split("│")[1].strip() for line in done.stdout.splitlines() if "fastmaxsim" in line]
@@ -118,8 +115,7 @@ def test_names_and_paths_stand_whole_and_as_they_are(tmp_path):
     folder.mkdir()
     recipe = tiny(folder, "lr[=1e-3] :x:", training={"max_steps": 1, "save_steps": None}) | {"name": "[/x] :smiley:"}
     file = write(folder, recipe)
-    done = fastmaxsim(["train", file])
-    assert done.exit_code == 0, done.output
+    done = fastmaxsim(["train", file], code=0)
     # Off a terminal no line ends at its width; brackets and colons mean nothing.
     assert "[/x] :smiley:: trained" in done.stdout and str(folder / "lr[=1e-3] :x:" / "model") in done.stdout
     done = fastmaxsim(["train", file, "--set", "data.columns=[':x:', b]"])
@@ -162,14 +158,12 @@ builtins.__import__ = interrupted
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("missing", "said"),
-    [
-        ("yaml", "yaml is"),
-        ("sentence_transformers", "sentence_transformers is"),
-        ("pylate", "model.kind colbert needs"),
-    ],
-)
+@case_table("""
+missing | said
+yaml | yaml is
+sentence_transformers | sentence_transformers is
+pylate | model.kind colbert needs
+""")
 def test_without_the_recipes_extra_it_says_what_to_install(missing, said):
     done = launched("train", RECIPES / "quickstart.yaml", code=f"sys.modules['{missing}'] = None")
     assert done.returncode in (1, 2) and done.stderr.count("\n") == 1
@@ -179,7 +173,8 @@ def test_without_the_recipes_extra_it_says_what_to_install(missing, said):
 @pytest.mark.process
 def test_run_and_doctor_work_without_the_recipes_extra(tmp_path):
     code = "for name in ('rich', 'matplotlib'): sys.modules[name] = None"
-    (tmp_path / "script.py").write_text(SCRIPT)
+    script = "import sys\nfrom pylate.scores import colbert_scores as f\nprint(sys.argv[1:], hasattr(f, '__wrapped__'))"
+    (tmp_path / "script.py").write_text(script)
     arguments = ["--help", "--set", "a=b", "-v", "--", "--version"]
     done = launched("run", tmp_path / "script.py", *arguments, code=code)
     assert done.stdout.strip() == f"{arguments} True", done.stderr

@@ -9,11 +9,11 @@ from tests.support.paths import RECIPES, ROOT
 
 pytest.importorskip("rich")
 
-
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import describe, is_recipe, load_recipe, plain_values, shipped_recipes
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.command_line import fastmaxsim
+from tests.support.tiny_recipe import few_steps
 
 
 def test_every_recipe_is_listed_with_one_line_of_its_own():
@@ -68,15 +68,13 @@ def test_the_schema_has_the_keys_of_every_recipe():
     assert "push_to_hub" in keys and "output_dir" not in keys and keys["seed"]["maximum"] == 2**32 - 1
 
 
-ABSENT = """
+@case_table("""
+name | sentence
 quickstar | there is no recipe quickstar; did you mean .quickstart..
 nothing | there is no recipe nothing; the package has
 recipes/quickstart.yaml | there is no file recipes/quickstart.yaml; to run .* write quickstart.
 other.yaml | Cannot read the recipe other.yaml:
-"""
-
-
-@pytest.mark.parametrize(("name", "sentence"), cases(ABSENT))
+""")
 def test_a_recipe_that_is_not_there_gets_one_sentence(name, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecipeError, match=sentence):
@@ -95,10 +93,7 @@ def test_a_wheel_holds_the_recipes(tmp_path):
     subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "installed", wheel], check=True, timeout=120)
     (tmp_path / "work").mkdir()
 
-    program = (
-        "import pylate_fastmaxsim, sys\nassert 'installed' in pylate_fastmaxsim.__file__\n"
-        "from pylate_fastmaxsim.cli import main\nmain()"
-    )
+    program = "from pylate_fastmaxsim import cli\nassert 'installed' in cli.__file__\ncli.main()"
     options = {"cwd": tmp_path / "work", "env": {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}}
     options |= {"capture_output": True, "text": True, "timeout": 300}
 
@@ -106,12 +101,8 @@ def test_a_wheel_holds_the_recipes(tmp_path):
         return subprocess.run([sys.executable, "-c", program, *arguments], **options)
 
     assert installed("recipes").stdout == fastmaxsim(["recipes"]).output
-    few = """
-    data={source: docstrings, packages: [numpy], max_rows: 40}
-    model.build={vocab_size: 512, hidden_size: 16, num_hidden_layers: 1, intermediate_size: 16}
-    training={max_steps: 1, per_device_train_batch_size: 4}
-    evaluation.rows=0
-    """
-    done = installed("train", "quickstart", *(f"--set={line.strip()}" for line in few.strip().splitlines()))
+    few = few_steps("runs/x", "data={source: docstrings, packages: [numpy], max_rows: 40}", "evaluation.rows=0")
+    few.append("model.build={vocab_size: 512, hidden_size: 16, num_hidden_layers: 1, intermediate_size: 16}")
+    done = installed("train", "quickstart", *(f"--set={each}" for each in few))
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "work" / "runs" / "quickstart" / "model").is_dir()
+    assert (tmp_path / "work" / "runs" / "x" / "model").is_dir()

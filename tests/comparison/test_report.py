@@ -11,14 +11,13 @@ from rich.console import Console
 from pylate_fastmaxsim.comparison import report
 from pylate_fastmaxsim.comparison.figures import draw_sweep
 from pylate_fastmaxsim.comparison.report import comparison_table, headline, sweep_rows, sweep_sentence, write_comparison
-from pylate_fastmaxsim.comparison.turns import Run, Turns
-from pylate_fastmaxsim.comparison.verdict import contrast, summarize_steps, summarize_turns
+from pylate_fastmaxsim.comparison.turns import Turns
+from pylate_fastmaxsim.comparison.verdict import MODES, contrast, summarize_steps, summarize_turns
 from pylate_fastmaxsim.reporting.figures import svg
 from pylate_fastmaxsim.reporting.numbers import without_nan
-from tests.support.comparisons import Page, steps
+from tests.support.comparisons import Page, run_of_blocks, steps
 
 MEBIBYTE = 2**20
-MODES = ("stock", "fast")
 WALL = {"wall_seconds": {"stock": 2.0, "fast": 1.0, "whole": 4.0}}  # what compare adds to a summary
 
 
@@ -95,9 +94,7 @@ SLOWER = [
 
 
 @pytest.mark.parametrize(("live", "decided", "warned", "device", "why"), SLOWER)
-def test_the_table_says_how_texts_were_encoded_and_why_that_is_slower(
-    live, decided, warned, device, why, capsys, tmp_path
-):
+def test_the_table_says_how_texts_were_encoded(live, decided, warned, device, why, capsys, tmp_path):
     stock = finished(1.0, encoded=live + 20)
     more = {"decisions": decided, "warnings": [*warned, "more"], "environment": {"device": device}}
     table = shown(slower := compared(stock, finished(2.0, **more)))
@@ -144,13 +141,8 @@ def test_a_script_has_fewer_rows_than_a_recipe(tmp_path):
 
 def test_the_ratio_is_that_of_blocks_and_of_a_busy_machine_there_is_no_verdict(tmp_path):
     def judged(stock: list[float], fast: list[float], device: str, restarted: bool) -> dict:
-        def run(blocks: list[float]) -> Run:
-            blocks = [{"seconds": s, "cpu_seconds": s / 3, "steps": 3, "pair": pair} for pair, s in enumerate(blocks)]
-            memory = {"before": 1, "peak": MEBIBYTE}
-            return Run(steps=[{"loss": 0.5}] * (3 * len(blocks)), blocks=blocks, memory=memory, device=device)
-
-        turns = Turns({"stock": run(stock), "fast": run(fast)}, restarted)
-        return {"recipe": {"name": "x"}, **summarize_turns(turns)}
+        runs = {"stock": run_of_blocks(*stock, device=device), "fast": run_of_blocks(*fast, device=device)}
+        return {"recipe": {"name": "x"}, **summarize_turns(Turns(runs, restarted))}
 
     calm = judged([12.0, 12.0], [3.0, 3.0], "cuda", False)
     head, step, cpu, *_ = comparison_table(calm).rows

@@ -13,6 +13,7 @@ import torch
 from pylate_fastmaxsim.comparison import script
 from pylate_fastmaxsim.comparison.script import SEVERAL_MACHINES, Ranks
 from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY
+from tests.support.case_tables import case_table
 from tests.support.compared_script import accelerated, compare, compared
 from tests.support.examples import script_of
 from tests.support.launcher import LAUNCH, WAYS
@@ -180,9 +181,7 @@ def test_two_processes_of_a_launcher_step_by_the_same_turns_until_one_is_out_of_
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "end", ["raise KeyError('gone')", "print('usage', file=sys.stderr), sys.exit(3)", "os._exit(0)"]
-)
+@pytest.mark.parametrize("end", ["raise KeyError(0)", "print('usage', file=sys.stderr), sys.exit(3)", "os._exit(0)"])
 def test_a_script_that_fails_ends_as_it_does_alone(end, tmp_path):
     done = compare(tmp_path, f"import os, sys\ndef f():\n    {end}\nf()\n")
     alone = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
@@ -191,18 +190,16 @@ def test_a_script_that_fails_ends_as_it_does_alone(end, tmp_path):
     assert done.stderr == alone.stderr if alone.returncode else "exit code 0" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["absent.py"], ": there is no script absent.py."),
-        ([], ": name what to run: SCRIPT.py, or -m MODULE"),
-        (["--steps", "5", __file__], ": argument --steps: must be a whole number of at least 6, got '5'"),
-        (["--output", "/proc", __file__], "'/proc/"),
-    ],
-)
+@case_table("""
+words | error
+absent.py | : there is no script absent.py.
+| : name what to run: SCRIPT.py, or -m MODULE
+--steps 5 FILE | : argument --steps: must be a whole number of at least 6, got '5'
+--output /proc FILE | '/proc/
+""")
 def test_nothing_to_compare_is_one_sentence(words, error, capsys):
     with pytest.raises(SystemExit, match="2"):
-        script.compare_script(words)
+        script.compare_script(words.replace("FILE", __file__).split())
     assert error in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -39,11 +39,7 @@ class Script:
     def __init__(self, steps: int = 20, seconds: float = 0.1, peak: int = 10, memory: int = 100) -> None:
         self.steps, self.seconds, self.peak, self.memory = steps, seconds, peak, memory
         self.orders, self.alive = [], []
-
-    def runs_out(self, process) -> bool:
-        return False
-
-    fails = runs_out
+        self.runs_out = self.fails = lambda process: False
 
     def __call__(self, name: str, child: Child, again: bool, on_wait):
         self.alive.append(Scripted(self, name, again, on_wait))
@@ -68,10 +64,9 @@ class Scripted:
             "seconds": steps * self.script.seconds,
             "cpu_seconds": 0.0,
             "steps": [{"of": self.script.steps}] * steps,
-            "memory": {"before": 1, "peak": self.script.peak},
-            "device": "cpu",
-            "device_memory": self.script.memory,
         }
+        block |= {"device": "cpu", "device_memory": self.script.memory}
+        block["memory"] = {"before": 1, "peak": self.script.peak}
         self.answers.append({"block": block, "done": self.done})
 
     def report(self) -> dict:
@@ -155,10 +150,8 @@ def test_one_that_runs_out_of_memory_alone_is_a_result(play):
 
 
 def test_all_ranks_go_the_same_way(play):
-    def gather_of_a_faster_one(value):
-        return [value, 7] if type(value) is int else [value, value]
-
-    assert pairs(play(Script(), gather=gather_of_a_faster_one).runs["fast"])[:2] == [(0, 7), (1, 7)]
+    done = play(Script(), gather=lambda value: [value, 7 if type(value) is int else value])  # a faster one
+    assert pairs(done.runs["fast"])[:2] == [(0, 7), (1, 7)]
     script = Script()
 
     def gather_of_one_that_ran_out(value):

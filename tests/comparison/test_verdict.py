@@ -3,15 +3,8 @@ import pytest
 from pylate_fastmaxsim.comparison.report import caption, headline
 from pylate_fastmaxsim.comparison.turns import Run, Turns
 from pylate_fastmaxsim.comparison.verdict import summarize_steps, summarize_turns, verdict
+from tests.support.comparisons import run_of_blocks as run
 from tests.support.comparisons import steps as steps_of
-
-
-def run(*seconds: float, cpu: float = 2.0, device: str = "cpu", steps: int = 3) -> Run:
-    """A run with a block of each length, behind a warm-up that took long; ``cpu`` is of its CPU seconds to its seconds."""
-    blocks = [{"seconds": 99.0, "cpu_seconds": 99.0, "steps": 5, "pair": None}]
-    blocks += [{"seconds": s, "cpu_seconds": cpu * s, "steps": steps, "pair": pair} for pair, s in enumerate(seconds)]
-    taken = [{"loss": 1.0}] * sum(block["steps"] for block in blocks)
-    return Run(steps=taken, blocks=blocks, device=device, memory={"before": 1, "peak": 2}, wall_seconds=9.0)
 
 
 def test_the_ratio_is_of_blocks_beside_each_other():
@@ -29,10 +22,8 @@ def test_a_machine_is_busy_where_ratios_are_apart_or_cpu_seconds_say_another():
     # A long last block, which stood beside none, turns the medians alone.
     for step, is_left_out in ((1 / 3, False), (3.0, True)):
         fast = run(*[1.0] * 4)
-        fast.steps, fast.blocks = (
-            [*fast.steps, *[{"loss": 1.0}] * 30],
-            [*fast.blocks, {"seconds": 30 * step, "cpu_seconds": 1.0, "steps": 30, "pair": None}],
-        )
+        fast.steps += [{"loss": 1.0}] * 30
+        fast.blocks += [{"seconds": 30 * step, "cpu_seconds": 1.0, "steps": 30, "pair": None}]
         runs = {"stock": run(2.0, 2.0, 2.4, 2.6), "fast": fast}
         compared = summarize_turns(Turns(runs, restarted=False))
         assert is_left_out != all("step_seconds" in each for each in compared["runs"].values())
@@ -65,11 +56,9 @@ def test_what_the_report_takes():
 
 
 def test_times_are_taken_after_the_warm_up_and_padding_over_all_steps():
-    run = summarize_steps(steps_of([9.0] * 5 + [1.0, 2.0, 3.0] + [2.0] * 8, encoded=80))
-    assert run["step_seconds"] == 2.0
-    assert run["documents_per_second"] == 4 * 11 / 22
-    assert run["live_tokens_per_second"] == 30 * 11 / 22
-    assert run["padding"] == 0.5
+    taken = summarize_steps(steps_of([9.0] * 5 + [1.0, 2.0, 3.0] + [2.0] * 8, encoded=80))
+    assert (taken["step_seconds"], taken["padding"]) == (2.0, 0.5)
+    assert (taken["documents_per_second"], taken["live_tokens_per_second"]) == (4 * 11 / 22, 30 * 11 / 22)
     # In a short run the warm-up is a third.
     assert summarize_steps(steps_of([9.0, 1.0, 1.0], encoded=80))["step_seconds"] == 1.0
     assert "step_seconds" not in summarize_steps([])

@@ -43,10 +43,8 @@ def teacher(tmp_path_factory, encoder) -> str:
     folder = str(tmp_path_factory.mktemp("teacher"))
     tokenizer = AutoTokenizer.from_pretrained(encoder("bert"))
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    )
-    config.num_labels = 1
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = BertConfig(vocab_size=len(tokenizer), num_labels=1, **sizes)
     BertForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

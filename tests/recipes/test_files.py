@@ -9,7 +9,7 @@ from pylate_fastmaxsim.recipes.files import prepare_file
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.mine import mine
 from pylate_fastmaxsim.recipes.training.train import train
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.tiny_recipe import tiny, write
 
 
@@ -33,17 +33,15 @@ def test_an_output_is_a_regular_file_that_is_no_input(tmp_path):
     prepare_file("--run", tmp_path / "runs" / "run", inputs)
 
 
-REFUSED = """
+@case_table("""
+name | override | said
 train | data.files=[OUT/train.json] | output_dir OUT/train.json .* what this command reads
 train | model={name_or_path: OUT/model} | OUT/model lies in output_dir, where this training replaces it
 train | evaluation.beir=OUT | output_dir OUT/train.json .* in OUT, which this command reads
 compare | data.files=[OUT/compare.json] | output_dir OUT/compare.json .* what this command reads
 mine | mining.pairs.name=OUT | data.name OUT/queries.parquet .* in OUT, which this command reads
 mine | mining.teacher=OUT | data.name OUT/queries.parquet .* in OUT, which this command reads
-"""
-
-
-@pytest.mark.parametrize(("name", "override", "said"), cases(REFUSED))
+""")
 def test_a_recipe_replaces_nothing_that_it_reads(name, override, said, tmp_path):
     run = {"train": train, "compare": compare, "mine": mine}[name]
     out = tmp_path / "out"

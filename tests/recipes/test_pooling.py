@@ -1,12 +1,17 @@
 """The pooling of a recipe: its schedule, and plain PyTorch, which stands for stock PyLate in a comparison."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from pylate.scores import ColBERTScores, colbert_kd_scores
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TopK
+from pylate_fastmaxsim.integrations.options import current_options
+from pylate_fastmaxsim.recipes.config.kinds import PyLateFast
 from pylate_fastmaxsim.recipes.config.schema import PoolingSection
+from pylate_fastmaxsim.recipes.plugin import plugin_of
 from pylate_fastmaxsim.recipes.pooling import PlainPooledScores, final_pooling, pooling_at, score_metric
 
 # By hand: cosine gives the shares 0, 0.1464, 0.5, 0.8536 and 1 of the way in five steps.
@@ -68,3 +73,10 @@ def test_the_metric_is_that_of_the_plugin_where_it_is_on():
     assert isinstance(score_metric(PoolingSection(top_k=4), own_documents=False), PlainPooledScores)
     with pylate_fastmaxsim.enabled():
         assert isinstance(score_metric(PoolingSection(top_k=4), own_documents=True), PooledScores)
+
+
+def test_every_option_of_the_fast_section_reaches_the_flag_and_pooling_is_the_losses():
+    section = PyLateFast(padding_free=False, compile=True, stock_masking=True)
+    assert all(value != getattr(PyLateFast(), key) for key, value in asdict(section).items() if key != "enabled")
+    with plugin_of(section):
+        assert {"enabled": True, **asdict(current_options())} == asdict(section) | {"pooling": {}}

@@ -14,11 +14,8 @@ def tables() -> dict[str, list[dict]]:
         for row in range(DOCUMENTS)
     ]
     queries = [{"_id": f"q{row}", "text": text(row * 3, 5)} for row in range(QUERIES + 2)]  # two are not judged
-    qrels = [
-        {"query-id": f"q{row}", "corpus-id": f"{(row * 31 + step * 17) % DOCUMENTS:04d}", "score": step % 3}
-        for row in range(QUERIES)
-        for step in range(7)
-    ]
+    pairs = [(query, step) for query in range(QUERIES) for step in range(7)]
+    qrels = judged(*((f"q{query}", f"{(query * 31 + step * 17) % DOCUMENTS:04d}", step % 3) for query, step in pairs))
     return {"corpus": corpus, "queries": queries, "qrels": qrels}
 
 

@@ -25,9 +25,9 @@ class Done:
         return self.stdout + self.stderr
 
 
-def fastmaxsim(arguments: Sequence[object], env: Mapping[str, str] | None = None) -> Done:
-    """Run the command with these arguments, and with variables added to the environment."""
-    stdout, stderr, code, exception = io.StringIO(), io.StringIO(), 0, None
+def fastmaxsim(arguments: Sequence[object], env: Mapping[str, str] | None = None, code: int | None = None) -> Done:
+    """Run the command with these arguments and variables in the environment; where ``code`` is given, it must end so."""
+    stdout, stderr, status, exception = io.StringIO(), io.StringIO(), 0, None
     given = patch.object(sys, "argv", ["fastmaxsim", *map(str, arguments)])
     with given, patch.dict(os.environ, env or {}), redirect_stdout(stdout), redirect_stderr(stderr):
         try:
@@ -35,7 +35,9 @@ def fastmaxsim(arguments: Sequence[object], env: Mapping[str, str] | None = None
         except SystemExit as stop:
             if isinstance(stop.code, str):
                 print(stop.code, file=sys.stderr)
-            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+            status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         except Exception as error:
-            code, exception = 1, error
-    return Done(stdout.getvalue(), stderr.getvalue(), code, exception)
+            status, exception = 1, error
+    done = Done(stdout.getvalue(), stderr.getvalue(), status, exception)
+    assert code in (None, status), done
+    return done

@@ -46,20 +46,24 @@ def run_of(steps: list[dict], **more) -> Run:
     return Run(steps=steps, blocks=blocks, **more)
 
 
+def run_of_blocks(*seconds: float, cpu: float = 2.0, device: str = "cpu", steps: int = 3) -> Run:
+    """A run with a block of each length, behind a warm-up that took long; ``cpu`` is of its CPU seconds to its seconds."""
+    blocks = [{"seconds": 99.0, "cpu_seconds": 99.0, "steps": 5, "pair": None}]
+    blocks += [{"seconds": s, "cpu_seconds": cpu * s, "steps": steps, "pair": pair} for pair, s in enumerate(seconds)]
+    taken = [{"loss": 1.0}] * sum(block["steps"] for block in blocks)
+    return Run(steps=taken, blocks=blocks, device=device, memory={"before": 1, "peak": 2**20}, wall_seconds=9.0)
+
+
 class RecordingGate:
     """Stands for a gate in a process without turns: ``steps`` are those that went through, a second each."""
 
     def __init__(self):
         self.steps = []
 
-    def before_step(self):
-        pass
+    before_step = steps_done = lambda self: None
 
     def after_step(self, **measured):
         self.steps.append({"seconds": 1.0, **{name: float(value) for name, value in measured.items()}})
-
-    def steps_done(self):
-        pass
 
     def finished(self, **result):
         self.result = result

@@ -1,13 +1,11 @@
 """A recipe small enough to be mined by a test, and what mining has computed."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import yaml
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 from pylate_fastmaxsim.recipes.mining import resumable
 from tests.support.paths import RECIPES
@@ -43,7 +41,7 @@ def recipe_for(tmp_path: Path, model: str, teacher: str, *overrides: str) -> Rec
 
 def written_to(folder: Path, recipe: Recipe) -> Path:
     file = folder / "mine.yaml"
-    file.write_text(yaml.safe_dump(asdict(recipe)))
+    file.write_text(dump_recipe(recipe))
     return file
 
 

@@ -132,6 +132,11 @@ def _content(file: Node, chance: random.Random) -> bytes:
     return chance.choice((kept, lost, file.now, lost + bytes(len(file.now) - len(lost))))
 
 
+def content(folder: Path) -> State:
+    """What is under a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
 def written(state: State, folder: Path) -> Path:
     """A state as files under a new folder."""
     folder.mkdir()

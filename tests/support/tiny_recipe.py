@@ -9,6 +9,7 @@ from datasets import Dataset
 
 TEXT = "fused late interaction scores every query token against all tokens and writes no similarity tensor"
 WORDS = TEXT.split()
+LENGTHS = {"embedding_size": 8, "query_length": 8, "document_length": 24}
 ONE_LAYER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
 
 
@@ -40,25 +41,13 @@ def tiny(directory: Path, output: str = "out", rows: list[dict] | None = None, *
     if rows is None:
         rows = [{"query": text(i, 4), "positive": f"{text(i, 4 + i % 17)} number {i}"} for i in range(60)]
     pairs = json_lines(directory / "pairs.jsonl", rows)
+    training = {"per_device_train_batch_size": 4, "max_steps": 14, "learning_rate": 1e-3, "logging_steps": 1}
+    training |= {"save_steps": 4, "dataloader_drop_last": True, "report_to": "none", "use_cpu": True}
     recipe = {
         "output_dir": str(directory / output),
-        "model": {
-            "build": {"vocab_size": 600, "dropout": 0.1, **ONE_LAYER},
-            "embedding_size": 8,
-            "query_length": 8,
-            "document_length": 24,
-        },
+        "model": {"build": {"vocab_size": 600, "dropout": 0.1, **ONE_LAYER}, **LENGTHS},
         "data": {"source": "files", "files": [pairs]},
-        "training": {
-            "per_device_train_batch_size": 4,
-            "max_steps": 14,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "save_steps": 4,
-            "dataloader_drop_last": True,
-            "report_to": "none",
-            "use_cpu": True,
-        },
+        "training": training,
         "evaluation": {"rows": 24},
         "fast": {"enabled": False},
     }

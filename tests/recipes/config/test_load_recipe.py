@@ -3,13 +3,6 @@ from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
 from tests.support.tiny_recipe import tiny, write
 
 
-def test_overrides_are_yaml_and_numbers_may_be_written_with_an_exponent(tmp_path):
-    overrides = ["training.learning_rate=3e-6", "fast.enabled=true", "data.columns=[a, b]", "loss.temperature=2"]
-    recipe = load_recipe(write(tmp_path, tiny(tmp_path)), overrides)
-    assert recipe.training.learning_rate == 3e-6 and recipe.loss.temperature == 2.0
-    assert recipe.fast.enabled is True and recipe.data.columns == ["a", "b"]
-
-
 def test_an_override_changes_one_of_the_sections_that_an_alias_makes_equal(tmp_path):
     file = tmp_path / "aliased.yaml"
     file.write_text(
@@ -35,8 +28,11 @@ def test_merge_keys_bring_in_what_a_section_does_not_say_itself(tmp_path):
     assert (build.hidden_size, build.dropout, build.num_hidden_layers) == (32, 0.5, 1)
 
 
-def test_a_pooling_is_one_key_or_the_word_max(tmp_path):
-    file = write(tmp_path, tiny(tmp_path))
+def test_overrides_are_yaml_with_exponents_and_a_pooling_is_one_key_or_the_word_max(tmp_path):
+    overrides = ["training.learning_rate=3e-6", "fast.enabled=true", "data.columns=[a, b]", "loss.temperature=2"]
+    recipe = load_recipe(file := write(tmp_path, tiny(tmp_path)), overrides)
+    assert (recipe.training.learning_rate, recipe.loss.temperature) == (3e-6, 2.0)
+    assert recipe.fast.enabled is True and recipe.data.columns == ["a", "b"]
     assert load_recipe(file, ["loss.pooling=max"]) == load_recipe(file, ["loss.pooling=null"]) == load_recipe(file)
     annealed = load_recipe(file, ["loss.pooling.top_k=2", "loss.pooling.start=16", "loss.pooling.schedule=linear"])
     assert annealed.loss.pooling == PoolingSection(top_k=2, start=16.0, schedule="linear")

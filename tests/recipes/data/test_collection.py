@@ -4,7 +4,7 @@ import yaml
 from pylate_fastmaxsim.recipes.data import collection as beir
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from tests.support.beir_folder import QUERIES, judged, tables, write_folder
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.tiny_recipe import hub_dataset
 
 
@@ -12,11 +12,9 @@ def write_hub(folder, layout: str):
     content = tables()
     qrels = content.pop("qrels")
     if layout == "BeIR":
-        hub_dataset(folder, **content)
         hub_dataset(folder.with_name(f"{folder.name}-qrels"), default=qrels)
-    else:
-        hub_dataset(folder, **content, **{"default" if layout == "mteb" else "qrels": qrels})
-    return folder
+        return hub_dataset(folder, **content)
+    return hub_dataset(folder, **content, **{"default" if layout == "mteb" else "qrels": qrels})
 
 
 @pytest.mark.parametrize("layout", ["qrels/test.tsv", "qrels.tsv", "BeIR", "mteb", "qrels"])
@@ -32,7 +30,8 @@ def test_every_layout_gives_the_same_collection(layout, tmp_path):
 
 
 # Rows of a table that are added, or with "only" are all of it.
-REFUSED = """
+@case_table("""
+table | row | sentence
 qrels | only {query: q1, corpus-id: '1', score: 1} | must name the columns query-id, corpus-id, score
 qrels | only {query-id: q99, corpus-id: '0001', score: 1} | does not fit together: no query is judged.
 qrels | {query-id: q99, corpus-id: '0001', score: 1}
@@ -50,10 +49,7 @@ corpus | only {id: '1', text: a} | the subset corpus has no column '_id', it has
 corpus | {_id: '0200', title: '', text: "caf\\udce9"} | 'text' of the subset corpus must hold text in UTF-8, but some
 queries | {_id: null, text: a} | must hold an id in every row, but row 8 has
 queries | {_id: 7, text: a} | '_id' of the subset queries must be text in all rows or a number in all rows.
-"""
-
-
-@pytest.mark.parametrize(("table", "row", "sentence"), cases(REFUSED))
+""")
 def test_a_collection_that_does_not_fit_gets_one_sentence(table, row, sentence, tmp_path):
     before = [] if row.startswith("only") else tables()[table]
     folder = write_folder(tmp_path / "data", **{table: [*before, yaml.safe_load(row.removeprefix("only"))]})

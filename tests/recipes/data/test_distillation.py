@@ -9,7 +9,7 @@ from pylate_fastmaxsim.recipes.data import ids
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.inputs import load_data
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.tiny_recipe import hub_dataset, json_lines, kd_subsets, tiny, write
 
 
@@ -81,7 +81,8 @@ def test_only_row_numbers_are_kept_and_they_are_made_once(tmp_path, monkeypatch)
 
 
 # What the fourth row of a subset has in place of its own values.
-REFUSED = """
+@case_table("""
+subset | values | sentence
 train | {query_id: q99} | 'query_id' of the subset train has q99, which is not in the subset queries.
 train | {document_ids: ['1', '2', '3', '4', x]} | 'document_ids' of the subset train has 1, which is not in the
 train | {scores: [0.1, 0.2]} | the row of query_id q21 has 5 document_ids but 2 scores; it must have
@@ -91,10 +92,7 @@ documents | {document_id: d58} | 'document_id' of the subset documents must stan
 queries | {text: null} | 'text' of the subset queries must hold a text in every row, but some have
 documents | {text: "caf\\udce9"} | 'text' of the subset documents must hold text in UTF-8, but some
 written | {scores: "['n/a', '1', '2', '3', '4']"} | is text, which is not a list of numbers in the row of query_id q21.
-"""
-
-
-@pytest.mark.parametrize(("subset", "values", "sentence"), cases(REFUSED))
+""")
 def test_data_that_does_not_fit_gets_one_sentence(subset, values, sentence, tmp_path):
     subsets = kd_subsets()
     if subset == "written":

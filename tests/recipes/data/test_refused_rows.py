@@ -10,7 +10,7 @@ from pylate_fastmaxsim.recipes.data.rows import load_columns, load_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import kind_of
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table, cases
 from tests.support.id_files import rows_of_ids, write_lines
 from tests.support.recipe_kinds import KINDS, LATE, tiny_of
 from tests.support.tiny_recipe import json_lines, write
@@ -103,13 +103,6 @@ positive query / p q | data.collection=null data.queries=null
     | data.columns must be given where the data has 'positive' before 'query'
 """
 
-# The same with commas, without a collection.
-COMMAS = r"""
-query,positive / q,p,x | data.files: the first row of .*a.csv has 2 values, but the second has 3: q,
-,query,positive / 0,q,p | data.files: the first line of .*a.csv must name each of its columns once
-query,positive | data.files: there are no rows in .*a.csv.
-"""
-
 
 def refusal(folder, kind: str, loss: str, rows: list[dict], *overrides: str) -> str:
     """The error of rows, which are read from a file of JSON lines."""
@@ -129,10 +122,8 @@ def test_rows_whose_first_does_not_fit(row, sentence, streaming, tmp_path):
     assert re.match(sentence, refusal(tmp_path, LATE, "contrastive", [yaml.safe_load(row)] * 4, *stream))
 
 
-USUAL = {
-    "contrastive": {"query": "q", "pos": ["p"], "neg": ["a"]},
-    "distillation": {"query": "q", "documents": ["a", "b", "c"], "scores": [3.0, 2.0, 1.0]},
-}
+USUAL = {"contrastive": {"query": "q", "pos": ["p"], "neg": ["a"]}}
+USUAL["distillation"] = {"query": "q", "documents": ["a", "b", "c"], "scores": [3.0, 2.0, 1.0]}
 TABLES = {"contrastive": CONTRASTIVE, "distillation": DISTILLATION, "colbert": COLBERT, "splade": SPLADE}
 
 
@@ -161,7 +152,12 @@ def test_a_line_of_triples_that_is_none_is_named(line, tmp_path):
         rows_of_ids(tmp_path, "triples.jsonl", ["[100, 500, 499]", line])
 
 
-@pytest.mark.parametrize(("lines", "sentence"), cases(COMMAS))
+@case_table(r"""
+lines | sentence
+query,positive / q,p,x | data.files: the first row of .*a.csv has 2 values, but the second has 3: q,
+,query,positive / 0,q,p | data.files: the first line of .*a.csv must name each of its columns once
+query,positive | data.files: there are no rows in .*a.csv.
+""")
 def test_values_under_the_name_of_another_column(lines, sentence, tmp_path):
     file = write_lines(tmp_path / "a.csv", lines.split(" / "))
     with pytest.raises(RecipeError, match=f"^{sentence}"):

@@ -12,7 +12,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.models.load import kind_of
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.id_files import document, rows_of_ids, write_collection, write_lines
 from tests.support.recipe_kinds import KINDS, tiny_of
 from tests.support.tiny_recipe import json_lines, text, tiny, write
@@ -30,10 +30,9 @@ def rows_of(folder, rows: list[dict], *overrides: str, kind: str = "colbert", **
     return load_rows(recipe, kind_of(recipe.model))
 
 
-TYPES = "a.parquet a.jsonl a.jsonl.gz a.json a.csv a.csv.gz a.tsv a.tsv.gz bare.tsv"
-
-
-@pytest.mark.parametrize("name", TYPES.split())
+@pytest.mark.parametrize(
+    "name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.csv.gz", "a.tsv", "a.tsv.gz", "bare.tsv"]
+)
 def test_all_types_of_files_have_the_same_rows(name, tmp_path):
     file, rows = tmp_path / name, Dataset.from_list(ROWS)
     if file.suffix == ".parquet":
@@ -65,9 +64,7 @@ def test_each_of_several_files_is_read_by_its_own_names(tmp_path):
     assert columns_of(*files[:2]).to_list() == [{"query": "q", "positive": long}, {"query": "q", "positive": "p"}]
     with pytest.raises(RecipeError, match="^data.files: the first line must name the columns in all files or in none"):
         columns_of(*files[2:])
-
-
-def test_the_index_that_pandas_writes_is_no_column(tmp_path):
+    # The index that pandas writes is no column.
     Dataset.from_list([{"query": "q", "positive": "p", "__index_level_0__": 3}]).to_parquet(tmp_path / "a.parquet")
     assert columns_of(str(tmp_path / "a.parquet"), collection="c.tsv").column_names == ["query", "positive"]
 
@@ -139,10 +136,8 @@ def test_lines_of_json_with_several_negatives_scores_or_texts(tmp_path):
 
 
 def test_each_positive_is_a_row_and_negatives_are_drawn_or_repeated(tmp_path):
-    rows = [
-        {"query": "q0", "pos": ["p0"], "neg": ["a"]},
-        {"query": "q1", "pos": ["p1", "p2"], "neg": ["b", None, "c", "d", "e", "f"]},
-    ]
+    rows = [{"query": "q0", "pos": ["p0"], "neg": ["a"]}]
+    rows.append({"query": "q1", "pos": ["p1", "p2"], "neg": ["b", None, "c", "d", "e", "f"]})
     loaded = rows_of(tmp_path, rows, "data.negatives_per_query=3")
     assert loaded.column_names == ["query", "positive", "negative_1", "negative_2", "negative_3"]
     first, second, third = (list(row.values()) for row in loaded)
@@ -160,16 +155,14 @@ def test_each_positive_is_a_row_and_negatives_are_drawn_or_repeated(tmp_path):
     assert [list(row.values())[2:] for row in loaded] == [["a", "b"], ["a", "a"]]
 
 
-EVEN = """
+@case_table("""
+row | columns
 {query: q, positive: [p], negatives: [a, b]} | query positive negative_1 negative_2
 {query: q, positive: p, negatives: [a]} | query positive negative
 {query: q, positive: [p]} | query positive
 {query: q, positive: p, hard_1: a, hard_2: b} | query positive hard_1 hard_2
 {positive: q, similar: [p], other: [a]} | query positive negative
-"""
-
-
-@pytest.mark.parametrize(("row", "columns"), cases(EVEN))
+""")
 def test_rows_with_as_many_negatives_each_need_no_number_of_them(row, columns, tmp_path):
     row, columns = yaml.safe_load(row), columns.split()
     loaded = rows_of(tmp_path, [row] * 2, f"data.columns=[{', '.join(row)}]")
@@ -192,11 +185,8 @@ def read_by(how: str, folder, row: dict, **data) -> list[str]:
 @pytest.mark.parametrize("how", ["table", "stream", "pairs"])
 @pytest.mark.parametrize("key", ["text", "body", "content", "contents", "passage", "passage_text", "abstract"])
 def test_the_text_of_a_passage_is_found_by_its_key(key, how, tmp_path):
-    row = {
-        "query": "why do bees dance",
-        "pos": {"title": "Bees", key: "Bees dance.", "docid": "7"},
-        "neg": [{"title": "Bread", key: "It rises."}, {"title": None, key: "It sours.", "url": "u"}],
-    }
+    row = {"query": "why do bees dance", "pos": {"title": "Bees", key: "Bees dance.", "docid": "7"}}
+    row["neg"] = [{"title": "Bread", key: "It rises."}, {"title": None, key: "It sours.", "url": "u"}]
     own = {"text_key": key} if key == "abstract" else {}
     found = read_by(how, tmp_path, row, **own)
     assert found == ["Bees Bees dance.", "Bread It rises.", "It sours."][: 1 if how == "pairs" else 3]

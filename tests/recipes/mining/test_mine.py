@@ -1,3 +1,5 @@
+from unittest import mock
+
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -9,12 +11,14 @@ from pylate_fastmaxsim.recipes.files import hold_lock
 from pylate_fastmaxsim.recipes.mining import mine as mining
 from pylate_fastmaxsim.recipes.mining.mine import mine
 from pylate_fastmaxsim.reporting import progress
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.mining_recipe import mine_but_stop, parts_written, same_data, written_to
 from tests.support.recipe_runs import command
 from tests.support.saved_models import SPARSE
 
-REFUSED = """
+
+@case_table("""
+override | sentence
 mining.range_max=3 | mining.range_max must be at least range_min + num_negatives, got 3, 1 and 3.
 model={build: {}} | model.build does not apply to fastmaxsim mine, which searches with a model that is trained.
 mining.pairs.columns=[answer, query] | mining.pairs.columns must be the query and its positive
@@ -34,10 +38,7 @@ mining.first_stage={kind: static, model: UNFITTED}
     | UNFITTED cannot be used: StaticLateInteraction: idf needs counts of tokens
 mining.first_stage={kind: sparse} | mining.first_stage.model is missing; mining.first_stage.kind sparse needs it.
 mining.first_stage={kind: sparse, model: /no/such} | mining.first_stage.model: there is no folder /no/such.
-"""
-
-
-@pytest.mark.parametrize(("override", "sentence"), cases(REFUSED))
+""")
 def test_what_does_not_fit_is_one_sentence(override, sentence, recipe, saved, tmp_path):
     names = {"PAIRS": str(tmp_path / "pairs"), "UNFITTED": str(tmp_path / "idf"), "SPARSE": saved(SPARSE)}
     if "UNFITTED" in override:
@@ -83,12 +84,7 @@ def test_the_command_says_what_is_mined_and_what_is_kept(recipe, tmp_path, monke
     done = command("train", file)
     assert done.exit_code == 2 and "mined is not there yet; run `fastmaxsim mine` with this recipe first" in done.stderr
     for error, exit_code, said in FAILURES:
-
-        def failing(*args, error=error):
-            raise error
-
-        with monkeypatch.context() as patch:
-            patch.setattr(mining.DocumentSearch, "lowest_positive_scores", failing)
+        with mock.patch.object(mining.DocumentSearch, "lowest_positive_scores", side_effect=error):
             done = command("mine", file)
         assert done.exit_code == exit_code and done.stderr.strip().splitlines()[-1].startswith(said)
     with hold_lock("data.name", tmp_path, "mined" + mining.LOCK_ENDING, ""):

@@ -15,7 +15,7 @@ from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.models.retriever import Retriever
 from pylate_fastmaxsim.recipes.training.train import train
-from tests.support.mining_recipe import answers
+from tests.support.mining_recipe import TABLES, answers
 from tests.support.recipe_kinds import LATE
 from tests.support.saved_models import SPARSE, STATIC, embeddings, host_scores
 from tests.support.tiny_recipe import hub_dataset, text
@@ -94,9 +94,7 @@ def test_negatives_are_those_of_brute_force(stage, stored, rules, first_stage, r
     monkeypatch.setattr(negatives, "train_codec", lambda *args: codecs.append(train_codec(*args)) or codecs[-1])
     summary = mine(recipe)
     monkeypatch.undo()
-    rows, queries, documents = (
-        Dataset.from_parquet(f"{tmp_path}/mined/{name}.parquet") for name in ("train", "queries", "documents")
-    )
+    rows, queries, documents = (Dataset.from_parquet(f"{tmp_path}/mined/{name}.parquet") for name in TABLES)
     pairs, queries, documents = load_pairs(recipe.mining), queries["text"][:], documents["text"][:]
     assert (queries, documents) == (pairs.queries["text"][:], pairs.documents["text"][:])
     assert len(set(queries)) == len(queries) and documents == [*dict.fromkeys(answers()), *own[:30]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.mining_recipe import mine_but_stop, same_data, written_to
 from tests.support.paths import SUPPORT
 
@@ -60,13 +60,11 @@ def test_one_process_begins_and_two_go_on(recipe, whole, tmp_path, monkeypatch):
     assert "Searching (process 1 of 2)" in done.stderr and "(process 2 of 2)" not in done.stderr
 
 
-SHARED = """
+@case_table("""
+override | first | second
 mining.first_stage={kind: bm25, k: 16} | sparse sparse candidates search search | sparse candidates search
 mining.corpus_format=residual-1 | codec search search | search
-"""
-
-
-@pytest.mark.parametrize(("override", "first", "second"), cases(SHARED))
+""")
 def test_two_processes_share_every_stage(override, first, second, recipe, whole, tmp_path):
     changed = recipe(override)
     mining_mine.mine(replace(changed, data=replace(changed.data, name=str(tmp_path / "one"))))

@@ -11,10 +11,12 @@ from transformers import AutoConfig, BertForSequenceClassification
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 from pylate_fastmaxsim.recipes.mining import negatives
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.saved_models import LATE
 
-REFUSED = """
+
+@case_table("""
+made | teacher_type | sentence
 no tokenizer | cross_encoder | has no tokenizer that can be loaded; it must be saved beside the model.
 cut weights | cross_encoder | cannot be loaded: .*model.safetensors is not whole, as after a download .*
 three scores | cross_encoder | must give one score a pair, but it gives 3.
@@ -22,10 +24,7 @@ ColBERT | cross_encoder
     | must have a scoring head, .* its checkpoint holds no classifier.bias, .*; set mining.teacher_type to colbert.
 encoder | colbert | must have a projection, .* its checkpoint holds none, .*; name a trained ColBERT.
 cross-encoder | colbert | must have a projection, .* its checkpoint holds none, .*; set mining.teacher_type to cross_encoder.
-"""
-
-
-@pytest.mark.parametrize(("made", "teacher_type", "sentence"), cases(REFUSED))
+""")
 def test_a_teacher_that_cannot_teach_is_found_before_the_search(
     made, teacher_type, sentence, recipe, encoder, teacher, saved, tmp_path, monkeypatch
 ):
@@ -52,20 +51,16 @@ def test_a_teacher_with_the_projection_of_stanfords_checkpoints_is_taken(recipe,
 
 
 # What has weights of NaN, the stage that finds it, and overrides.
-NOT_FINITE = {
-    "model": ("search", []),
-    "compressed": ("search", ["mining.corpus_format=int8"]),
-    "positives": ("positives", []),
-    "cross_encoder": ("teacher", []),
-    "colbert": ("teacher", ["mining.teacher_type=colbert"]),
-}
-
-
-@pytest.mark.parametrize("kind", NOT_FINITE)
-def test_scores_that_are_not_finite_are_refused_before_they_are_used(
-    kind, recipe, encoder, teacher, tmp_path, monkeypatch
-):
-    (stage, overrides), folder = NOT_FINITE[kind], tmp_path / "lost"
+@case_table("""
+kind | stage | overrides
+model | search |
+compressed | search | mining.corpus_format=int8
+positives | positives |
+cross_encoder | teacher |
+colbert | teacher | mining.teacher_type=colbert
+""")
+def test_scores_of_nan_are_refused(kind, stage, overrides, recipe, encoder, teacher, tmp_path, monkeypatch):
+    folder = tmp_path / "lost"
     key = "mining.teacher" if stage == "teacher" else "model.name_or_path"
     if kind == "cross_encoder":
         file = shutil.copytree(teacher, folder) / "model.safetensors"
@@ -80,5 +75,5 @@ def test_scores_that_are_not_finite_are_refused_before_they_are_used(
     if kind == "compressed":
         said = "mining.corpus_format int8: compress: token vectors must be finite"
     with pytest.raises(RecipeError, match=f"^{said}"):
-        mining_mine.mine(recipe(f"{key}={folder}", *overrides))
+        mining_mine.mine(recipe(f"{key}={folder}", *overrides.split()))
     assert not list((tmp_path / "mined.unfinished").glob(f"{stage}-*")) and not (tmp_path / "mined").exists()

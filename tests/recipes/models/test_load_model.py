@@ -97,12 +97,10 @@ def test_what_cannot_be_loaded_is_one_sentence(name, kind, keys, sentence, folde
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("family", "query_length", "document_length"), [("bert", 64, 64), ("xlm-roberta", 62, 62), ("modernbert", 128, 200)]
-)
-def test_texts_of_as_many_tokens_as_there_are_positions(family, query_length, document_length, encoder):
-    model = load(LATE_KIND, encoder(family), query_length=query_length, document_length=document_length)
-    for is_query, length in ((True, query_length), (False, document_length)):
+@pytest.mark.parametrize("family, q, d", [("bert", 64, 64), ("xlm-roberta", 62, 62), ("modernbert", 128, 200)])
+def test_texts_of_as_many_tokens_as_there_are_positions(family, q, d, encoder):
+    model = load(LATE_KIND, encoder(family), query_length=q, document_length=d)
+    for is_query, length in ((True, q), (False, d)):
         (embedding,) = embeddings(model, ["word " * 300], is_query)
         assert len(embedding) == length
 

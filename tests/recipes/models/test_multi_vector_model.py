@@ -31,9 +31,7 @@ def load(path: str | Path, **section: object) -> MultiVectorEncoder:
         ({"do_query_expansion": False, "query_length": 9}, None, 9),
     ],
 )
-def test_a_section_sets_lengths_and_expansion_and_a_checkpoint_keeps_them(
-    section, expansion, query_length, encoder, tmp_path
-):
+def test_a_checkpoint_keeps_lengths_and_expansion_of_a_section(section, expansion, query_length, encoder, tmp_path):
     model = load(encoder("bert"), document_length=24, embedding_size=16, **section)
     model.save_pretrained(str(tmp_path))
     for each in (model, load(tmp_path)):

@@ -15,7 +15,6 @@ from pylate_fastmaxsim.recipes.robustness.measure import measure
 from pylate_fastmaxsim.recipes.robustness.task import Settings, Task, collection_task
 from tests.support import models
 from tests.support.beir_folder import write_folder
-from tests.support.case_tables import cases
 from tests.support.command_line import fastmaxsim
 from tests.support.recipe_runs import command
 from tests.support.tiny_recipe import text, tiny, write
@@ -50,9 +49,8 @@ def test_a_collection_keeps_gold_documents_and_leaves_the_query_itself_out():
     # Gold documents alone are as many as are measured; each filler is the document that it is said to be.
     gold = collection_task("tiny", collection, Settings(max_documents=2))
     assert len(gold.documents) == 3 and len(gold.fillers) == 2 and gold.own == [None] * 3
-    assert [few.fillers[own] for own in few.own if own is not None] == [
-        text for text, own in zip(few.documents, few.own, strict=True) if own is not None
-    ]
+    for document, own in zip(few.documents, few.own, strict=True):
+        assert own is None or few.fillers[own] == document
 
 
 def test_text_is_appended_behind_what_the_model_reads_and_read_as_a_whole(encoder, task):
@@ -109,37 +107,12 @@ def test_pairs_are_those_of_the_sweep_with_the_names_of_their_tokens(encoder, ta
         assert pair.similarities[:, -5:].amax() > 0.8
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    cases("""
-RECIPE | RECIPE: there is no model in
-RECIPE --pooling mean | --pooling must be max, top_k=K
-RECIPE --times 0,2 | --times 0,2: write it as
-./nowhere --beir data | MODEL: there is no folder ./nowhere
-a/model | a/model needs held-out data
-a/model --beir data --set name=a | --set overrides a key of a recipe
-colqwen_vidore --set output_dir=OUT | colqwen_vidore retrieves pages; fastmaxsim robustness makes documents of text longer.
-"""),
-)
-def test_errors_are_one_line(arguments, said, tmp_path):
-    (tmp_path / "model").mkdir()
-    places = {"RECIPE": str(write(tmp_path, tiny(tmp_path))), "OUT": str(tmp_path)}
-    for name, place in places.items():
-        arguments, said = arguments.replace(name, place), said.replace(name, place)
-    done = fastmaxsim(["robustness", *arguments.split()])
-    assert done.exit_code == 2 and not done.stdout
-    assert done.stderr.startswith(f"fastmaxsim: {said}") and done.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.e2e
 def test_a_trained_recipe_is_measured_and_reported(tmp_path):
     file = write(tmp_path, tiny(tmp_path, training={"max_steps": 2, "save_steps": None}))
-    trained = command("train", file)
-    assert trained.exit_code == 0, trained.output
+    command("train", file, code=0)
     folder = tmp_path / "out"
-    done = fastmaxsim(["robustness", str(file), *FEW])
-    assert done.exit_code == 0, done.output
+    done = fastmaxsim(["robustness", str(file), *FEW], code=0)
     result = json.loads((folder / "robustness.json").read_text())
     assert result["poolings"] == ["max", "softmax=0.1"] and result["recipe"] == "tiny"
     assert result["appended"] == "text" and result["lengthened_document_length"] > result["document_length"] == 24

@@ -15,7 +15,7 @@ from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import Retriever, retriever_of
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from tests.support.beir_folder import write_folder
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.command_line import Done, fastmaxsim
 from tests.support.recipe_kinds import LATE as HOST
 from tests.support.recipe_kinds import tiny_of
@@ -32,9 +32,7 @@ def data(tmp_path) -> Path:
 
 
 def evaluate(*arguments: object, code: int = 0) -> Done:
-    done = fastmaxsim(["evaluate", *arguments])
-    assert done.exit_code == code, done.output
-    return done
+    return fastmaxsim(["evaluate", *arguments], code=code)
 
 
 def rows_of(file: Path) -> list[dict]:
@@ -111,7 +109,8 @@ def test_a_recipe_is_evaluated_on_the_rows_that_it_holds_out_as_in_training(reci
     assert first["metrics"] != second["metrics"] or HOST != "colbert"  # where both rank the pairs without a mistake
 
 
-REFUSED = """
+@case_table("""
+arguments | said
 MODEL | name a collection in BEIR's layout with --beir, or give the recipe of a model.
 MODEL MODEL/ --beir DATA | each model must be given once, but MODEL/ is given twice.
 link MODEL --beir DATA | each model must be given once, but MODEL is given twice.
@@ -127,10 +126,7 @@ MODEL --beir DATA --format int8 | --format is that of token embeddings in an ind
 quickstart | quickstart: there is no model in
 RECIPE --set evaluation.rows=0 | tiny has no data to evaluate on; name one collection with --beir.
 RECIPE OTHER | tiny and other are evaluated on different data; name one collection for all with --beir.
-"""
-
-
-@pytest.mark.parametrize(("arguments", "said"), cases(REFUSED))
+""")
 def test_bad_input_is_one_line_before_anything_is_encoded(arguments, said, saved, recipe, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Retriever, "encode", None)

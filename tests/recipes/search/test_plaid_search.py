@@ -64,10 +64,8 @@ def test_an_index_that_does_not_fit_is_one_line(plaid, saved, files, tmp_path):
     ids.unlink()
     bare = f"--plaid: {packed} has no ids, so it must hold the 150 documents of the corpus in their order"
     assert bare in refused(packed)
-    for name, said in {
-        "0001": "each document once, but 0001 is there twice.",
-        "x": "x, which is not in the corpus.",
-    }.items():
+    wrong = {"0001": "each document once, but 0001 is there twice.", "x": "x, which is not in the corpus."}
+    for name, said in wrong.items():
         ids.write_bytes(pickle.dumps(known | {5: name}))
         assert said in refused(folder)
     ids.write_bytes(pickle.dumps(known))

@@ -16,7 +16,7 @@ from pylate_fastmaxsim.recipes.search import index
 from pylate_fastmaxsim.reporting import progress
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 from tests.support.beir_folder import write_folder
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.command_line import fastmaxsim
 from tests.support.recipe_kinds import LATE as HOST
 from tests.support.saved_models import LATE, RETRIEVERS, SPARSE, STATIC, host_scores, save_retriever
@@ -57,13 +57,10 @@ def test_the_run_file_has_the_ranking_and_the_scores_of_the_host(kind, saved, fi
 
 
 # Of sparse ones whole blocks are kept.
-@pytest.mark.parametrize(
-    ("kind", "stored", "kept"),
-    [(SPARSE, None, 96), (STATIC, None, 96), (LATE, None, 112), (LATE, "residual-2", 112)],
-)
-def test_an_interrupted_index_goes_on_and_a_finished_one_encodes_nothing(
-    kind, stored, kept, saved, files, small_parts, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize(("kind", "stored"), [(SPARSE, None), (STATIC, None), (LATE, None), (LATE, "residual-2")])
+@pytest.mark.usefixtures("small_parts")
+def test_an_interrupted_index_goes_on_and_is_not_built_again(kind, stored, saved, files, tmp_path, monkeypatch):
+    kept = 112 if kind == LATE else 96
     folder, plain, again = tmp_path / "index", tmp_path / "plain.trec", tmp_path / "again.trec"
     command = [saved(kind), *files, *(["--format", stored] if stored else [])]
     search(*command, *(["--index", tmp_path / "whole"] if stored else []), "--run", plain)
@@ -173,7 +170,8 @@ def test_one_command_at_a_time_builds_an_index_and_several_read_it(kind, saved, 
         assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == written
 
 
-REFUSED = """
+@case_table("""
+arguments | said
 | Name what to search: --beir FOLDER_OR_NAME, or --corpus and --queries
 --beir DATA --queries DATA/queries.jsonl | Name what to search
 --corpus DATA/corpus.txt --queries DATA/queries.jsonl | --corpus must be a file that ends in
@@ -189,10 +187,7 @@ REFUSED = """
 --beir DATA --format float16 | --format is that of token embeddings in an index
 --beir DATA --index DATA/i --format int4
     | --format must be one of float32, bfloat16, float16, int8, fp8, residual-1, residual-2, residual-4, got int4.
-"""
-
-
-@pytest.mark.parametrize(("arguments", "said"), cases(REFUSED))
+""")
 def test_bad_input_is_one_line(arguments, said, saved, tmp_path):
     data = write_folder(tmp_path / "data")
     json_lines(data / "spaced.jsonl", [{"_id": "a b", "text": text(1, 3)}])

@@ -40,7 +40,6 @@ def test_pairs_are_corrected_within_a_metric():
     assert [(*row["models"], row["metric"]) for row in rows] == expected
     for row in rows:
         left, right = (np.array(list(scores[model][row["metric"]].values())) for model in row["models"])
-        assert row["p"] == pytest.approx(ttest_rel(right, left).pvalue)
         assert row["difference"] == pytest.approx(right.mean() - left.mean())
         assert (row["better"], row["worse"]) == ((right > left).sum(), (right < left).sum())
     assert rows[3]["equal"] == 1 and rows[0]["equal"] == 0

@@ -11,7 +11,7 @@ from pylate_fastmaxsim.recipes.models.load import load_trained
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from tests.support.page_recipes import PAGES
-from tests.support.recipe_kinds import LATE, TRAINED
+from tests.support.recipe_kinds import LATE, MARKED
 from tests.support.recipe_runs import interrupt, same_model
 
 EVERY_2 = "training.eval_strategy=steps training.eval_steps=2 training.save_steps=2 training.save_total_limit=2"
@@ -22,9 +22,6 @@ def scripted(monkeypatch, values: list[float]) -> None:
     """Have evaluations after the first one, before the training, give these values of nDCG@10."""
     left = [0.0, *values]
     monkeypatch.setattr(training, "evaluate", lambda *_: {"ndcg@10": left.pop(0) if left else 0.0})
-
-
-MARKED = [pytest.param(kind, marks=() if kind == LATE else pytest.mark.e2e) for kind in TRAINED]
 
 
 @pytest.mark.parametrize("kind", MARKED)
@@ -40,14 +37,11 @@ def test_the_best_checkpoint_is_the_model_also_of_a_run_that_is_over(kind, recip
     best = load_trained(prepared.model, tmp_path / "out" / "checkpoint-2", "cpu")
     metric = evaluate(prepared, best, load_data(prepared))["ndcg@10"]
     saved = load_trained(prepared.model, Path(found["model"]), "cpu")
-    assert all(map(torch.equal, weights(saved), weights(best)))
+    weights = (getattr(each, "model", each).state_dict().values() for each in (saved, best))
+    assert all(map(torch.equal, *weights))
     again = training.train(recipe)
     assert again["ndcg@10"] == pytest.approx(metric) and again["steps"] == last
     assert kind in PAGES or "**2**" in Path(found["model"], "README.md").read_text()  # in the log of the training
-
-
-def weights(model) -> list[torch.Tensor]:
-    return list(getattr(model, "model", model).state_dict().values())
 
 
 def test_evaluations_change_no_step_and_stop_early_also_after_an_interruption(recipe_of, tmp_path, monkeypatch):
@@ -65,11 +59,5 @@ def test_evaluations_change_no_step_and_stop_early_also_after_an_interruption(re
     stopped = training.train(recipe)
     assert stopped["steps"] == 6 and stopped["resumed_from"] == "checkpoint-5"
     assert training.train(recipe)["steps"] == 6  # it is over
-    assert (
-        training.train(
-            recipe_of(
-                LATE, f"training.max_steps=14 training.lr_scheduler_type=reduce_lr_on_plateau {EVERY_2}", "plateau"
-            )
-        )["steps"]
-        == 14
-    )
+    plateau = f"training.max_steps=14 training.lr_scheduler_type=reduce_lr_on_plateau {EVERY_2}"
+    assert training.train(recipe_of(LATE, plateau, "plateau"))["steps"] == 14

@@ -13,10 +13,8 @@ from tests.support.tiny_recipe import fell_back, list_rows
 
 LAYERS = {"colpali": "GemmaDecoderLayer"}
 # With dropout, so that each process must go on with its own random numbers.
-TEXTS = {
-    "contrastive": "",
-    "gathered": "loss={name: cached_contrastive, mini_batch_size: 2, gather_across_devices: true}",
-}
+GATHERED = "loss={name: cached_contrastive, mini_batch_size: 2, gather_across_devices: true}"
+TEXTS = {"contrastive": "", "gathered": GATHERED}
 STREAMED = "data.streaming=true data.negatives_per_query=2 evaluation.rows=0 model.build=null model.name_or_path="
 WEIGHTS = {"adapters": "training.save_total_limit=3", "all": "training.save_total_limit=3 model.lora=null"}
 # All recipes of a launch are trained by one pair of processes, because starting it takes longer than they do.

@@ -17,7 +17,7 @@ from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
-from tests.support.case_tables import cases
+from tests.support.case_tables import case_table
 from tests.support.command_line import fastmaxsim
 from tests.support.page_recipes import PAGES
 from tests.support.tiny_recipe import text
@@ -26,9 +26,8 @@ from tests.support.visual_models import page
 FEATURES = Features({"query": Value("string"), "image": Image()})
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    cases(r"""
+@case_table(r"""
+overrides | sentence
 model.lora.target_modules=nothing | model.name_or_path .* cannot be loaded: .*nothing.* not found
 data.columns=[query, source] | 'source' must hold images, but it holds Value
 data.columns=[image, query] | 'image' must hold text
@@ -36,8 +35,7 @@ data.columns=[query, image, negatives] | data.columns must be \[query, image\] f
 loss.name=colbert_negative_ce data.columns=[query, image, uneven]
   | 'uneven' must hold the same number of images, but rows hold 1 to 2
 loss.name=colbert_negative_ce | data.columns must be \[query, image, negatives\] for the loss colbert_neg
-"""),
-)
+""")
 def test_misuse_is_one_sentence(overrides, sentence, recipe_of, tmp_path):
     with pytest.raises(RecipeError, match=sentence) as error:
         train(recipe_of("colqwen2", overrides))
@@ -53,15 +51,11 @@ def test_a_missing_colpali_engine_is_named_with_what_installs_it(recipe_of, monk
 
 
 @pytest.mark.e2e  # ranx compiles for seconds
-@pytest.mark.parametrize(
-    ("queries", "images"),
-    [([text(1, 3), text(2, 4), text(3, 5)], [page(1)] * 3), ([text(1, 3)] * 3, [page(1), page(2), page(3)])],
-    ids=["pages", "queries"],
-)
-def test_equal_pages_and_equal_queries_count_as_one(recipe_of, queries, images):
-    loaded = recipe_of("colqwen2")
-    held_out = Dataset.from_dict({"query": queries, "image": images}, features=FEATURES)
-    assert evaluate_held_out(loaded, retriever_of(load_model(loaded.model, "cpu", 0)), held_out) == {"ndcg@10": 1.0}
+def test_equal_pages_and_equal_queries_count_as_one(recipe_of):
+    retriever = retriever_of(load_model((loaded := recipe_of("colqwen2")).model, "cpu", 0))
+    for queries, pages in (([1, 2, 3], [1, 1, 1]), ([1, 1, 1], [1, 2, 3])):
+        rows = {"query": [text(n, 2 + n) for n in queries], "image": list(map(page, pages))}
+        assert evaluate_held_out(loaded, retriever, Dataset.from_dict(rows, features=FEATURES)) == {"ndcg@10": 1.0}
 
 
 @pytest.mark.e2e
@@ -83,8 +77,7 @@ def test_evaluate_ranks_pages_as_the_evaluation_of_a_training_does(recipe_of, tm
     result = tmp_path / "result.json"
     arguments = ["evaluate", *files, "--index", tmp_path / "index", "--json", result, "--batch-size", 4]
     for encoded in (6, 0):
-        done = fastmaxsim(list(map(str, arguments)))
-        assert done.exit_code == 0, done.output
+        done = fastmaxsim(list(map(str, arguments)), code=0)
         written = json.loads(result.read_text())
         assert [model["encoded_documents"] for model in written["models"]] == [encoded, encoded]
         assert [model["metrics"]["ndcg@10"] for model in written["models"]] == pytest.approx(expected)

@@ -17,13 +17,8 @@ PAIR = {"query": text(0, 4), "positive": text(0, 9)}
 
 
 @pytest.fixture
-def name(saved) -> str:
-    return saved(SPARSE)
-
-
-@pytest.fixture
-def model(name) -> SparseEncoder:
-    return SparseEncoder(name, device="cpu").eval()
+def model(saved) -> SparseEncoder:
+    return SparseEncoder(saved(SPARSE), device="cpu").eval()
 
 
 COLUMNS = [[text(row + column, 3 + column) for row in range(4)] for column in range(3)]
@@ -66,10 +61,10 @@ def test_losses_are_those_that_the_recipe_names(model):
 
 
 @pytest.fixture
-def trainer_of(recipe_of, name):
+def trainer_of(recipe_of, saved):
     """``trainer_of(row, overrides)``: the trainer of a recipe whose data is this row."""
 
-    def make(row: dict, overrides: str = "", name: str = name):
+    def make(row: dict, overrides: str = "", name: str = saved(SPARSE)):
         overrides = f"model.build=null model.name_or_path={name} evaluation.rows=0 {overrides}".strip()
         recipe = recipe_of("splade", f"{overrides} training.dataloader_drop_last=false", rows=[row])
         kind = kind_of(recipe.model)
@@ -80,14 +75,10 @@ def trainer_of(recipe_of, name):
     return make
 
 
-def first_batch(trainer):
-    return trainer.collect_features(next(iter(trainer.get_train_dataloader())))
-
-
 def test_documents_of_a_list_are_columns_and_go_their_route(trainer_of):
     row = {"query": "late query", "documents": ["a", "b", "c"], "scores": [0.2, 2.0, 1.0]}
     trainer = trainer_of(row, "loss.name=distillation model.inference_free=true")
-    features, labels = first_batch(trainer)
+    features, labels = trainer.collect_features(next(iter(trainer.get_train_dataloader())))
     assert [each["task"] for each in features] == ["query", *["document"] * 3]
     assert [trainer.model.tokenizer.decode(each["input_ids"][0][-2:-1]) for each in features[1:]] == ["a", "b", "c"]
     assert labels.tolist() == [pytest.approx(row["scores"])]
@@ -97,7 +88,7 @@ def test_prompts_of_a_model_are_those_of_its_training(model, trainer_of, tmp_pat
     model.prompts = {"query": "rivers carry ", "document": "bees tell "}
     model.save_pretrained(str(tmp_path / "model"))
     trainer = trainer_of({"query": "late", "positive": "fused"}, name=str(tmp_path / "model"))
-    features, _ = first_batch(trainer)
+    features, _ = trainer.collect_features(next(iter(trainer.get_train_dataloader())))
     expected = [trainer.model.tokenize([words])["input_ids"] for words in ("rivers carry late", "bees tell fused")]
     assert all(torch.equal(each["input_ids"], ids) for each, ids in zip(features, expected, strict=True))
 

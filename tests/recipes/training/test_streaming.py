@@ -1,4 +1,3 @@
-import gzip
 import json
 from itertools import islice
 
@@ -15,6 +14,7 @@ from pylate_fastmaxsim.recipes.kinds.colbert import KIND
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.training.train import train
+from tests.support.id_files import write_lines
 from tests.support.recipe_kinds import tiny_of
 from tests.support.recipe_runs import interrupt, same_model
 from tests.support.tiny_recipe import hub_dataset, list_rows, text, write
@@ -22,10 +22,8 @@ from tests.support.tiny_recipe import hub_dataset, list_rows, text, write
 PAIRS = [{"query": text(n, 4), "positive": f"{text(n, 4 + n % 17)} number {n}"} for n in range(30)]
 LISTS = list_rows(20)
 TAUGHT = [{"query": text(n, 4), "documents": [text(n, 5), text(n + 1, 6), "a"], "scores": [3, 2, n]} for n in range(20)]
-UNEVEN = [
-    row | {key: row[key] + [0.5 if key == "scores" else "b"] * (n % 2) for key in ("documents", "scores")}
-    for n, row in enumerate(TAUGHT)
-]
+MORE = {"documents": "b", "scores": 0.5}  # of every second row
+UNEVEN = [row | {key: row[key] + [more] * (n % 2) for key, more in MORE.items()} for n, row in enumerate(TAUGHT)]
 
 
 @pytest.fixture
@@ -38,8 +36,7 @@ def recipe_of(encoder, tmp_path, monkeypatch):
         if file.endswith(".parquet"):
             Dataset.from_list(rows).to_parquet(path)
         else:
-            with gzip.open(path, "wt") as lines:
-                lines.writelines(json.dumps(row) + "\n" for row in rows)
+            write_lines(path, list(map(json.dumps, rows)))
         values = tiny_of(kind, tmp_path, output, evaluation={"rows": 0}, **sections)
         values["data"] = {"source": "files", "files": [str(path)], "streaming": True}
         values["model"] = values["model"] | {"build": None, "name_or_path": encoder("bert")}
@@ -59,16 +56,12 @@ def test_all_rows_come_again_and_again_in_an_order_of_the_seed(file, recipe_of):
     assert rows[:30] != [row["positive"] for row in islice(load_rows(recipe_of(PAIRS, "data.seed=1"), KIND), 30)]
 
 
-@pytest.mark.parametrize(
-    ("rows", "overrides", "loss"),
-    [
-        (LISTS, ["data.negatives_per_query=2"], "contrastive"),
-        (TAUGHT, [], "distillation"),
-        (UNEVEN, ["data.n_ways=3"], "distillation"),
-        (PAIRS, [], "contrastive"),
-    ],
-)
-def test_the_rows_are_those_of_a_table(rows, overrides, loss, recipe_of, monkeypatch):
+TABLES = [(LISTS, ["data.negatives_per_query=2"]), (TAUGHT, []), (UNEVEN, ["data.n_ways=3"]), (PAIRS, [])]
+
+
+@pytest.mark.parametrize(("rows", "overrides"), TABLES)
+def test_the_rows_are_those_of_a_table(rows, overrides, recipe_of, monkeypatch):
+    loss = "distillation" if "scores" in rows[0] else "contrastive"
     monkeypatch.setattr(data_rows, "BUFFER", 1)
     stream = load_rows(recipe_of(rows, *overrides, loss={"name": loss}), KIND)
     table = load_rows(recipe_of(rows, *overrides, "data.streaming=false", loss={"name": loss}), KIND)
@@ -94,11 +87,9 @@ def test_an_interrupted_run_goes_on_with_the_next_batch(recipe_of, tmp_path):
     resumed = train(recipe)
     assert resumed["losses"] == whole["losses"] and resumed["resumed_from"] == "checkpoint-4"
     assert same_model(tmp_path / "whole", tmp_path / "out")
-
-
-def test_documents_of_a_distillation_are_all_scored(recipe_of):
-    # accelerate would cut a column of 12 documents to its batch of 4 rows.
-    assert train(recipe_of(TAUGHT, "training.max_steps=1", loss={"name": "distillation"}))["losses"][0][1] > 0
+    # Of a distillation accelerate would cut a column of 12 documents to its batch of 4 rows.
+    taught = recipe_of(TAUGHT, "training.max_steps=1", output="taught", loss={"name": "distillation"})
+    assert train(taught)["losses"][0][1] > 0
 
 
 def test_processes_read_different_rows(recipe_of):

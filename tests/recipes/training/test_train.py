@@ -1,5 +1,4 @@
 import errno
-import inspect
 import json
 import math
 import signal
@@ -20,8 +19,8 @@ from pylate_fastmaxsim.recipes.trainers import callbacks
 from pylate_fastmaxsim.recipes.trainers.sharded import RecipeTrainer, TextTrainerMixin
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.run_directory import last_checkpoint
-from tests.support.case_tables import cases
-from tests.support.power_cut import states
+from tests.support.case_tables import case_table
+from tests.support.power_cut import content, states
 from tests.support.recipe_runs import command, interrupt, same_model
 from tests.support.tiny_recipe import split_overrides, text, tiny, write
 
@@ -69,17 +68,13 @@ def test_kills_and_power_cuts_leave_a_model_whole_and_no_metrics_of_another(tmp_
     (folder / "adapter_config.json").write_text("{}")  # of a model of other files
 
     def files(state: dict) -> dict:
-        return {name: content for name, content in state.items() if name.startswith("model/")}
+        return {name: each for name, each in state.items() if name.startswith("model/")}
 
-    def content() -> dict:
-        paths = out.rglob("*")
-        return {str(path.relative_to(out)): path.read_bytes() if path.is_file() else None for path in paths}
-
-    before = content()
+    before = content(out)
     with torch.no_grad():
         next(model.parameters()).add_(1)
     found = states(out, lambda: replace_folder(folder, write_model), cuts=5)
-    after = content()
+    after = content(out)
     assert "model/adapter_config.json" not in after
     left = sorted(path.name for path in out.iterdir())
     assert left == ["model", "prepared", "recipe-of-checkpoints.yaml", training.LOCK_FILE]
@@ -102,11 +97,11 @@ def test_a_training_that_is_over_keeps_its_card_and_what_it_was_trained_with(tmp
     changed = training.train(load_recipe(file, ["name=other", "fast.enabled=true", "evaluation.batch_size=8"]))
     assert (changed["recipe"], changed["losses"]) == ("other", first["losses"])
     assert changed["fast"] == first["fast"] | {"why_off": "the model was trained without it before"}
-    expected = card.replace("recipe `tiny`", "recipe `other`").replace("name: tiny", "name: other")
     # Only keys that have not their defaults.
-    assert (out / "model" / "README.md").read_text() == expected.replace(
-        "  rows: 24\n", "  rows: 24\n  batch_size: 8\n"
-    )
+    changes = {"recipe `tiny`": "recipe `other`", "name: tiny": "name: other", "rows: 24": "rows: 24\n  batch_size: 8"}
+    for old, new in changes.items():
+        card = card.replace(old, new)
+    assert (out / "model" / "README.md").read_text() == card
 
 
 @pytest.mark.e2e
@@ -158,15 +153,13 @@ def test_normalized_scores_of_two_documents_are_warned_of(tmp_path, caplog):
         assert ("nothing is learned" in caplog.text) == (value == "null")
 
 
-@pytest.mark.parametrize(
-    ("kind", "overrides", "said"),
-    cases("""
+@case_table("""
+kind | overrides | said
 colbert | training.seed=1 | set training.gradient_checkpointing to true, or lower training.per_device_train_batch_size or
 colbert | loss.name=cached_contrastive | set training.gradient_checkpointing to true or lower loss.mini_batch_size, or lower
 multi_vector | training.gradient_checkpointing=true loss.name=cached_contrastive loss.mini_batch_num_tokens=40
   | lower loss.mini_batch_num_tokens, or lower model.document_length; there is no checkpoint yet
-"""),
-)
+""")
 def test_what_takes_less_memory_is_said_in_the_order_of_its_effect(kind, overrides, said, tmp_path):
     recipe = load_recipe(write(tmp_path, tiny(tmp_path, model={"kind": kind})), split_overrides(overrides))
     assert advice_on_memory(recipe, None).startswith(said)
@@ -185,29 +178,17 @@ def test_the_result_of_a_run_that_diverged_is_json(tmp_path):
 
 
 def test_the_final_model_is_pushed_once_with_its_card(tmp_path, monkeypatch):
-    called = []
-
-    def recorded(name: str, answer):
-        signature = inspect.signature(getattr(HfApi, name))
-
-        def method(*args, **kwargs):
-            called.append((name, signature.bind(*args, **kwargs).arguments))
-            return answer
-
-        monkeypatch.setattr(HfApi, name, method)
-
     pushed = ["training.push_to_hub=true", "training.hub_model_id=model", "training.hub_private_repo=true"]
-    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 2, "save_steps": 2}))
-    recorded("create_repo", SimpleNamespace(repo_id="me/model"))
-    recorded("upload_folder", SimpleNamespace(commit_url="https://hub/me/model/commit/1"))
-    result = training.train(load_recipe(file, pushed))
-    assert result["pushed_to"] == "https://hub/me/model/commit/1" and [name for name, _ in called] == [
-        "create_repo",
-        "upload_folder",
-    ]
-    made, sent = (arguments for _, arguments in called)
-    assert (made["repo_id"], made["private"], sent["repo_id"]) == ("model", True, "me/model")
-    card = Path(sent["folder_path"], "README.md").read_text()
+    file, url = write(tmp_path, tiny(tmp_path, training={"max_steps": 2, "save_steps": 2})), "https://hub/commit/1"
+    made = mock.create_autospec(HfApi.create_repo, return_value=SimpleNamespace(repo_id="me/model"))
+    sent = mock.create_autospec(HfApi.upload_folder, return_value=SimpleNamespace(commit_url=url))
+    monkeypatch.setattr(HfApi, "create_repo", made)
+    monkeypatch.setattr(HfApi, "upload_folder", sent)
+    assert training.train(load_recipe(file, pushed))["pushed_to"] == url
+    made.assert_called_once_with(mock.ANY, "model", private=True, exist_ok=True)
+    sent.assert_called_once()
+    assert sent.call_args.kwargs["repo_id"] == "me/model"
+    card = Path(sent.call_args.kwargs["folder_path"], "README.md").read_text()
     assert "push_to_hub: true" in card and "base_model: /" not in card and "library_name" in card
     monkeypatch.setattr(HfApi, "create_repo", mock.Mock(side_effect=OSError("no token")))
     with pytest.raises(RecipeError, match="^training.push_to_hub: model cannot be made on the Hub: no token"):
