@@ -89,7 +89,14 @@ def test_examples_run(name, encoder):
 SCRIPTS = [path.stem for path in sorted((ROOT / "examples").glob("*.py"))]
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in ("made_up", "multi_vector_encoder")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("pylate_contrastive", "search") else pytest.mark.e2e)
+        for name in SCRIPTS
+        if name not in ("made_up", "multi_vector_encoder")
+    ],
+)
 def test_the_scripts_print_what_stock_finds(name, capsys):
     run_script(name, capsys)
 

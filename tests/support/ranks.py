@@ -26,7 +26,10 @@ def run_cases(module: str, ranks: int, folder: Path, backend: str = "gloo") -> C
     # One group of processes runs all cases, which take less time than its start. Each is given the folder of an encoder.
     # Its local layers see all of a query, so that queries are encoded with packed documents.
     build_model(folder / "modernbert", "modernbert", local_attention=24)
-    context = mp.spawn(_process, (module, ranks, str(folder), backend), nprocs=ranks, join=False)
+    # What is imported already takes a process ten seconds; CUDA cannot be used in a copy.
+    method = "fork" if sys.platform == "linux" and not torch.cuda.is_initialized() and backend == "gloo" else "spawn"
+    arguments = module, ranks, str(folder), backend
+    context = mp.start_processes(_process, arguments, nprocs=ranks, join=False, start_method=method)
     deadline = time.monotonic() + SECONDS
     while not context.join(timeout=1):
         if time.monotonic() > deadline:
