@@ -21,9 +21,7 @@ from pylate_fastmaxsim.integrations.models.wrappers import group_in_step
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
-from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
-
-_stock_encode = detached(ColBERT.encode)
+from pylate_fastmaxsim.integrations.patching.patches import Patch
 
 
 def patches() -> list[Patch]:
@@ -51,6 +49,7 @@ def encode(
     protected_tokens: int = 1,
     output_value: str | None = "token_embeddings",
 ) -> Any:
+    given = dict(locals())
     if output_value != "token_embeddings":
         raise FallbackToHost(f"the call asks for output_value={output_value}")
     if precision != "float32":
@@ -58,8 +57,9 @@ def encode(
     if self.device.type == "hpu" or group_in_step(self) is not None:
         raise FallbackToHost("the model is not on one GPU or CPU")
     if isinstance(sentences, list) and sentences and isinstance(sentences[0], list):
-        options = {key: value for key, value in locals().items() if key not in ("_options", "self", "sentences")}
-        return _stock_encode(self, sentences, **options)  # which calls encode for each list
+        options = {key: given[key] for key in given.keys() - {"_options", "self", "sentences", "output_value"}}
+        made = [self.encode(texts, **options) for texts in sentences]
+        return [torch.stack(each) for each in made] if convert_to_tensor else made
     single = isinstance(sentences, str) or not hasattr(sentences, "__len__")
     texts = [sentences] if single else list(sentences)
     if not texts:
