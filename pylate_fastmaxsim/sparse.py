@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import TypeAlias
 
 import numpy as np
 import scipy.sparse
@@ -455,7 +456,8 @@ class SparseBatch:
 
 
 # What sparse search takes: batches, matrices [N, vocabulary], or a vector [vocabulary] for each text.
-SparseVectors = SparseBatch | Tensor | scipy.sparse.sparray | scipy.sparse.spmatrix | Sequence[Tensor]
+# Quoted: SciPy has sparray from release 1.11 on.
+SparseVectors: TypeAlias = "SparseBatch | Tensor | scipy.sparse.sparray | scipy.sparse.spmatrix | Sequence[Tensor]"
 
 
 def as_sparse_batch(where: str, name: str, vectors: SparseVectors) -> SparseBatch:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from pylate_fastmaxsim.retrieval.sparse_search import (
 from pylate_fastmaxsim.retrieval.topk import merge_results
 from pylate_fastmaxsim.sparse import SparseBatch, SparseVectors, as_sparse_batch, sparse_batches
 
-Batches = SparseVectors | Iterable[SparseVectors]
+Batches: TypeAlias = "SparseVectors | Iterable[SparseVectors]"
 
 
 def _exclusive(method: Callable) -> Callable:
