@@ -157,7 +157,7 @@ def _why_slower(comparison: dict[str, Any]) -> list[str]:
     elif (padding := stock.get("padding", 1)) < _LITTLE_PADDING:
         found.append(f"of the tokens that stock encodes {padding:.0%} are padding, so there is little to leave out.")
     tokens = sum(fast.get("tokens_per_step", {}).values())
-    if 0 < tokens < _FEW_TOKENS and "CPU" not in title_of(comparison).rpartition(" on ")[2]:
+    if 0 < tokens < _FEW_TOKENS and not _environment(comparison).get("device", "CPU").startswith("CPU"):
         found.append(f"a step has {tokens:,.0f} tokens, for which the GPU waits for the host; larger batches fill it.")
     return [f"fast is slower here: {sentence}" for sentence in found]
 

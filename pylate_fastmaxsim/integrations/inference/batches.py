@@ -23,9 +23,9 @@ from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
 Features = dict[str, Tensor]
 Made = TypeVar("Made")
 
-# With more tokens in a batch a GPU is no busier: a forward of ModernBERT-base takes 30 ms of an H100. The caches of a CPU
-# hold fewer.
+# With these a GPU has enough to do; the caches of a CPU hold fewer.
 MOST_TOKENS, MOST_TOKENS_ON_CPU = 2**15, 2**12
+MOST_TEXTS = 4096
 # Batches that are tokenised before they are needed.
 _AHEAD = 2
 
@@ -60,7 +60,7 @@ def batches(
     device: torch.device,
     batch_size: int,
     longest: int,
-    most_texts: int = 4096,
+    most_texts: int = MOST_TEXTS,
     progress: str | None = None,
 ) -> Iterator[Batch]:
     """Texts from the longest to the shortest, in batches that hold about equally many tokens, padding included.
@@ -70,7 +70,7 @@ def batches(
     features on the CPU, and runs in another thread. ``text_length`` estimates a length before. ``progress`` says what a bar
     shows, None shows none. Raises FallbackToHost where features say nothing of attention.
     """
-    # Of a string what the hosts take, some of which add up its characters.
+    # Sentence Transformers 5 adds up the lengths of all characters of a string, which takes longer than to encode it.
     lengths = [len(text) if isinstance(text, str) else text_length(text) for text in texts]
     order = sorted(range(len(texts)), key=lengths.__getitem__, reverse=True)
     budget = max(1, min(batch_size * longest, MOST_TOKENS_ON_CPU if device.type == "cpu" else MOST_TOKENS))

@@ -7,8 +7,8 @@ lists. Beside a GPU that takes longer than encoding. The tokenizer's own code, i
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,15 @@ import torch
 from torch import Tensor, nn
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
+from pylate_fastmaxsim.integrations.log import log_once
+
 # With fewer texts the check takes longer than it saves.
 FEW_TEXTS = 64
 # Texts that both ways tokenise before the faster is taken.
 _CHECKED = 16
 # Where Sentence Transformers has the tokenizer of a Transformer, from release 6 on and before.
 _ATTRIBUTES = ("processor", "tokenizer")
+_SLOWER = "encode tokenises as transformers does, which may keep a GPU waiting: %s."
 
 
 def faster(model: nn.Module, tokenize: Callable[[Any, list], dict], texts: list) -> Callable[[list], dict[str, Tensor]]:
@@ -34,11 +37,16 @@ def faster(model: nn.Module, tokenize: Callable[[Any, list], dict], texts: list)
     def stock(batch: list) -> dict[str, Tensor]:
         return tokenize(model, batch)
 
-    if len(texts) < FEW_TEXTS or (other := _with_fast_tokenizer(model)) is None:
+    if len(texts) < FEW_TEXTS:
+        return stock
+    if (other := _with_fast_tokenizer(model)) is None:
+        log_once(_SLOWER, "the model does not begin with a fast tokenizer", level=logging.INFO, about=model)
         return stock
     first, checked = tokenize(other, texts[:_CHECKED]), stock(texts[:_CHECKED])
-    same = first.keys() == checked.keys() and all(_same(first[key], checked[key]) for key in checked)
-    return (lambda batch: tokenize(other, batch)) if same else stock
+    if first.keys() == checked.keys() and all(_same(first[key], checked[key]) for key in checked):
+        return lambda batch: tokenize(other, batch)
+    log_once(_SLOWER, "its tokenizer gives other features when called directly", level=logging.INFO, about=model)
+    return stock
 
 
 def _same(one: object, other: object) -> bool:
@@ -62,36 +70,25 @@ def _with_fast_tokenizer(model: nn.Module) -> nn.Module | None:
     return None
 
 
+# Features of texts, and where the tokenizers library has them.
+_COLUMNS = {"input_ids": "ids", "token_type_ids": "type_ids", "attention_mask": "attention_mask"}
+
+
 class _Straight:
     """Mixed into the class of a fast tokenizer: lists of single texts go straight to padded tensors."""
 
     def __call__(self, texts: Any = None, *more: Any, **options: Any) -> BatchEncoding:
-        padding = options.get("padding")
-        length = options.get("max_length") or self.model_max_length
-        asked = {key: value for key, value in options.items() if key not in ("padding", "max_length")}
-        if (
-            more
-            or asked != {"truncation": "longest_first", "return_tensors": "pt"}
-            or padding not in (True, "max_length")
-            or self.padding_side != "right"
-            or length > 1_000_000
-            or not isinstance(texts, list)
-            or not all(isinstance(text, str) for text in texts)
-        ):
+        is_plain = not more and options.keys() <= {"padding", "truncation", "max_length", "return_tensors"}
+        if not (is_plain and options.get("padding") and options.get("return_tensors") == "pt"):
             return super().__call__(texts, *more, **options)
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            return super().__call__(texts, **options)
+        # It also has the tokenizer cut off and pad as asked, where it does not yet: threads share one.
+        names = super().__call__(texts[:1], **options).keys()
+        if names - _COLUMNS.keys():
+            return super().__call__(texts, **options)
         backend = self.backend_tokenizer
-        backend.no_padding()
-        backend.enable_truncation(length, strategy="longest_first", direction=self.truncation_side)
         # Without the offsets of tokens, where this release of tokenizers can leave them out.
-        encode = getattr(backend, "encode_batch_fast", backend.encode_batch)
-        rows = [encoding.ids for encoding in encode(texts)]
-        lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-        width = length if padding == "max_length" else int(lengths.max(initial=0))
-        attended = np.arange(width) < lengths[:, None]
-        ids = np.full((len(rows), width), self.pad_token_id, np.int64)
-        ids[attended] = np.fromiter(chain.from_iterable(rows), np.int64, int(lengths.sum()))
-        made = {"input_ids": ids, "attention_mask": attended.astype(np.int64)}
-        if "token_type_ids" in self.model_input_names:
-            made["token_type_ids"] = np.where(attended, 0, self.pad_token_type_id)
-        order = [name for name in ("input_ids", "token_type_ids", "attention_mask") if name in made]
-        return BatchEncoding({name: torch.from_numpy(made[name]) for name in order})
+        encoded = getattr(backend, "encode_batch_fast", backend.encode_batch)(texts)
+        columns = {name: np.array([getattr(each, _COLUMNS[name]) for each in encoded], np.int64) for name in names}
+        return BatchEncoding({name: torch.from_numpy(column) for name, column in columns.items()})

@@ -46,17 +46,8 @@ def _inference(
         raise FallbackToHost("the call asks for token_pooling")
     device = torch.device(self._resolve_inference_device(device))
     self.eval()
-    batches = text_batches(
-        self,
-        inputs,
-        device,
-        show_progress_bar,
-        f"Encoding {'queries' if task == 'query' else 'documents'}",
-        batch_size=batch_size,
-        prompt=prompt,
-        task=task,
-        **kwargs,
-    )
+    progress = f"Encoding {'queries' if task == 'query' else 'documents'}" if show_progress_bar else None
+    batches = text_batches(self, inputs, device, batch_size, progress, prompt=prompt, task=task, **kwargs)
 
     def embed(batch: Batch) -> Rows:
         with without_padding():

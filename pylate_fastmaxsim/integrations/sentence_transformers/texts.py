@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pylate_fastmaxsim.integrations.inference.batches import Batch, batches
+from pylate_fastmaxsim.integrations.inference.batches import MOST_TEXTS, Batch, batches
 from pylate_fastmaxsim.integrations.inference.tokenizing import faster
 from pylate_fastmaxsim.integrations.models.wrappers import group_in_step
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
@@ -21,27 +21,32 @@ _LONGEST = 512
 
 
 def text_batches(
-    model: nn.Module, inputs: list, device: torch.device, show_progress_bar: bool, what: str, **options: Any
+    model: nn.Module,
+    inputs: list,
+    device: torch.device,
+    batch_size: int,
+    progress: str | None,
+    most_texts: int = MOST_TEXTS,
+    **options: Any,
 ) -> Iterator[Batch]:
     """Batches of texts on a device, as :func:`~pylate_fastmaxsim.integrations.inference.batches.batches` makes them.
 
-    ``options`` are those of ``batches``, and those that the model's ``preprocess`` takes. Raises FallbackToHost for other
+    ``options`` are those that the model's ``preprocess`` takes. Raises FallbackToHost for other
     inputs than texts, and for models that several processes have to call together.
     """
     if not all(isinstance(text, str) for text in inputs):
         raise FallbackToHost("an input is not a text")
     if group_in_step(model) is not None:
         raise FallbackToHost("processes have to call the model together")
-    own = {key: options.pop(key) for key in ("batch_size", "most_texts") if key in options}
-    tokenize = partial(type(model).preprocess, **options)
     lengths = (getattr(model[0], name, None) for name in (_LENGTHS.get(options.get("task")), "max_seq_length") if name)
     longest = next(filter(None, lengths), _LONGEST)
     return batches(
         inputs,
-        faster(model, tokenize, inputs),
+        faster(model, partial(type(model).preprocess, **options), inputs),
         text_length=len,
         device=device,
+        batch_size=batch_size,
         longest=longest,
-        progress=what if show_progress_bar else None,
-        **own,
+        progress=progress,
+        most_texts=most_texts,
     )

@@ -45,17 +45,8 @@ def _inference(
     device = torch.device(self._resolve_inference_device(device))
     self.eval()
     limit = {} if max_active_dims is None else {"max_active_dims": max_active_dims}
-    batches = text_batches(
-        self,
-        inputs,
-        device,
-        show_progress_bar,
-        "Batches",
-        batch_size=batch_size,
-        most_texts=max(batch_size, _MOST_TEXTS),
-        prompt=prompt,
-        **kwargs,
-    )
+    progress, most_texts = "Batches" if show_progress_bar else None, max(batch_size, _MOST_TEXTS)
+    batches = text_batches(self, inputs, device, batch_size, progress, most_texts, prompt=prompt, **kwargs)
     order: list[int] = []
     parts: list[Tensor] = []
 

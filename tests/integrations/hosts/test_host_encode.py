@@ -1,6 +1,7 @@
 """``encode`` of the hosts under the flag: what stock returns, from fewer calls of the encoder."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
 
 import pytest
@@ -113,7 +114,17 @@ def test_a_batch_that_fails_ends_the_call(encoder, host):
     assert len(model.encode(TEXTS[:0])) == 0
 
 
-def test_a_tokenizer_of_the_users_own_is_used(encoder):
+@pytest.mark.parametrize("host", each_host(CALLS))
+def test_threads_encode_with_one_model(encoder, host):
+    model = accelerated(host, encoder)
+    host.enable()
+    with ThreadPoolExecutor(4) as threads:
+        expected, *others = threads.map(lambda _: model.encode(TEXTS * 8, show_progress_bar=False), range(4))
+    for made in others:
+        assert_same(made, expected)
+
+
+def test_a_tokenizer_of_the_users_own_is_used(encoder, caplog):
     pytest.importorskip("pylate")
     model = load_model(encoder("modernbert"))
 
@@ -124,6 +135,8 @@ def test_a_tokenizer_of_the_users_own_is_used(encoder):
     model.tokenizer.__class__ = Shouting
     expected = model.encode(TEXTS, is_query=False, show_progress_bar=False)
     pylate_fastmaxsim.enable()
+    caplog.set_level("INFO", "pylate_fastmaxsim")
     made = model.encode(TEXTS, is_query=False, show_progress_bar=False)
     for own, stock in zip(made, expected, strict=True):
         torch.testing.assert_close(own, stock, atol=1e-5, rtol=1e-5)
+    assert "its tokenizer gives other features" in caplog.text
