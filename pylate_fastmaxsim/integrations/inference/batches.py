@@ -6,6 +6,7 @@ texts that come next, sorted by length as the hosts sort them, and a batch holds
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,8 @@ MOST_TOKENS, MOST_TOKENS_ON_CPU = 2**15, 2**12
 MOST_TEXTS = 4096
 # Batches that are tokenised before they are needed.
 _AHEAD = 2
+# The check on a model's first batch runs it with other weights, which no other thread may see.
+_running = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class Batch:
     def embedded(self, embed: Callable[[Batch], Made]) -> Made:
         """What ``embed`` makes of it. Of a batch that does not fit OutOfMemoryError says how to have smaller ones."""
         try:
-            return embed(self)
+            with _running:
+                return embed(self)
         except torch.OutOfMemoryError as error:
             count, width = self.features["input_ids"].shape
             raise torch.OutOfMemoryError(
