@@ -6,16 +6,21 @@
 
 ModernBERT-base in random weights for late interaction, BERT-base for SPLADE. Documents of random words have 80 tokens on
 average and at most 300, queries 8. Results come to the host as stock gives them: arrays of PyLate, tensors of a
-MultiVectorEncoder (convert_to_numpy=True) and of a SparseEncoder (save_to_cpu=True). A cell is a process; the clock runs
-over one call for all texts, after one for 512. Stock at its defaults encodes fewer texts, since its rate does not depend
-on their number. ``busy`` is the time of all kernels over that of a call for
-2,048 texts. ``distance`` is the largest of
-1 - cosine of a token's (SPLADE: a text's) vector and that of stock in float32, over 256 texts; ``mean_distance`` the mean.
+MultiVectorEncoder (convert_to_numpy=True) and of a SparseEncoder (save_to_cpu=True). The cells of a host and kind of text
+share a process; the clock runs over one call for all texts, after one for 512. Stock, and SPLADE, encode fewer texts, since
+their rate does not depend on the number. ``busy`` is the time of all kernels over that of a call for 2,048 texts.
+``distance`` is the largest of 1 - cosine of a token's (SPLADE: a text's) vector and that of stock in float32, over 256
+texts; ``mean_distance`` the mean.
+
+``evaluator`` is the host's information retrieval evaluator with 500 queries and 5,000 documents, of a model that
+accelerate has prepared for training in bf16. ``corpus`` is a million documents encoded and written as int8, beside 100,000
+that are encoded and dropped.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import random
 import tempfile
@@ -40,23 +45,46 @@ WAYS = ("stock float32 32", "stock bfloat16 32", "stock bfloat16 256", "fast flo
 WAYS += ("fast bfloat16 256", "compiled bfloat16 256")
 QUERY_TOKENS, DOCUMENT_TOKENS = 8, 80
 WARM_UP, COMPARED, PROFILED, FEWER = 512, 256, 2048, 4000
+EVALUATED, ALONE = (500, 5000), 100_000  # queries and documents; documents that are encoded and dropped
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", type=int, default=20_000)
+    parser.add_argument("--passages", type=int, default=1_000_000, help="documents of a corpus")
     parser.add_argument("--layers", type=int, help="fewer layers, for a trial")
     parser.add_argument("--hidden", type=int, help="a smaller encoder, for a trial: a multiple of 64")
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
     made = {}
-    for host, what, way in itertools.product(filter(_found, HOSTS), ("documents", "queries"), WAYS):
+    for host, what, way in itertools.product(
+        filter(_found, HOSTS), ("documents", "queries", "evaluator", "corpus"), WAYS
+    ):
         path, dtype, batch = way.split()
-        if what == "documents" or (batch == "256" and host != "sparse"):
-            texts = min(FEWER, options.texts) if path == "stock" and batch == "32" else options.texts
-            made[f"{host}/{what}/{way}"] = {"host": host, "what": what, "path": path, "dtype": dtype, "texts": texts}
-            made[f"{host}/{what}/{way}"] |= {"batch": int(batch), "layers": options.layers, "hidden": options.hidden}
+        wanted = {
+            "documents": True,
+            "queries": batch == "256" and path != "compiled" and host != "sparse",
+            "evaluator": way in ("stock bfloat16 32", "fast bfloat16 32") and host != "sparse",
+            "corpus": path == "compiled" and host == "pylate",
+        }
+        if wanted[what]:
+            texts = min(FEWER, options.texts) if path == "stock" or host == "sparse" else options.texts
+            made[f"{host}/{what}/{way}"] = {
+                "host": host,
+                "what": what,
+                "path": path,
+                "dtype": dtype,
+                "batch": int(batch),
+            } | {
+                "texts": options.passages if what == "corpus" else texts,
+                "layers": options.layers,
+                "hidden": options.hidden,
+            }
     return made
+
+
+def process_of(cell: dict) -> tuple[str, str]:
+    return cell["host"], cell["what"]
 
 
 def _found(host: str) -> bool:
@@ -95,49 +123,119 @@ def _encoding(model, host: str, what: str, batch: int) -> Callable[[list[str]], 
     return lambda texts: encode(texts, **options)
 
 
+@functools.cache
+def _saved(host: str, layers: int | None, hidden: int | None) -> tempfile.TemporaryDirectory:
+    """A model in random weights, of which the projection too is saved: all cells load the same."""
+    import torch
+
+    folder = tempfile.TemporaryDirectory()
+    splade = host == "sparse"
+    save_encoder(Path(folder.name), layers, "bert" if splade else "modernbert", masked_lm=splade, **sizes(hidden))
+    torch.manual_seed(0)
+    _load(host, folder.name, "float32", "cpu").save(f"{folder.name}/model")
+    return folder
+
+
+@functools.cache
+def _expected(host: str, what: str, folder: str, device: str) -> object:
+    texts = texts_of(COMPARED, QUERY_TOKENS if what == "queries" else DOCUMENT_TOKENS, seed=0)
+    return _encoding(_load(host, folder, "float32", device), host, what, 32)(texts)
+
+
 def measure(cell: dict) -> dict:
     import torch
 
     import pylate_fastmaxsim
 
-    host, what, cuda = cell["host"], cell["what"], torch.cuda.is_available()
-    device = "cuda" if cuda else "cpu"
-    texts = texts_of(cell["texts"], QUERY_TOKENS if what == "queries" else DOCUMENT_TOKENS, seed=0)
-    with tempfile.TemporaryDirectory() as folder:
-        splade = host == "sparse"
-        family = "bert" if splade else "modernbert"
-        save_encoder(Path(folder), cell["layers"], family, masked_lm=splade, **sizes(cell["hidden"]))
-        torch.manual_seed(0)
-        exact = _load(host, folder, "float32", device)
-        # A projection has random weights, so that both models have to be one.
-        exact.save(f"{folder}/model")
-        expected = _encoding(exact, host, what, 32)(texts[:COMPARED])
-        del exact
-        model = _load(host, f"{folder}/model", cell["dtype"], device)
+    host, what = cell["host"], cell["what"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    folder = f"{_saved(host, cell['layers'], cell['hidden']).name}/model"
+    pylate_fastmaxsim.disable()
+    if what in ("documents", "queries"):
+        _expected(host, what, folder, device)
+    model = _load(host, folder, cell["dtype"], device)
     if cell["path"] != "stock":
         pylate_fastmaxsim.enable(compile=cell["path"] == "compiled", quiet=True)
+    measured = {"evaluator": _evaluator, "corpus": _corpus}.get(what, _texts)
+    return {**measured(model, cell, folder, device), "status": "ok"}
+
+
+def _texts(model, cell: dict, folder: str, device: str) -> dict:
+    import torch
+
+    host, what = cell["host"], cell["what"]
+    texts = texts_of(max(cell["texts"], COMPARED), QUERY_TOKENS if what == "queries" else DOCUMENT_TOKENS, seed=0)
     encode = _encoding(model, host, what, cell["batch"])
     encode(texts[:WARM_UP])
-    if cuda:
+    if cell["path"] == "compiled":
+        encode(texts)  # sizes that are compiled for
+    if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    encode(texts)
-    seconds = time.perf_counter() - start
-    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
+    seconds = _seconds(lambda: encode(texts))
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
     made = {"seconds": seconds, "texts_per_second": len(texts) / seconds, "peak_gib": peak}
-    if cuda:
+    if device == "cuda":
         made["busy"] = _busy(encode, texts[:PROFILED])
-    return {**made, **_distances(encode(texts[:COMPARED]), expected), "status": "ok"}
+    return made | _distances(encode(texts[:COMPARED]), _expected(host, what, folder, device))
+
+
+def _evaluator(model, cell: dict, folder: str, device: str) -> dict:
+    from accelerate import Accelerator
+
+    if cell["host"] == "pylate":
+        from pylate.evaluation import PyLateInformationRetrievalEvaluator as Evaluator
+    else:
+        from sentence_transformers.multi_vector_encoder.evaluation import (
+            MultiVectorInformationRetrievalEvaluator as Evaluator,
+        )
+    queries, documents = (min(count, cell["texts"]) for count in EVALUATED)
+    corpus = dict(enumerate(texts_of(documents, DOCUMENT_TOKENS, seed=0)))
+    # Each has words of a document.
+    asked = {n: " ".join(corpus[n].split()[:QUERY_TOKENS]) for n in range(queries)}
+    evaluate = Evaluator(asked, corpus, {n: {n} for n in asked}, batch_size=cell["batch"], write_csv=False)
+    model = Accelerator(mixed_precision="bf16", cpu=device == "cpu").prepare_model(model)
+    evaluate(model)
+    found: dict[str, float] = {}
+    seconds = _seconds(lambda: found.update(evaluate(model)))
+    made = {"seconds": seconds, "texts_per_second": documents / seconds}
+    return made | {"metrics": {name: value for name, value in found.items() if "ndcg" in name}}
+
+
+def _corpus(model, cell: dict, folder: str, device: str) -> dict:
+    from datasets import Dataset
+
+    from pylate_fastmaxsim.recipes.evaluation.ranking import encode_corpus
+    from pylate_fastmaxsim.recipes.models.retriever import retriever_of
+    from pylate_fastmaxsim.retrieval.corpus import write_corpus
+
+    some = texts_of(min(FEWER * 5, cell["texts"]), DOCUMENT_TOKENS, seed=0)
+    texts = [some[n % len(some)] for n in range(cell["texts"])]
+    rows = Dataset.from_dict({"_id": [str(n) for n in range(len(texts))], "text": texts})
+
+    def encoded(begin: int, end: int = len(texts)):
+        return encode_corpus(retriever_of(model), rows.select(range(end)), cell["batch"], begin)
+
+    alone = min(ALONE, len(texts))
+    for _ in encoded(0, len(some)):
+        pass
+    each = _seconds(lambda: all(len(batch) for batch in encoded(0, alone))) / alone
+    seconds = _seconds(lambda: write_corpus(f"{folder}-{cell['path']}", encoded, format="int8"))
+    made = {"seconds": seconds, "texts_per_second": len(texts) / seconds, "encoded_per_second": 1 / each}
+    return made | {"times_encoding": seconds / len(texts) / each}
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def _busy(encode: Callable, texts: list[str]) -> float:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    start = time.perf_counter()
-    encode(texts)
-    seconds = time.perf_counter() - start
+    seconds = _seconds(lambda: encode(texts))
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         encode(texts)
         torch.cuda.synchronize()
@@ -157,15 +255,15 @@ def _distances(made, expected) -> dict:
 
 
 def markdown(content: dict) -> str:
-    """Texts a second and peak memory of each host, and how many times stock's with the same settings."""
+    """Texts a second, how many times stock's at its defaults and with the same settings, and peak memory."""
     cells = content["cells"]
     rows = []
     for name, cell in cells.items():
         host, what, way = name.split("/")
-        stock = cells.get(f"{host}/{what}/stock {cell['dtype']} {cell['batch']}", {})
-        rate, peak = cell.get("texts_per_second"), cell.get("peak_gib")
-        shown = [host, what, way, f"{rate:,.0f}" if rate else cell.get("status", "")]
-        gain = times(rate, stock.get("texts_per_second")) if rate and cell["path"] != "stock" else ""
-        busy = f"{100 * cell['busy']:.0f}%" if cell.get("busy") else ""
-        rows.append([*shown, gain, f"{peak:.2f} GiB" if peak else "", busy])
-    return table(["host", "texts", "way", "texts a second", "of stock's", "memory", "GPU busy"], rows)
+        rate, peak, busy = (cell.get(key) for key in ("texts_per_second", "peak_gib", "busy"))
+        stocks = (f"{host}/{what}/stock {which}" for which in ("float32 32", f"{cell['dtype']} {cell['batch']}"))
+        gains = [times(rate, cells[stock]["texts_per_second"]) if rate and stock in cells else "" for stock in stocks]
+        shown = [host, what, way, f"{rate:,.0f}" if rate else cell.get("status", ""), *gains]
+        rows.append([*shown, f"{peak:.2f} GiB" if peak else "", f"{busy:.0%}" if busy else ""])
+    head = ["host", "texts", "way", "texts a second", "of stock's default", "of stock's", "memory", "GPU busy"]
+    return table(head, rows)

@@ -92,11 +92,9 @@ def compile_layers(model: nn.Module) -> None:
             type(encoder_of(core)).__name__,
             about=core,
         )
-    known_layers = modernbert.patches()
-    _patches.apply(known_layers)
     for layer in layers:
         layer.compile(dynamic=True)
-    if known_layers:
+    if modernbert.install():
         modernbert.join_layers(core, layers)
     _compile_checkpointing(layers)
     _compiled[core] = [*layers, *modernbert.compile_around_layers(core)] if layers else []
@@ -168,6 +166,7 @@ def release() -> None:
         _uncompile(layers)
     _compiled.clear()
     _patches.undo()
+    modernbert.release()
     _checkpointing_patches.undo()
     _dropouts.clear()
     for name, (ours, before) in _settings.items():

@@ -1,4 +1,4 @@
-"""The layers of ModernBERT, written with fewer passes over memory, for as long as they are compiled.
+"""The layers of ModernBERT, written with fewer passes over memory: where they are compiled, and of packed texts in inference.
 
 A layer computes what transformers' own does, in the same precision. Norms add the gradient of the residual stream as they
 make theirs, the gated MLP keeps no activation, and of packed texts queries and keys are turned where the projection
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pylate_fastmaxsim.integrations.models.encoders import is_packed_mask
 from pylate_fastmaxsim.integrations.models.user_code import has_global_hooks, has_hooks
 from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
-from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet
 from pylate_fastmaxsim.ops.attention import rotary_is_faster, rotary_self_attention
 from pylate_fastmaxsim.ops.encoder_layers import geglu_linear, norm_with_residual
 
@@ -30,12 +30,24 @@ try:
 except ImportError:  # an older transformers, without ModernBERT
     host = None
 
+_patches = PatchSet()
+
 # Of states between two layers: for which layer the norm was made, of which version of them, and the norm.
 _NORMED = "fastmaxsim_normed"
 
 
+def install() -> bool:
+    """Replace the forward of a layer, and say whether it and all that it calls are the code of a known release."""
+    _patches.apply(patches())
+    return bool(_patches.targets)
+
+
+def release() -> None:
+    """Undo :func:`install`."""
+    _patches.undo()
+
+
 def patches() -> list[Patch]:
-    """Replacement for the forward of a layer, if it and all that it calls are the code of a known release."""
     if host is None:
         return []
     layer = host.ModernBertEncoderLayer
@@ -127,7 +139,9 @@ def _with_next_norm(layer, following, hidden_states, normed, mask, positions, kw
 def _with_fewer_passes(stock: Callable) -> Callable:
     @wraps(stock)
     def forward(self, hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
-        if torch.compiler.is_compiling() and _is_stock_layer(self, hidden_states):
+        # Not in training, where both passes of GradCache, and a checkpoint, have to do the same.
+        of_inference = not (self.training or torch.is_grad_enabled()) and is_packed_mask(attention_mask)
+        if (torch.compiler.is_compiling() or of_inference) and _is_stock_layer(self, hidden_states):
             return _layer(self, hidden_states, attention_mask, position_embeddings, kwargs)[0]
         return stock(
             self, hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs

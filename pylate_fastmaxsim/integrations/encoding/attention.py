@@ -8,6 +8,7 @@ from functools import wraps
 import torch
 from torch import Tensor, nn
 
+from pylate_fastmaxsim.integrations.compilation import modernbert
 from pylate_fastmaxsim.integrations.models.encoders import is_packed_mask
 from pylate_fastmaxsim.integrations.patching.known_sources import HOSTS, defined_in
 from pylate_fastmaxsim.ops.attention import is_faster, text_attention
@@ -109,6 +110,7 @@ def accept_packed_masks(encoder: nn.Module) -> None:
     """
     global _released
     _released = False
+    modernbert.install()
     implementation = encoder.config._attn_implementation
     if implementation in _replaced:
         return

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding import attention, graphs, masks, modes, token_counts
+from pylate_fastmaxsim.integrations.encoding.attention import packed_mask
 from pylate_fastmaxsim.integrations.encoding.batch import Documents
 from pylate_fastmaxsim.integrations.encoding.plans import (
     EncodingPlan,
@@ -129,6 +130,16 @@ def plan_documents(
         plan = packed_plan(unwrap(model), documents, skiplist, budget, agree)
     compilation_layers.mark_varying(model, plan.calls)
     return plan
+
+
+def query_row(model: nn.Module, features: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The call that encodes padded queries: all of their tokens in one row, where documents and queries share one."""
+    plan = plan_documents(model, [features], [], groups=False)
+    if not modes.encodes_jointly(model, features, [features], plan):
+        return without_total(features)
+    nothing = {key: values[:, :0] for key, values in plan.calls[0].items() if key != "attention_mask"}
+    borders = features["input_ids"].new_zeros(1, dtype=torch.int32)
+    return joint_call(unwrap(model), {**nothing, "attention_mask": packed_mask(borders, 1)}, features)
 
 
 def query_calls(

@@ -12,7 +12,7 @@ from pylate.models import colbert as stock_module
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from pylate_fastmaxsim.integrations.encoding.encode import plan_documents
+from pylate_fastmaxsim.integrations.encoding.encode import plan_documents, query_row
 from pylate_fastmaxsim.integrations.encoding.plans import token_embeddings
 from pylate_fastmaxsim.integrations.inference.batches import Batch, batches
 from pylate_fastmaxsim.integrations.inference.rows import Rows, rows_of_texts
@@ -115,7 +115,7 @@ def _rows(model: ColBERT, batch: Batch, is_query: bool, normalize: bool, widen: 
     features = batch.features
     mask = features["attention_mask"]
     if is_query:
-        values = token_embeddings(model, features).flatten(0, 1)
+        values = token_embeddings(model, query_row(model, features)).flatten(0, -2)
         # Expansion scores masked tokens too.
         keep = torch.ones_like(mask) if model.do_query_expansion else mask
         keep, lengths = keep.bool().flatten(), [mask.shape[1]] * len(mask)

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class Writer:
     """The files of a folder, open for appending.
 
     What the journal or else the description does not count is cut off. A finished corpus that is added to stays as it was
-    until the end: no byte that it counts is written again.
+    until the end: no byte that it counts is written again. A thread writes what came from a GPU, which meanwhile makes more.
     """
 
     def __init__(self, folder: Path, held: Held, files: ExitStack) -> None:
@@ -46,24 +47,48 @@ class Writer:
         if is_new:
             self._write("bounds", torch.zeros(1, dtype=torch.int64, device="cpu"))
         self._noted = time.monotonic()
+        self._thread = files.enter_context(ThreadPoolExecutor(1))  # which ends before the files are closed
+        self._coming: Future[None] | None = None
 
     def append(self, batch: TokenBatch) -> None:
-        """Write a batch whose documents lie back to back, all of their tokens live."""
-        held = self.held
-        for name, array in (held.format.encode(batch) | {"bounds": held.tokens + batch.lengths.cumsum(0)}).items():
-            self._write(name, array.cpu())
-        self.held = held._replace(documents=held.documents + len(batch), tokens=held.tokens + len(batch.values))
-        if time.monotonic() - self._noted >= SECONDS_BETWEEN_NOTES:
-            self.note()
+        """Write a batch whose documents lie back to back, all of their tokens live. An error may be raised by the next call."""
+        arrays = {name: array.cpu() for name, array in self.held.format.encode(batch).items()}
+        ends = batch.lengths.cumsum(0).cpu()
+        self.wait()
+        self._coming = self._thread.submit(self._append, arrays, ends, len(batch.values))
+        if batch.device.type == "cpu":  # where the arrays may be the caller's own
+            self.wait()
 
     def note(self) -> None:
         """Write the journal, once what it counts is on the disk."""
-        description.note(self.folder, self._synced())
-        self._noted = time.monotonic()
+        self.wait()
+        self._note()
 
     def finish(self) -> None:
         """Make it a corpus."""
+        self.wait()
         description.finish(self.folder, self._synced())
+
+    def wait(self) -> None:
+        """Return once the last batch is written, or raise what went wrong."""
+        if self._coming is None:
+            return
+        error = self._coming.exception()  # where an interrupt leaves it to be waited for again
+        self._coming = None
+        if error is not None:
+            raise error
+
+    def _append(self, arrays: dict[str, Tensor], ends: Tensor, tokens: int) -> None:
+        held = self.held
+        for name, array in (arrays | {"bounds": held.tokens + ends}).items():
+            self._write(name, array)
+        self.held = held._replace(documents=held.documents + len(ends), tokens=held.tokens + tokens)
+        if time.monotonic() - self._noted >= SECONDS_BETWEEN_NOTES:
+            self._note()
+
+    def _note(self) -> None:
+        description.note(self.folder, self._synced())
+        self._noted = time.monotonic()
 
     def _synced(self) -> Held:
         checksums = [self._files[name].synced(size) for name, size in self.held.sizes.items()]
@@ -118,8 +143,9 @@ def write(
                 writer.finish()
         except BaseException as error:
             if writer is not None:
-                is_refused = isinstance(error, (TypeError, ValueError)) and not (goes_on and writer.held.documents)
                 with suppress(OSError):  # as on a full disk; then the journal of before holds
+                    writer.wait()
+                    is_refused = isinstance(error, (TypeError, ValueError)) and not (goes_on and writer.held.documents)
                     if is_refused and not is_corpus:
                         # So that the folder is empty for the corrected call.
                         clear(folder)
