@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import itertools
 import random
 import tempfile
@@ -64,7 +65,7 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
         wanted = {
             "documents": True,
             "queries": batch == "256" and path != "compiled" and host != "sparse",
-            "evaluator": way in ("stock bfloat16 32", "fast bfloat16 32") and host != "sparse",
+            "evaluator": way in ("stock float32 32", "fast float32 32") and host != "sparse",
             "corpus": path == "compiled" and host == "pylate",
         }
         if wanted[what]:
@@ -149,6 +150,7 @@ def measure(cell: dict) -> dict:
 
     host, what = cell["host"], cell["what"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    gc.collect()  # the model of the cell before
     folder = f"{_saved(host, cell['layers'], cell['hidden']).name}/model"
     pylate_fastmaxsim.disable()
     if what in ("documents", "queries"):

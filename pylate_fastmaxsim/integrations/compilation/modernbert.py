@@ -37,7 +37,10 @@ _NORMED = "fastmaxsim_normed"
 
 
 def install() -> bool:
-    """Replace the forward of a layer, and say whether it and all that it calls are the code of a known release."""
+    """Replace the forward of a layer, and say whether it and all that it calls are the code of a known release.
+
+    Rotary angles of the two types of layers are computed once a forward, not for each layer.
+    """
     _patches.apply(patches())
     return bool(_patches.targets)
 
@@ -59,14 +62,15 @@ def patches() -> list[Patch]:
         return []
     # A subclass, so that it is inside of such a one again.
     ours = type(layer.__name__, (modeling_layers.GradientCheckpointingLayer,), {"forward": _with_fewer_passes(stock)})
-    return [Patch(layer, "forward", ours.forward)]
+    rotary = host.ModernBertRotaryEmbedding
+    return [Patch(layer, "forward", ours.forward), Patch(rotary, "forward", _once_a_forward(rotary.forward))]
 
 
 def compile_around_layers(model: nn.Module) -> list[nn.Module]:
     """Compile what each ModernBERT in a model has beside its layers, and return it.
 
     These are the norms behind the embeddings and at the end. Not the embeddings themselves: the compiled gradient of a
-    lookup adds in an order that varies. Rotary angles of the two types of layers are computed once a forward.
+    lookup adds in an order that varies.
     """
     compiled = []
     for encoder in _encoders(model):
@@ -75,10 +79,6 @@ def compile_around_layers(model: nn.Module) -> list[nn.Module]:
                 # Not by its own compile(): Dynamo leaves calls that begin in PyTorch's modules as they are.
                 norm._compiled_call_impl = torch.compile(_call_of(norm), dynamic=True)
                 compiled.append(norm)
-        for module in encoder.modules():
-            if type(module) is host.ModernBertRotaryEmbedding and module._compiled_call_impl is None:
-                module._compiled_call_impl = _AnglesOfForward(module)
-                compiled.append(module)
     return compiled
 
 
@@ -150,6 +150,22 @@ def _with_fewer_passes(stock: Callable) -> Callable:
     return forward
 
 
+def _once_a_forward(stock: Callable) -> Callable:
+    # By states, which every forward makes anew. Angles are not kept longer than they are.
+    angles = WeakTensorKeyDictionary()
+
+    @wraps(stock)
+    def forward(self, x, position_ids, *layer_type):
+        if torch.compiler.is_compiling():
+            return stock(self, x, position_ids, *layer_type)
+        found = angles.setdefault(x, {})
+        if layer_type not in found:
+            found[layer_type] = stock(self, x, position_ids, *layer_type)
+        return found[layer_type]
+
+    return forward
+
+
 def _is_stock_layer(layer: nn.Module, hidden_states: Tensor) -> bool:
     """Check that a layer and those of its modules that are not called as they are have nothing added.
 
@@ -199,7 +215,8 @@ def _layer(
         dtype = torch.get_autocast_dtype(device)
     total = hidden_states.flatten(0, -2)
     # A checkpoint that is compiled would keep what an autograd function saves (PyTorch 2.11).
-    norms = _plain_norm if layer.training and layer.gradient_checkpointing else norm_with_residual
+    recomputed = layer.training and layer.gradient_checkpointing
+    norms = norm_with_residual if torch.is_grad_enabled() and not recomputed else _plain_norm
 
     def norm_of(norm: nn.LayerNorm, total: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return norms(total, norm.weight, norm.bias, norm.eps, branch, dtype)
@@ -248,20 +265,3 @@ def _attention(attention: nn.Module, normed: Tensor, mask: Tensor | None, positi
 
 def _cast(linear: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
-
-
-class _AnglesOfForward:
-    """Call of rotary embeddings that computes the angles of each type of layers once for the states of a forward."""
-
-    def __init__(self, embedding: nn.Module) -> None:
-        self._embedding = embedding
-        # By states, which every forward makes anew. Angles are not kept longer than they are.
-        self._angles = WeakTensorKeyDictionary()
-
-    def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        if torch.compiler.is_compiling() or has_hooks(self._embedding):
-            return self._embedding._call_impl(x, position_ids, layer_type)
-        found = self._angles.setdefault(x, {})
-        if layer_type not in found:
-            found[layer_type] = self._embedding._call_impl(x, position_ids, layer_type)
-        return found[layer_type]

@@ -51,7 +51,7 @@ class Batch:
             count, width = self.features["input_ids"].shape
             raise torch.OutOfMemoryError(
                 f"encode: out of memory with {count} texts of at most {width} tokens in a batch. Give encode a smaller "
-                f"batch_size than {self.batch_size}: a batch holds the tokens of so many texts of the greatest length. "
+                f"batch_size than {self.batch_size}: a batch holds the tokens of so many documents of the greatest length. "
                 f"({error})"
             ) from error
 
@@ -69,7 +69,7 @@ def batches(
 ) -> Iterator[Batch]:
     """Texts from the longest to the shortest, in batches that hold about equally many tokens, padding included.
 
-    ``batch_size`` bounds memory as in the hosts: a batch has at most the tokens of so many texts of the ``longest``
+    ``batch_size`` bounds memory as in the hosts: a batch has at most the tokens of so many documents of the ``longest``
     length that the model takes, and at most 32,768, on a CPU 4,096. A single text may have more. ``tokenize`` gives
     features on the CPU, and runs in another thread. ``text_length`` estimates a length before. ``progress`` says what a bar
     shows, None shows none. Raises FallbackToHost where features say nothing of attention.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -27,14 +27,17 @@ class Rows:
     """What a model of late interaction makes of a batch: rows ``values`` ``[R, d]``, one text after the other."""
 
     values: Tensor
-    keep: Tensor  # which of the rows are wanted, [R], bool
+    keep: Tensor  # which of the rows are wanted, [R], bool, on the host once they are divided
     lengths: Sequence[int]  # rows of each text, those that are not wanted included
 
     def of_texts(self) -> list[Tensor]:
-        """The wanted rows of each text, views of one tensor. Waits for the device."""
+        """The wanted rows of each text, views of one tensor."""
         ends = np.cumsum([0, *self.lengths])
-        wanted = np.concatenate([[0], self.keep.cpu().numpy().cumsum()])[ends]
-        return list(self.values[self.keep].split(np.diff(wanted).tolist()))
+        wanted = np.concatenate([[0], self.keep.numpy().cumsum()])[ends]
+        rows = self.keep.nonzero().flatten()
+        if self.values.is_cuda:
+            rows = rows.pin_memory().to(self.values.device, non_blocking=True)
+        return list(self.values.index_select(0, rows).split(np.diff(wanted).tolist()))
 
 
 def rows_of_texts(
@@ -42,44 +45,40 @@ def rows_of_texts(
 ) -> list[Tensor]:
     """The wanted rows ``[L, d]`` of ``count`` texts in their order, on the device of the model or ``to_host``."""
     found: list = [None] * count
-    coming: deque[tuple[list[int], Future[list[Tensor]]]] = deque()
+    coming: deque[tuple[list[int], Callable[[], list[Tensor]]]] = deque()
 
     def take(most: int) -> None:
         while len(coming) > most:
             indices, rows = coming.popleft()
-            for index, own in zip(indices, rows.result(), strict=True):
+            for index, own in zip(indices, rows(), strict=True):
                 found[index] = own
 
     # Closed, it tokenises no more, whoever still holds an error.
     with closing(batches), ThreadPoolExecutor(1) as thread, torch.no_grad():
         for batch in batches:
-            rows = batch.embedded(embed)
-            coming.append((batch.indices, _texts_on_host(rows, thread) if to_host else _done(rows.of_texts())))
+            of_texts = _once_made(batch.embedded(embed), to_host)
+            # On the device in this thread, which has the caller's stream.
+            coming.append((batch.indices, thread.submit(of_texts).result if to_host else of_texts))
             take(_COMING)
         take(0)
     return found
 
 
-def _texts_on_host(rows: Rows, thread: ThreadPoolExecutor) -> Future[list[Tensor]]:
+def _once_made(rows: Rows, to_host: bool) -> Callable[[], list[Tensor]]:
+    """Rows of each text for when the device has made them; it is not waited for before, nor for what it makes after."""
     if not rows.values.is_cuda:
-        return _done(rows.of_texts())
+        return rows.of_texts
     # Into pinned memory, which is used again: what a caller keeps lies in memory of its own.
-    copied = replace(rows, values=_copied(rows.values), keep=_copied(rows.keep))
+    coming = replace(rows, values=_copied(rows.values) if to_host else rows.values, keep=_copied(rows.keep))
     ready = torch.cuda.Event()
     ready.record(torch.cuda.current_stream(rows.values.device))
 
-    def wait() -> list[Tensor]:
+    def of_texts() -> list[Tensor]:
         ready.synchronize()
-        return copied.of_texts()
+        return coming.of_texts()
 
-    return thread.submit(wait)
+    return of_texts
 
 
 def _copied(values: Tensor) -> Tensor:
     return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
-
-
-def _done(result: list[Tensor]) -> Future[list[Tensor]]:
-    done: Future[list[Tensor]] = Future()
-    done.set_result(result)
-    return done

@@ -80,7 +80,7 @@ def encode(
             text_length=self._text_length,
             device=device,
             batch_size=batch_size,
-            longest=self.query_length if is_query else self.document_length,
+            longest=max(self.query_length, self.document_length),
             progress=f"Encoding {'queries' if is_query else 'documents'}" if show_progress_bar else None,
         ),
         lambda batch: _rows(self, batch, is_query, normalize_embeddings, widen=to_host),

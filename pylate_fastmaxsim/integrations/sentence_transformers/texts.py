@@ -14,8 +14,8 @@ from pylate_fastmaxsim.integrations.inference.tokenizing import faster
 from pylate_fastmaxsim.integrations.models.wrappers import group_in_step
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
 
-# Where a model may say how many tokens it takes of a text with a task, before that of any text.
-_LENGTHS = {"query": "query_length", "document": "document_length"}
+# Where a model may say how many tokens it takes of a document, or of any text.
+_LENGTHS = ("document_length", "max_seq_length")
 # Of one that does not say.
 _LONGEST = 512
 
@@ -38,8 +38,7 @@ def text_batches(
         raise FallbackToHost("an input is not a text")
     if group_in_step(model) is not None:
         raise FallbackToHost("processes have to call the model together")
-    lengths = (getattr(model[0], name, None) for name in (_LENGTHS.get(options.get("task")), "max_seq_length") if name)
-    longest = next(filter(None, lengths), _LONGEST)
+    longest = next(filter(None, (getattr(model[0], name, None) for name in _LENGTHS)), _LONGEST)
     return batches(
         inputs,
         faster(model, partial(type(model).preprocess, **options), inputs),
