@@ -56,6 +56,21 @@ def fast_attention(monkeypatch, packed):
     monkeypatch.setattr(modernbert, "rotary_is_faster", lambda *_: True)
 
 
+@pytest.mark.parametrize("is_query", [False, True])
+def test_encode_without_compiling(encoder, fast_attention, used, is_query):
+    model = load_model(encoder("modernbert", local_attention=24)).double()
+    texts = [*sentences(5, 12), "", "one"]
+    expected = model.encode(texts, is_query=is_query)
+    with pylate_fastmaxsim.enabled():
+        found = model.encode(texts, is_query=is_query)
+        said = pylate_fastmaxsim.status()
+    # What the check on the first batch finds wrong is encoded with padding.
+    assert "are packed" in said and "a call of their own" not in said
+    assert {"geglu_linear", "rotary_self_attention"} <= set(used)
+    for own, stock in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, stock, atol=1e-6, rtol=1e-6)
+
+
 def _as_subclass(model):
     """Its layers run stock code from now on, which gives the same and is known to leave no padding in."""
     for layer in encoder_layers(model):
