@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import islice
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from pylate_fastmaxsim._checks import require_count, require_integer
 from pylate_fastmaxsim.codec import ResidualCodec
 from pylate_fastmaxsim.indexes.storage import Folder, Id, Storage
+from pylate_fastmaxsim.retrieval.corpus import Corpus
 from pylate_fastmaxsim.retrieval.formats.format import STORED, Batch, format_of, require_chosen
 from pylate_fastmaxsim.retrieval.formats.reading import batch_to
 from pylate_fastmaxsim.retrieval.formats.writer import live
@@ -56,8 +57,8 @@ class Exact:
     Raises
     ------
     ValueError
-        The folder holds something else, documents of another ``format``, or damaged files; ``format`` is none of these.
-        Each method says when the folder is damaged or was locked by another process.
+        The folder holds something else, documents of another ``format``, or damaged files, or ``format`` is another. Methods
+        raise it as well where the folder is damaged, or another process changes it.
 
     Examples
     --------
@@ -174,9 +175,7 @@ class Exact:
         TypeError
             Queries are no embeddings, or ``k`` is no integer.
         """
-        corpus, k = self._storage.corpus, require_count("Exact", "k", k)
-        if corpus is None:
-            raise ValueError("Exact: the index is empty; add documents before searching it.")
+        corpus, k = self._corpus, require_count("Exact", "k", k)
         queries = live(as_batch("Exact", "queries_embeddings", _listed(queries_embeddings)))
         if queries.dim != corpus.dim:
             raise ValueError(
@@ -184,7 +183,7 @@ class Exact:
             )
         queries = batch_to(rounded(queries, corpus), self.device)
         ids = self._storage.ids
-        if subset is None or len(subset) == 0 or isinstance(subset[0], (str, int)):
+        if subset is None or len(subset) == 0 or not isinstance(subset[0], (list, tuple)):
             chosen = self._storage.live if subset is None else self._positions_of("Exact", subset).unique()
             scores, places = (each.cpu() for each in search(queries, self._documents(chosen, subset is not None), k))
             found = zip(scores.tolist(), chosen[places].tolist(), strict=True)
@@ -200,21 +199,23 @@ class Exact:
         """Vectors of lists of documents, as they are scored: float32 ``[L, d]`` each. ValueError if an id is not in the index."""
         groups = []
         for ids in documents_ids:
-            positions = self._positions_of("Exact.get_documents_embeddings", ids)
-            batch = self._storage.corpus.select(positions) if len(positions) else None
-            batch = batch.decompress() if hasattr(batch, "decompress") else batch
-            groups.append(
-                [] if batch is None else [*map(Tensor.numpy, batch.values.float().split(batch.lengths.tolist()))]
-            )
+            batch = self._corpus.select(self._positions_of("Exact.get_documents_embeddings", ids))
+            batch = batch if isinstance(batch, TokenBatch) else batch.decompress()
+            groups.append([each.numpy() for each in batch.values.float().split(batch.lengths.tolist())])
         return groups
 
+    @property
+    def _corpus(self) -> Corpus:
+        if self._storage.corpus is None:
+            raise ValueError("Exact: the index is empty; add documents first.")
+        return self._storage.corpus
+
     def _add(self, where: str, ids: object, embeddings: Embeddings, batch_size: int, replace: bool) -> Exact:
-        batch_size, ids, embeddings = (
-            require_count(where, "batch_size", batch_size),
-            _ids(where, ids),
-            _listed(embeddings),
-        )
-        given = len(embeddings) if hasattr(embeddings, "__len__") else None
+        batch_size, ids = require_count(where, "batch_size", batch_size), _ids(where, ids)
+        embeddings = _listed(embeddings)
+        if not isinstance(embeddings, Iterable):
+            raise TypeError(f"{where}: documents_embeddings must be a list of [L, d], got {type(embeddings).__name__}.")
+        given = len(embeddings) if isinstance(embeddings, Sized) else None
         if given not in (None, len(ids)):
             raise _unequal(where, ids, given)
         with self._storage.changing(where):
@@ -242,29 +243,26 @@ class Exact:
         self, queries: TokenBatch, subsets: list[Tensor], k: int
     ) -> Iterator[tuple[list[float], list[int]]]:
         """Scores and positions of each query's best documents of its own positions, which ascend."""
-        counts = torch.tensor([len(each) for each in subsets])
+        counts = torch.tensor([len(each) for each in subsets], device="cpu")
         documents, places = torch.cat(subsets).unique(return_inverse=True)
-        which = torch.arange(len(queries)).repeat_interleave(counts)
-        columns = torch.arange(len(which)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-        pairs = which.to(self.device), places.to(self.device)
-        scores = pair_scores(queries, *pairs, self._documents(documents, True)).cpu()
-        table = scores.new_full((len(queries), int(counts.max())), -torch.inf).index_put((which, columns), scores)
-        for row, best, positions in zip(table, largest(table, min(k, table.shape[1])), subsets, strict=True):
-            best = best[: len(positions)]
+        which = torch.arange(len(queries), device="cpu").repeat_interleave(counts).to(self.device)
+        scores = pair_scores(queries, which, places.to(self.device), self._documents(documents, True)).cpu()
+        for row, positions in zip(scores.split(counts.tolist()), subsets, strict=True):
+            best = largest(row[None], min(k, len(row)))[0]
             yield row[best].tolist(), positions[best].tolist()
 
     def _documents(self, positions: Tensor, is_subset: bool) -> Iterator[Batch]:
         """Documents at ascending positions, on the device."""
-        corpus, first = self._storage.corpus, 0
         if self._on_device is None and is_subset:
-            yield from selected(corpus, positions, self.device)
+            yield from selected(self._corpus, positions, self.device)
             return
-        if self._on_device is not None:
-            # The last batch may have room for what was added since.
-            held = sum(map(len, self._on_device[:-1]))
-            if held + sum(map(len, self._on_device[-1:])) < len(corpus):
-                self._on_device = [*self._on_device[:-1], *corpus.batches(self.device, begin=held)]
-        for batch in corpus.batches(self.device) if self._on_device is None else self._on_device:
+        batches, first = self._on_device, 0
+        if batches is None:
+            batches = self._corpus.batches(self.device)
+        elif sum(map(len, batches)) < len(self._corpus):
+            del batches[-1:]  # which may have room for what was added
+            batches += self._corpus.batches(self.device, begin=sum(map(len, batches)))
+        for batch in batches:
             begin, end = torch.searchsorted(positions, torch.tensor([first, first + len(batch)])).tolist()
             if end - begin == len(batch):
                 yield batch

@@ -3,7 +3,7 @@
 import json
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from pylate_fastmaxsim.files.lock import holds_something, writing
 from pylate_fastmaxsim.files.record import read_again_if_replaced
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 from pylate_fastmaxsim.retrieval.formats import description
-from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE, Held
+from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE, JOURNAL_FILE, Held
 from pylate_fastmaxsim.retrieval.formats.format import BOUNDS, Format
 from pylate_fastmaxsim.retrieval.formats.part import Part, mapped_part
 from pylate_fastmaxsim.retrieval.formats.writer import Writer, empty
@@ -53,10 +53,9 @@ class Storage:
             self._live = torch.tensor([*self.positions.values()], dtype=torch.int64, device="cpu")
         return self._live
 
-    @contextmanager
-    def changing(self, where: str) -> Iterator[None]:
+    def changing(self, where: str) -> AbstractContextManager[None]:
         """Keep other processes from changing it meanwhile, and take over what they have changed."""
-        yield
+        return nullcontext()
 
     def remove(self, ids: Sequence[Id]) -> None:
         removed = self._removed | {self.positions[each] for each in ids}
@@ -138,13 +137,16 @@ class Folder(Storage):
         begun = held or description.read_unfinished(self.folder)
         if begun is not None and begun.ids is None:
             raise ValueError(f"Exact: {self.folder} holds token embeddings without ids; choose another folder.")
-        has_journal = (self.folder / description.JOURNAL_FILE).exists()
-        if held is None and not has_journal and self.folder.exists() and holds_something(self.folder):
-            raise ValueError(
-                f"Exact: {self.folder} holds no index of Exact, since it has no {DESCRIPTION_FILE}; choose another folder, or "
-                "remove what it holds."
-            )
-        return held
+        if (
+            held
+            or (self.folder / JOURNAL_FILE).exists()
+            or not self.folder.exists()
+            or not holds_something(self.folder)
+        ):
+            return held
+        raise ValueError(
+            f"Exact: {self.folder} holds no index, since it has no {DESCRIPTION_FILE}; choose another folder."
+        )
 
     @contextmanager
     def changing(self, where: str) -> Iterator[None]:
