@@ -121,7 +121,7 @@ class Exact:
         ------
         ValueError
             Ids are given twice or are in the index, there are not as many as documents, the d is not that of the index,
-            or a number does not fit the format. Batches before it have been added.
+            or a number does not fit the format. Batches before that are added.
         TypeError
             An id or something in the embeddings is of another type.
         OSError
@@ -144,7 +144,8 @@ class Exact:
         ids = _ids(where, documents_ids)
         with self._storage.changing(where):
             self._positions_of(where, ids)
-            self._storage.remove(ids)
+            if ids:
+                self._storage.remove(ids)
         return self
 
     @torch.no_grad()
@@ -176,7 +177,7 @@ class Exact:
             Queries are no embeddings, or ``k`` is no integer.
         """
         corpus, k = self._corpus, require_count("Exact", "k", k)
-        queries = live(as_batch("Exact", "queries_embeddings", _listed(queries_embeddings)))
+        queries = as_batch("Exact", "queries_embeddings", _listed(queries_embeddings))
         if queries.dim != corpus.dim:
             raise ValueError(
                 f"Exact: queries_embeddings must have the d = {corpus.dim} of the index, got {queries.dim}."
@@ -263,7 +264,7 @@ class Exact:
             del batches[-1:]  # which may have room for what was added
             batches += self._corpus.batches(self.device, begin=sum(map(len, batches)))
         for batch in batches:
-            begin, end = torch.searchsorted(positions, torch.tensor([first, first + len(batch)])).tolist()
+            begin, end = torch.searchsorted(positions, positions.new_tensor([first, first + len(batch)])).tolist()
             if end - begin == len(batch):
                 yield batch
             elif begin < end:
