@@ -62,6 +62,9 @@ def test_each_block_of_code_is_run_or_says_why_not():
 EXAMPLES = {
     "readme-search": lambda names: names.scores.shape == names.positions.shape == (1, 2),
     "search-corpus": lambda names: names.scores.shape == names.best.shape == names.positions.shape == (1, 2),
+    "exact-index": lambda names: (
+        [[each["id"] for each in names.found[0]], names.bread[0][0]["id"]] == [names.index.ids, "bread"]
+    ),
     "documents-in-place": lambda names: names.scores.shape == (8, 3),
     "compress": lambda names: (
         (names.scores.argmax(dim=1).tolist(), names.some.shape) == ([0, 2], (2, 2))

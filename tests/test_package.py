@@ -35,8 +35,8 @@ def test_a_name_is_loaded_when_it_is_first_asked_for_and_kept():
 ROOMS = {
     "": (
         "_dtypes _install _memory _winners < _checks files < reporting < _impacts pooling < tokens sparse codec < compressed "
-        "< _operands < reference kernels cpu < ops < retrieval diagnostics < integrations < losses comparison < "
-        "recipes < precompile < cli run compare"
+        "< _operands < reference kernels cpu < ops < retrieval diagnostics < indexes integrations < losses "
+        "comparison < recipes < precompile < cli run compare"
     ),
     "files": "replace < lock record",
     "reporting": "numbers table figures environment progress < page",
@@ -47,6 +47,7 @@ ROOMS = {
     "retrieval": (
         "topk impacts < formats < corpus < search plaid sparse_files sparse_search < sparse_index < static < soundness"
     ),
+    "indexes": "storage < exact",
     "integrations": (
         "log options < status patching < models < compilation < encoding < inference < pylate sentence_transformers colpali < "
         "sparse_encoder < hosts < enable < run_script doctor"

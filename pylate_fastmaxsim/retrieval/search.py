@@ -1,6 +1,6 @@
 """Exact search over a streamed corpus: all documents are scored, and each query's best stay on the device."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -129,23 +129,23 @@ def search(
     queries = as_batch("search", "queries", queries)
     if not (rescore is None or isinstance(rescore, Corpus) or callable(rescore)):
         raise TypeError(f"search: rescore must be None, a Corpus or a function, got {type(rescore).__name__}.")
-    rounded = queries
+    as_scored = queries
     # Before a search that may take hours.
     if isinstance(rescore, Corpus) and rescore.dim != queries.dim:
         raise ValueError(f"search: rescore must have the d = {queries.dim} of the queries, but has d = {rescore.dim}.")
     if isinstance(documents, Corpus):
         if isinstance(rescore, Corpus):
             _require_same_length(rescore, len(documents))
-        rounded = _rounded(queries, documents)
+        as_scored = rounded(queries, documents)
         documents = documents.batches(queries.device)
     documents = token_batches("search", "documents", documents, CompressedBatch)
     wanted = k if rescore is None else candidates_per_result * k
-    scores, positions, seen = _best(rounded, documents, wanted, pooling, progress)
+    scores, positions, seen = _best(as_scored, documents, wanted, pooling, progress)
     if rescore is None:
         return SearchResult((scores, positions))
     if isinstance(rescore, Corpus):
         _require_same_length(rescore, seen)
-        scores = _rescored(_rounded(queries, rescore), positions, rescore, pooling)
+        scores = _rescored(rounded(queries, rescore), positions, rescore, pooling)
     else:
         scores = _scores_of(rescore, positions)
     return _ordered(scores, positions, k)
@@ -186,28 +186,44 @@ def _best(
     return scores, positions, seen
 
 
-def _rounded(queries: TokenBatch, corpus: Corpus) -> TokenBatch:
+def rounded(queries: TokenBatch, corpus: Corpus) -> TokenBatch:
     """Queries as a corpus is scored with them."""
     return queries if corpus.dtype is None else queries.with_values(queries.values.to(corpus.dtype))
 
 
 def _rescored(queries: TokenBatch, positions: Tensor, corpus: Corpus, pooling: Pooling) -> Tensor:
     """Scores of the documents at ``positions [Nq, C]``."""
-    scores = torch.empty(positions.shape, dtype=sum_dtype(queries.values.dtype), device=queries.device)
-    ascending, pairs = positions.flatten().sort()
-    blocks = corpus.blocks(ascending.unique_consecutive().cpu(), TOKENS_PER_BATCH)
-    ends = torch.searchsorted(ascending, ascending.new_tensor([int(block[-1]) for block in blocks]), right=True)
-    begin = 0
-    # One block is read while another is scored.
-    reading = read_ahead(len(blocks), 2, lambda number, _: corpus.select(blocks[number]))
-    for block, batch, end in zip(blocks, reading, ends.tolist(), strict=True):
-        batch, block = batch_to(batch, queries.device), block.to(queries.device)
+    documents, places = positions.flatten().unique(return_inverse=True)
+    which = torch.arange(len(queries), device=queries.device).repeat_interleave(positions.shape[1])
+    batches = selected(corpus, documents.cpu(), queries.device)
+    return pair_scores(queries, which, places, batches, pooling).view_as(positions)
+
+
+def selected(corpus: Corpus, positions: Tensor, device: torch.device) -> Iterator[TokenBatch | CompressedBatch]:
+    """The documents at ascending positions, in batches on the device. One is read while another is scored."""
+    blocks = corpus.blocks(positions, TOKENS_PER_BATCH)
+    for batch in read_ahead(len(blocks), 2, lambda number, _: corpus.select(blocks[number])):
+        yield batch_to(batch, device)
+
+
+def pair_scores(
+    queries: TokenBatch,
+    which: Tensor,
+    places: Tensor,
+    batches: Iterable[TokenBatch | CompressedBatch],
+    pooling: Pooling = Max(),
+) -> Tensor:
+    """Scores ``[P]`` of pairs: the query ``which[i]`` and the document ``places[i]``, counted through all batches."""
+    scores = torch.empty(places.shape, dtype=sum_dtype(queries.values.dtype), device=queries.device)
+    ascending, pairs = places.sort()
+    first = begin = 0
+    for batch in batches:
+        end = int(torch.searchsorted(ascending, first + len(batch)))
         for inside in pairs[begin:end].split(PAIRS_AT_ONCE):
-            documents = torch.searchsorted(block, positions.flatten()[inside])
-            # A query for each pair, which has one candidate: queries may differ in how many they have in this block.
-            each = queries.select(inside // positions.shape[1])
-            scores.view(-1)[inside] = pooled_scores(each, batch, documents[:, None], pooling=pooling)[:, 0]
-        begin = end
+            # A query for each pair, which has one candidate: queries may differ in how many they have in this batch.
+            candidates = (places[inside] - first)[:, None]
+            scores[inside] = pooled_scores(queries.select(which[inside]), batch, candidates, pooling=pooling)[:, 0]
+        first, begin = first + len(batch), end
     return scores
 
 

@@ -166,6 +166,10 @@ def repair_corpus(folder: str | os.PathLike) -> int:
             tokens = int(part.bounds[kept])
             columns = held.columns.items()
             checksums = [part.checked[name].checksums_of(column.rows(kept, tokens)) for name, column in columns]
+            if part.ids is not None:
+                ids = _ends_of_ids(part)[kept - 1].item() + 1
+                checksums.append(part.checked["ids"].checksums_of(ids))
+                held = held._replace(ids=ids, removed=[each for each in held.removed if each < kept])
             held = held._replace(documents=kept, tokens=tokens, checksums=np.concatenate(checksums))
             corpus_files.finish(last, held)
     return kept + sum(corpus_files.read(each).documents for each in others)
@@ -178,4 +182,10 @@ def _sound_documents(part: Part) -> int:
         if not column.per_document:
             rows = int(torch.searchsorted(part.bounds[: kept + 1], rows, right=True)) - 1
         kept = min(kept, rows)
+    if part.ids is not None:
+        kept = min(kept, int((_ends_of_ids(part) < part.checked["ids"].sound_rows()).sum()))
     return kept
+
+
+def _ends_of_ids(part: Part) -> torch.Tensor:
+    return (part.ids == ord("\n")).nonzero().flatten()

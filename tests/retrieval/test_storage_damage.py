@@ -218,6 +218,7 @@ def test_all_that_a_folder_holds_is_checked(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         KINDS["sparse"].write(tmp_path / "begun", fail_at=20)
     what = {name: (f"token embeddings ({name})", COUNT) for name in FORMATS}
+    what["index"] = "token embeddings (int8)", COUNT
     what |= dict.fromkeys(("sparse", "saved"), ("a sparse index", COUNT)) | {"static": ("a static model", None)}
     what["begun"] = ("what a call has begun to write, and the same call goes on with", None)
     found = check_folder(tmp_path)

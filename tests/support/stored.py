@@ -14,6 +14,7 @@ from tokenizers.models import WordLevel
 
 from pylate_fastmaxsim import SparseBatch, SparseIndex, StaticLateInteraction, TokenBatch
 from pylate_fastmaxsim.compressed import compress
+from pylate_fastmaxsim.indexes import Exact
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.formats import checksums, writer
@@ -92,6 +93,43 @@ class Corpora(Kind):
         return count
 
 
+class Indexed(Corpora):
+    """An index whose documents have ids, of which one is removed."""
+
+    goes_on, removed = False, 3
+
+    def __init__(self, format: object = None, backwards: bool = False) -> None:
+        super().__init__(format, backwards)
+        self.ids = [f"{'b' if backwards else 'a'}{number}" for number in range(COUNT)]
+
+    def open(self, folder: Path) -> Exact:
+        return Exact(folder.parent, folder.name, device="cpu")
+
+    def write_batches(self, folder: Path, batches: Callable) -> None:
+        index = Exact(folder.parent, folder.name, format=self.format, device="cpu")
+        held = self.count(index)
+        new = [each for batch in batches(held) for each in batch.values.split(batch.lengths.tolist())]
+        index.add_documents(self.ids[held : held + len(new)], new)
+        if self.ids[self.removed] in index.ids:
+            index.remove_documents(self.ids[self.removed])
+
+    def held(self, folder: Path) -> int | None:
+        return super().held(folder) or None
+
+    def count(self, index: Exact) -> int:
+        return self.ids.index(index.ids[-1]) + 1 if len(index) else 0
+
+    def checked(self, index: Exact) -> int:
+        count = self.count(index)
+        # The last step of writing it is to remove one.
+        assert {*self.ids[:count]} - {*index.ids} <= {self.ids[self.removed]}
+        kept = [(each, vector) for each, vector in zip(self.ids, self.expected, strict=True) if each in index.ids]
+        if kept:
+            [found] = index.get_documents_embeddings([[each for each, _ in kept]])
+            assert [each.tolist() for each in found] == [vector for _, vector in kept]
+        return count
+
+
 class Built(Kind):
     """A sparse index that is built in its folder."""
 
@@ -156,7 +194,7 @@ class Model(Kind):
 
 # By name, how to make one. ``backwards``: another one, of files that are as large.
 MAKERS: dict[str, Callable[..., Kind]] = {name: partial(Corpora, format) for name, format in FORMATS.items()}
-MAKERS |= {"sparse": Built, "saved": Saved, "static": Model}
+MAKERS |= {"index": partial(Indexed, "int8"), "sparse": Built, "saved": Saved, "static": Model}
 KINDS = {name: make() for name, make in MAKERS.items()}
 
 

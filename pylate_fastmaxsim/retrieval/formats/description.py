@@ -1,6 +1,7 @@
 """``corpus.json``, which says what the files of a folder hold, the journal of a call, and the folders of several ranks."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ class Held(NamedTuple):
     checksums: np.ndarray  # of the chunks of all data files, in the order of `columns`, uint64
     generation: int  # of the description, in a journal of that which the call goes on from; 0 if there is none
     identity: str  # made at random with the first description
+    ids: int | None = None  # bytes of the file of ids, of an index; None: documents have none
+    removed: Sequence[int] = ()  # positions of documents of an index that it does not return, ascending
 
     @property
     def columns(self) -> dict[str, Column]:
@@ -38,8 +41,9 @@ class Held(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each column's file."""
-        return {name: column.nbytes(self.documents, self.tokens) for name, column in self.columns.items()}
+        """Bytes of each column's file, and of that of ids."""
+        columns = {name: column.nbytes(self.documents, self.tokens) for name, column in self.columns.items()}
+        return columns if self.ids is None else columns | {"ids": self.ids}
 
     @property
     def checksums_by_column(self) -> dict[str, np.ndarray]:
@@ -48,7 +52,7 @@ class Held(NamedTuple):
 
 
 def file_of(column: str) -> str:
-    """File of a column: its rows one after another, without a header."""
+    """File of a column: its rows one after another, without a header. That of ids: each in JSON, on a line."""
     return f"{column}.bin"
 
 
@@ -77,11 +81,13 @@ def note(folder: Path, held: Held) -> None:
     _remove_unnamed(folder)
 
 
-def finish(folder: Path, held: Held) -> None:
-    """Make what is on the disk a corpus: the next generation of what ``held`` goes on from."""
-    _write(folder / DESCRIPTION_FILE, held._replace(generation=held.generation + 1))
+def finish(folder: Path, held: Held) -> Held:
+    """Make what is on the disk a corpus: the next generation of what ``held`` goes on from, which is returned."""
+    finished = held._replace(generation=held.generation + 1)
+    _write(folder / DESCRIPTION_FILE, finished)
     (folder / JOURNAL_FILE).unlink(missing_ok=True)
     _remove_unnamed(folder)
+    return finished
 
 
 def rank_folder(folder: Path, rank: object) -> Path:
@@ -149,6 +155,8 @@ def _write(file: Path, held: Held) -> None:
         "tokens": held.tokens,
         "checksums": name,
     }
+    if held.ids is not None:
+        values |= {"ids": held.ids, "removed": [*held.removed]}
     write_record(file, values | held.format.described())
 
 
@@ -174,6 +182,8 @@ def _held(folder: Path, values: dict[str, Any]) -> Held:
         np.frombuffer(table, np.uint64),
         values["generation"],
         values["identity"],
+        values.get("ids"),
+        values.get("removed", ()),
     )
 
 

@@ -131,7 +131,7 @@ def format_of(chosen: Chosen, first: TokenBatch) -> Format:
 
 
 def require_chosen(held: str, format: Format, chosen: Chosen) -> None:
-    """Raise ValueError unless documents go on in the format; ``held`` names those that it is of."""
+    """Raise ValueError unless documents go on in the format; ``held`` begins the sentence with those that it is of."""
     if isinstance(chosen, ResidualCodec):
         if format.codec is not None and format.codec.checksum == chosen.checksum:
             return
@@ -140,9 +140,7 @@ def require_chosen(held: str, format: Format, chosen: Chosen) -> None:
             chosen += f" that is not the one that they were begun with ({CODEC_FILE})"
     elif format.name == chosen:
         return
-    raise ValueError(
-        f"write_corpus: {held} of the format {format.name!r}, which cannot go on with {chosen}; choose another folder."
-    )
+    raise ValueError(f"{held} of the format {format.name!r}, which cannot go on with {chosen}; choose another folder.")
 
 
 def format_from(folder: Path, description: dict[str, Any]) -> Format:

@@ -1,5 +1,6 @@
 """Documents that lie back to back in arrays on disk."""
 
+import json
 import mmap
 import warnings
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ class Part:
     file: Path  # of the bounds, for errors
     # Of mapped files, by column or "bounds": every row goes through it before it is handed on.
     checked: dict[str, CheckedRows] = field(default_factory=dict)
+    ids: Tensor | None = None  # of an index, its file of ids, uint8
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -73,6 +75,13 @@ class Part:
         """Read all that was not read before. ValueError if something is damaged."""
         for begin, end in self.cuts(_TOKENS_AT_ONCE, 0, len(self)):
             self.views(begin, end)
+        if self.ids is not None:
+            self.read_ids()
+
+    def read_ids(self) -> list[str | int]:
+        """The ids of an index, by position."""
+        self._require("ids", 0, len(self.ids))
+        return json.loads(b"[%s]" % self.ids.numpy().tobytes().strip().replace(b"\n", b","))
 
     def bounds_of(self, documents: Tensor) -> tuple[Tensor, Tensor]:
         """First row of tokens of some documents, and the one behind the last."""
@@ -111,7 +120,11 @@ def mapped_part(folder: Path, held: Held) -> Part:
         arrays[name] = content.view(column.dtype).view(column.shape(held.documents, held.tokens))
         row = column.dtype.itemsize * (column.width or 1)
         checks[name] = CheckedRows(file, content.numpy(), row, checksums[name])
-    return Part(held.format, arrays, arrays.pop("bounds"), held.tokens, folder / file_of("bounds"), checks)
+    ids, file = None, folder / file_of("ids")
+    if held.ids is not None:
+        ids = _mapped(file, held.ids)
+        checks["ids"] = CheckedRows(file, ids.numpy(), 1, checksums["ids"])
+    return Part(held.format, arrays, arrays.pop("bounds"), held.tokens, folder / file_of("bounds"), checks, ids)
 
 
 def _mapped(file: Path, size: int) -> Tensor:

@@ -34,7 +34,8 @@ def batch_to(batch: Batch, device: torch.device) -> Batch:
     if not isinstance(batch, TokenBatch):
         return batch.to(device)
     tensors = (tensor.to(device) for tensor in (batch.values, batch.starts, batch.lengths))
-    return TokenBatch(*tensors, batch.max_length, gapless=batch.gapless)
+    keep = None if batch.keep is None else batch.keep.to(device)
+    return TokenBatch(*tensors, batch.max_length, keep, batch.gapless)
 
 
 def streamed(device: torch.device, pieces: Sequence[Piece]) -> Iterator[Batch]:

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -14,10 +14,10 @@ from torch import Tensor
 from pylate_fastmaxsim.cpu.live_tokens import live_tokens
 from pylate_fastmaxsim.files.lock import holds_something
 from pylate_fastmaxsim.files.record import write_record
-from pylate_fastmaxsim.files.replace import sync
+from pylate_fastmaxsim.files.replace import remove_file, sync
 from pylate_fastmaxsim.retrieval.formats import description
 from pylate_fastmaxsim.retrieval.formats.checksums import AppendedFile
-from pylate_fastmaxsim.retrieval.formats.description import FORMAT, JOURNAL_FILE, Held, file_of
+from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE, FORMAT, JOURNAL_FILE, Held, file_of
 from pylate_fastmaxsim.retrieval.formats.format import CODEC_FILE, Chosen, format_of, require_chosen
 from pylate_fastmaxsim.tokens import TokenBatch, token_batches
 
@@ -50,12 +50,12 @@ class Writer:
         self._thread = files.enter_context(ThreadPoolExecutor(1))  # which ends before the files are closed
         self._coming: Future[None] | None = None
 
-    def append(self, batch: TokenBatch) -> None:
-        """Write a batch whose documents lie back to back, all of their tokens live. An error may be raised by the next call."""
+    def append(self, batch: TokenBatch, ids: bytes = b"") -> None:
+        """Write a batch as :func:`live` makes it, of an index with the lines of its ids. An error may be raised by the next call."""
         arrays = {name: array.cpu() for name, array in self.held.format.encode(batch).items()}
         ends = batch.lengths.cumsum(0).cpu()
         self.wait()
-        self._coming = self._thread.submit(self._append, arrays, ends, len(batch.values))
+        self._coming = self._thread.submit(self._append, arrays, ends, len(batch.values), ids)
         if batch.device.type == "cpu":  # where the arrays may be the caller's own
             self.wait()
 
@@ -64,10 +64,10 @@ class Writer:
         self.wait()
         self._note()
 
-    def finish(self) -> None:
-        """Make it a corpus."""
+    def finish(self, removed: Sequence[int] = ()) -> Held:
+        """Make it a corpus, or an index without the documents that are ``removed``."""
         self.wait()
-        description.finish(self.folder, self._synced())
+        return description.finish(self.folder, self._synced()._replace(removed=removed))
 
     def wait(self) -> None:
         """Return once the last batch is written, or raise what went wrong."""
@@ -78,8 +78,11 @@ class Writer:
         if error is not None:
             raise error
 
-    def _append(self, arrays: dict[str, Tensor], ends: Tensor, tokens: int) -> None:
+    def _append(self, arrays: dict[str, Tensor], ends: Tensor, tokens: int, ids: bytes) -> None:
         held = self.held
+        if ids:
+            self._files["ids"].append(memoryview(ids))
+            held = held._replace(ids=held.ids + len(ids))
         for name, array in (arrays | {"bounds": held.tokens + ends}).items():
             self._write(name, array)
         self.held = held._replace(documents=held.documents + len(ends), tokens=held.tokens + tokens)
@@ -109,17 +112,21 @@ def write(
     ``others_follow``: once it is finished, documents of other folders follow those of this one.
     """
     held = description.read_unfinished(folder)
+    if held is not None and held.ids is not None:
+        raise ValueError(
+            f"write_corpus: {folder} is an index; add documents to it with pylate_fastmaxsim.indexes.Exact."
+        )
     goes_on, is_corpus = callable(batches), held is not None and held.generation > 0
     if not goes_on or held is None:
         _require_empty(folder, held)
     else:
-        require_chosen(f"{folder} holds {held.documents} documents", held.format, chosen)
+        require_chosen(f"write_corpus: {folder} holds {held.documents} documents", held.format, chosen)
     if goes_on:
         batches = token_batches("write_corpus", "batches", batches(held.documents if held else 0))
     writer = None
     with ExitStack() as files:
         try:
-            for batch in map(_live, batches):
+            for batch in map(live, batches):
                 stored = held or Held(format_of(chosen, batch), 0, 0, np.zeros(0, np.uint64), 0, secrets.token_hex(8))
                 if batch.dim != stored.format.dim:
                     raise ValueError(
@@ -156,10 +163,10 @@ def write(
             raise
 
 
-def _live(batch: TokenBatch) -> TokenBatch:
+def live(batch: TokenBatch) -> TokenBatch:
     """The tokens of a batch that count, back to back."""
-    live = live_tokens(batch.starts, batch.lengths, batch.keep)
-    return TokenBatch(batch.values.detach()[live.row], live.first, live.count, batch.max_length, gapless=True)
+    found = live_tokens(batch.starts, batch.lengths, batch.keep)
+    return TokenBatch(batch.values.detach()[found.row], found.first, found.count, batch.max_length, gapless=True)
 
 
 def _require_empty(folder: Path, held: Held | None) -> None:
@@ -169,10 +176,17 @@ def _require_empty(folder: Path, held: Held | None) -> None:
     raise ValueError(f"write_corpus: {folder} must be empty; choose another folder, or remove what it holds{on}.")
 
 
+def empty(folder: Path) -> None:
+    """Remove all documents of a folder, which from the first step on do not count."""
+    write_record(folder / JOURNAL_FILE, {"format": FORMAT, "documents": 0})
+    remove_file(folder / DESCRIPTION_FILE)
+    clear(folder)
+
+
 def clear(folder: Path) -> None:
     """Remove what a :class:`Writer` has written to a folder without a corpus, but the journal, which says so first."""
     write_record(folder / JOURNAL_FILE, {"format": FORMAT, "documents": 0})
-    columns = map(file_of, ("values", "scales", "codes", "packed", "bounds"))
+    columns = map(file_of, ("values", "scales", "codes", "packed", "bounds", "ids"))
     checksums = (file.name for file in folder.glob("checksums-*.bin"))
     for name in (*columns, CODEC_FILE, *checksums):
         (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,298 @@
+"""An index with the interface of ``pylate.indexes`` that prunes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim._checks import require_count, require_integer
+from pylate_fastmaxsim.codec import ResidualCodec
+from pylate_fastmaxsim.indexes.storage import Folder, Id, Storage
+from pylate_fastmaxsim.retrieval.corpus import Corpus
+from pylate_fastmaxsim.retrieval.formats.format import STORED, Batch, format_of, require_chosen
+from pylate_fastmaxsim.retrieval.formats.reading import batch_to
+from pylate_fastmaxsim.retrieval.formats.writer import live
+from pylate_fastmaxsim.retrieval.search import pair_scores, rounded, search, selected
+from pylate_fastmaxsim.retrieval.topk import largest
+from pylate_fastmaxsim.tokens import TokenBatch, as_batch
+
+# A matrix [L, d], as of NumPy or PyTorch, for each text, padded texts [N, L, d], or the matrix of one text.
+Embeddings = Tensor | np.ndarray | Iterable[Tensor | np.ndarray]
+
+
+class Exact:
+    """Scores all documents with MaxSim, where the indexes of PyLate score those that survive pruning.
+
+    It goes where ``pylate.indexes.PLAID`` does: into ``pylate.retrieve.ColBERT(index=...)``, ``pylate.rank.rerank`` and
+    PyLate's evaluation. It is built by writing the vectors down, there is nothing to train. Scores are those of
+    :func:`pylate_fastmaxsim.retrieval.search.search`: of the vectors as they are stored, with queries rounded likewise; of
+    equal scores the document that was added first comes first. ``len`` is the number of documents, and ``ids`` lists them.
+
+    With a folder each batch of documents is on the disk when it counts. A process that is killed leaves the last finished
+    batch, from where the folder is opened again. Other processes may read it meanwhile; one at a time changes it, and one
+    thread at a time uses an index. What is removed or updated keeps its place on the disk.
+
+    Parameters
+    ----------
+    index_folder, index_name
+        The index is in the folder ``index_folder/index_name``, which may be yet to be made. Without an ``index_folder`` it
+        is in memory.
+    override
+        Begin without documents, and remove those of an index that is there.
+    format
+        How vectors are stored: ``"bfloat16"``, ``"float16"``, ``"float32"``, ``"int8"``, ``"fp8"`` or a
+        :class:`pylate_fastmaxsim.ResidualCodec`, as :func:`pylate_fastmaxsim.compress` takes them. By default that of the
+        folder, or bfloat16.
+    device
+        Where to search; by default the GPU if there is one. On a GPU all documents are kept there from the first search on.
+    low_memory
+        Read the documents from the folder, or the memory of the CPU, in each search, as is always done on a CPU.
+
+    Raises
+    ------
+    ValueError
+        The folder holds something else, documents of another ``format``, or damaged files, or ``format`` is another. Methods
+        raise it as well where the folder is damaged, or another process changes it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import indexes
+    >>> index = indexes.Exact(device="cpu")
+    >>> index = index.add_documents(["a", "b", "c"], [torch.eye(2), 2 * torch.eye(2), torch.ones(1, 2)])
+    >>> index([torch.eye(2)], k=2)
+    [[{'id': 'b', 'score': 4.0}, {'id': 'a', 'score': 2.0}]]
+    >>> index.remove_documents(["b"])([torch.eye(2)], k=1, subset=["a", "c"])
+    [[{'id': 'a', 'score': 2.0}]]
+    """
+
+    is_end_to_end_index = True  # of PyLate: what it returns is ranked
+
+    def __init__(
+        self,
+        index_folder: str | os.PathLike | None = None,
+        index_name: str = "exact",
+        override: bool = False,
+        *,
+        format: str | ResidualCodec | None = None,
+        device: str | torch.device | None = None,
+        low_memory: bool = False,
+    ) -> None:
+        if not (format is None or isinstance(format, ResidualCodec) or format in STORED):
+            raise ValueError(f"Exact: format must be one of {', '.join(STORED)} or a ResidualCodec, got {format!r}.")
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._storage = Storage() if index_folder is None else Folder(Path(index_folder, index_name), override)
+        self._chosen = format or "bfloat16"
+        if format is not None and self._storage.format is not None:
+            require_chosen(f"Exact: {index_folder}/{index_name} holds documents", self._storage.format, format)
+        # On the device, from the first on; None: they are read in each search.
+        self._on_device: list[Batch] | None = None if low_memory or self.device.type == "cpu" else []
+
+    def __len__(self) -> int:
+        return len(self._storage.positions)
+
+    @property
+    def ids(self) -> list[Id]:
+        """Ids of all documents, in the order in which they were added."""
+        return [*self._storage.positions]
+
+    def add_documents(
+        self, documents_ids: Id | Sequence[Id], documents_embeddings: Embeddings, batch_size: int = 2000
+    ) -> Exact:
+        """Add documents, and return the index.
+
+        Parameters
+        ----------
+        documents_ids
+            A string or an integer for each document, of none that the index holds.
+        documents_embeddings
+            Vectors of each document, ``[L_i, d]``, floating point, as ``encode`` returns them; they may come from a
+            generator. All of one d, on any device.
+        batch_size
+            Documents that are written at once. With a folder, those of a batch are all there after a kill, or none.
+
+        Raises
+        ------
+        ValueError
+            Ids are given twice or are in the index, there are not as many as documents, the d is not that of the index,
+            or a number does not fit the format. Batches before that are added.
+        TypeError
+            An id or something in the embeddings is of another type.
+        OSError
+            Writing fails, as on a full disk.
+        """
+        return self._add("Exact.add_documents", documents_ids, documents_embeddings, batch_size, replace=False)
+
+    def update_documents(
+        self, documents_ids: Id | Sequence[Id], documents_embeddings: Embeddings, batch_size: int = 2000
+    ) -> Exact:
+        """Replace documents, and add those that are new: as :meth:`add_documents`, but ids may be in the index."""
+        return self._add("Exact.update_documents", documents_ids, documents_embeddings, batch_size, replace=True)
+
+    def remove_documents(self, documents_ids: Id | Sequence[Id]) -> Exact:
+        """Remove documents, which no search scores any more, and return the index.
+
+        ValueError if an id is given twice or not in the index; then none is removed. TypeError if it is none.
+        """
+        where = "Exact.remove_documents"
+        ids = _ids(where, documents_ids)
+        with self._storage.changing(where):
+            self._positions_of(where, ids)
+            if ids:
+                self._storage.remove(ids)
+        return self
+
+    @torch.no_grad()
+    def __call__(
+        self, queries_embeddings: Embeddings, k: int = 10, subset: Sequence[Id] | Sequence[Sequence[Id]] | None = None
+    ) -> list[list[dict[str, Id | float]]]:
+        """The ``k`` best documents of each query, or all if there are fewer.
+
+        Parameters
+        ----------
+        queries_embeddings
+            Vectors of each query, ``[L_i, d]``, floating point, as ``encode`` returns them.
+        k
+            Number of documents to return for each query, at least 1.
+        subset
+            Ids of the documents to choose from, for all queries, or a list of ids for each query. No other is scored.
+
+        Returns
+        -------
+        list of lists of dict
+            For each query its documents, best first: ``{"id": id, "score": MaxSim}``.
+
+        Raises
+        ------
+        ValueError
+            Nothing was added yet, queries have another d, ``k`` is below 1, or ``subset`` has an id that is not in the
+            index or not a list for each query.
+        TypeError
+            Queries are no embeddings, or ``k`` is no integer.
+        """
+        corpus, k = self._corpus, require_count("Exact", "k", k)
+        queries = as_batch("Exact", "queries_embeddings", _listed(queries_embeddings))
+        if queries.dim != corpus.dim:
+            raise ValueError(
+                f"Exact: queries_embeddings must have the d = {corpus.dim} of the index, got {queries.dim}."
+            )
+        queries = batch_to(rounded(queries, corpus), self.device)
+        ids = self._storage.ids
+        if subset is None or len(subset) == 0 or not isinstance(subset[0], (list, tuple)):
+            chosen = self._storage.live if subset is None else self._positions_of("Exact", subset).unique()
+            scores, places = (each.cpu() for each in search(queries, self._documents(chosen, subset is not None), k))
+            found = zip(scores.tolist(), chosen[places].tolist(), strict=True)
+        elif len(subset) != len(queries):
+            raise ValueError(
+                f"Exact: subset must be ids or a list of ids for each of {len(queries)} queries, got {len(subset)}."
+            )
+        else:
+            found = self._of_subsets(queries, [self._positions_of("Exact", each).unique() for each in subset], k)
+        return [[{"id": ids[at], "score": score} for score, at in zip(*row, strict=True)] for row in found]
+
+    def get_documents_embeddings(self, documents_ids: Sequence[Sequence[Id]]) -> list[list[np.ndarray]]:
+        """Vectors of lists of documents, as they are scored: float32 ``[L, d]`` each. ValueError if an id is not in the index."""
+        groups = []
+        for ids in documents_ids:
+            batch = self._corpus.select(self._positions_of("Exact.get_documents_embeddings", ids))
+            batch = batch if isinstance(batch, TokenBatch) else batch.decompress()
+            groups.append([each.numpy() for each in batch.values.float().split(batch.lengths.tolist())])
+        return groups
+
+    @property
+    def _corpus(self) -> Corpus:
+        if self._storage.corpus is None:
+            raise ValueError("Exact: the index is empty; add documents first.")
+        return self._storage.corpus
+
+    def _add(self, where: str, ids: object, embeddings: Embeddings, batch_size: int, replace: bool) -> Exact:
+        batch_size, ids = require_count(where, "batch_size", batch_size), _ids(where, ids)
+        embeddings = _listed(embeddings)
+        if not isinstance(embeddings, Iterable):
+            raise TypeError(f"{where}: documents_embeddings must be a list of [L, d], got {type(embeddings).__name__}.")
+        given = len(embeddings) if isinstance(embeddings, Sized) else None
+        if given not in (None, len(ids)):
+            raise _unequal(where, ids, given)
+        with self._storage.changing(where):
+            known = next((each for each in ids if each in self._storage.positions), None)
+            if known is not None and not replace:
+                raise ValueError(f"{where}: the id {known!r} is in the index; update_documents replaces documents.")
+            documents = iter(embeddings)
+            for begin in range(0, len(ids), batch_size):
+                batch_ids = ids[begin : begin + batch_size]
+                sequences = [*islice(documents, len(batch_ids))]
+                if len(sequences) < len(batch_ids):
+                    raise _unequal(where, ids, begin + len(sequences))
+                batch = live(as_batch(where, "documents_embeddings", sequences))
+                format = self._storage.format or format_of(self._chosen, batch)
+                if batch.dim != format.dim:
+                    raise ValueError(
+                        f"{where}: documents_embeddings must have the d = {format.dim} of the index, got {batch.dim}."
+                    )
+                self._storage.add(format, batch, batch_ids)
+            if given is None and next(documents, None) is not None:
+                raise _unequal(where, ids, f"more than {len(ids)}")
+        return self
+
+    def _of_subsets(
+        self, queries: TokenBatch, subsets: list[Tensor], k: int
+    ) -> Iterator[tuple[list[float], list[int]]]:
+        """Scores and positions of each query's best documents of its own positions, which ascend."""
+        counts = torch.tensor([len(each) for each in subsets], device="cpu")
+        documents, places = torch.cat(subsets).unique(return_inverse=True)
+        which = torch.arange(len(queries), device="cpu").repeat_interleave(counts).to(self.device)
+        scores = pair_scores(queries, which, places.to(self.device), self._documents(documents, True)).cpu()
+        for row, positions in zip(scores.split(counts.tolist()), subsets, strict=True):
+            best = largest(row[None], min(k, len(row)))[0]
+            yield row[best].tolist(), positions[best].tolist()
+
+    def _documents(self, positions: Tensor, is_subset: bool) -> Iterator[Batch]:
+        """Documents at ascending positions, on the device."""
+        if self._on_device is None and is_subset:
+            yield from selected(self._corpus, positions, self.device)
+            return
+        batches, first = self._on_device, 0
+        if batches is None:
+            batches = self._corpus.batches(self.device)
+        elif sum(map(len, batches)) < len(self._corpus):
+            del batches[-1:]  # which may have room for what was added
+            batches += self._corpus.batches(self.device, begin=sum(map(len, batches)))
+        for batch in batches:
+            begin, end = torch.searchsorted(positions, positions.new_tensor([first, first + len(batch)])).tolist()
+            if end - begin == len(batch):
+                yield batch
+            elif begin < end:
+                yield batch.select((positions[begin:end] - first).to(self.device))
+            first += len(batch)
+
+    def _positions_of(self, where: str, ids: Iterable[Id]) -> Tensor:
+        try:
+            return torch.tensor([self._storage.positions[each] for each in ids], dtype=torch.int64, device="cpu")
+        except KeyError as error:
+            raise ValueError(f"{where}: the id {error.args[0]!r} is not in the index.") from None
+
+
+def _listed(embeddings: Embeddings) -> Embeddings:
+    """The matrix of one text as a list."""
+    return [embeddings] if getattr(embeddings, "ndim", None) == 2 else embeddings
+
+
+def _ids(where: str, ids: Id | Iterable[Id]) -> list[Id]:
+    ids = [ids] if isinstance(ids, (str, int)) else [*ids]
+    ids = [each if isinstance(each, str) else require_integer(f"{where}: an id", each, " or a string") for each in ids]
+    if len(seen := set(ids)) < len(ids):
+        twice = next(each for each in ids if each not in seen or seen.remove(each))
+        raise ValueError(f"{where}: the id {twice!r} is given twice.")
+    return ids
+
+
+def _unequal(where: str, ids: list[Id], given: int | str) -> ValueError:
+    return ValueError(
+        f"{where}: documents_ids and documents_embeddings must be of equal length, got {len(ids)} and {given}."
+    )
