@@ -21,7 +21,7 @@ RUNS = {
     "pooling_operators": ("--only */fast */ragged */einsum", 13, "| 3x8 against 5x24 | `LogSumExp(0.1)` |"),
     "splade_head": ("--only tiny/stock tiny/fast tiny/padded", 3, "| tiny/fast dense forward |"),
     "compressed_operators": ("--only */fast/* */naive/*", 22, "| 3x4 against 5x9 | fp8 |"),
-    "train_step": (f"{TINY_STEPS} 2 --checkpointing no --paths fast --ranks 2", 1, "| PyLate + pylate-fastm"),
+    "train_step": (f"{TINY_STEPS} 2 --checkpointing no --paths stock fast --ranks 2", 2, "| PyLate + pylate-fastm"),
     "lengths": (f"{TINY_STEPS} 1 --tokens 15 --document-length 30", 2, "| padding | PyLate |"),
     "losses": ("--queries 8 --lengths 12 --paths stock fast", 6, "| path=fast/loss=distillation/queries=1"),
     "splade_step": (f"{TINY_STEPS} 8 --hidden 64", 2, "| Sentence Transformers + pylate-fastmaxsim | "),
