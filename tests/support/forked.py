@@ -25,7 +25,9 @@ import numpy as np
 import torch
 
 IMPORTED = "accelerate datasets matplotlib.pyplot numba pandas peft pyarrow rich.console scipy.stats sklearn.metrics "
-IMPORTED += "torch._dynamo torch._inductor.compile_fx torch.distributed.fsdp torch.distributed.run transformers.modeling_utils"
+IMPORTED += (
+    "torch._dynamo torch._inductor.compile_fx torch.distributed.fsdp torch.distributed.run transformers.modeling_utils"
+)
 # What every Python has in sys.path.
 EVERY = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
 _STATUS = struct.Struct("i")
@@ -51,7 +53,8 @@ class Forked(subprocess.Popen):
         words = [os.fspath(word) for word in ([args] if isinstance(args, (str, bytes)) else args)]
         options = [word for word in words[1:3] if word.startswith("-")]
         if words[0] != sys.executable or options not in (["-u"], ["-u", "-m"], ["-m"], ["-c"], []):
-            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
+            return
         p2cread, _, _, c2pwrite, _, errwrite = pipes = rest[3:9]
         files = [number if file == -1 else file for number, file in enumerate((p2cread, c2pwrite, errwrite))]
         self._status, theirs = os.pipe()
@@ -128,9 +131,9 @@ def _become(words, environment, folder, session, numbers, files) -> None:
     _server = socket.socket(fileno=server)
     os.write(status, _STATUS.pack(os.getpid()))
     os.close(status)
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
