@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import types
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -67,26 +68,20 @@ class Forked(subprocess.Popen):
         (self.pid,) = _STATUS.unpack(os.read(self._status, _STATUS.size))
         self._child_created = True
 
-    def _try_wait(self, flags):
+    def _waited(self, pid, flags):
         if self._status is None:
-            return super()._try_wait(flags)
+            return os.waitpid(pid, flags)
         if flags & os.WNOHANG and not select.select([self._status], [], [], 0)[0]:
             return 0, 0
         (status,) = _STATUS.unpack(os.read(self._status, _STATUS.size))
         os.close(self._status)
-        return self.pid, status
+        return pid, status
+
+    def _try_wait(self, flags):
+        return self._waited(self.pid, flags)
 
     def _internal_poll(self, _deadstate=None):
-        if self._status is None:
-            return super()._internal_poll(_deadstate)
-        if self.returncode is None and self._waitpid_lock.acquire(False):
-            try:
-                pid, status = self._try_wait(os.WNOHANG)
-                if pid:
-                    self._handle_exitstatus(status)
-            finally:
-                self._waitpid_lock.release()
-        return self.returncode
+        return super()._internal_poll(_deadstate, self._waited)
 
 
 def _main(asked: socket.socket) -> None:
@@ -169,13 +164,11 @@ def _run(words: list[str]) -> int:
             exec(compile(words[0], "<string>", "exec"), main.__dict__)
         else:
             main.__file__ = os.path.abspath(words[0])
-            with open(words[0], "rb") as script:
-                exec(compile(script.read(), main.__file__, "exec"), main.__dict__)
+            exec(compile(Path(words[0]).read_bytes(), main.__file__, "exec"), main.__dict__)
     except SystemExit as stop:
-        if stop.code is None or isinstance(stop.code, int):
-            return stop.code or 0
-        print(stop.code, file=sys.stderr)
-        return 1
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException as error:
         # From what is run on.
         trace = error.__traceback__.tb_next

@@ -95,9 +95,7 @@ _np_dtypes: dict[str, np.dtype] = {}
 
 
 def _known_np_dtype(dtype) -> np.dtype:
-    if dtype.name not in _np_dtypes:
-        _np_dtypes[dtype.name] = _np_dtype(dtype)
-    return _np_dtypes[dtype.name]
+    return _np_dtypes.get(dtype.name) or _np_dtypes.setdefault(dtype.name, _np_dtype(dtype))
 
 
 def _init_tuple(self, args, type=None) -> None:
@@ -105,12 +103,9 @@ def _init_tuple(self, args, type=None) -> None:
 
 
 def _type_of_tuple(self):
-    if not isinstance(self._type, tl.core.tuple_type):
-        self._type = _type_for_tuple_values(self.values) if self._type is None else tl.core.tuple_type(self._type)
-    return self._type
-
-
-_type_for_tuple_values = tl.core._type_for_tuple_values
+    if self._type is None:
+        return tl.core._type_for_tuple_values(self.values)
+    return self._type if isinstance(self._type, tl.core.tuple_type) else tl.core.tuple_type(self._type)
 
 
 @contextmanager
