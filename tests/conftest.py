@@ -1,6 +1,7 @@
 import gc
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -68,6 +69,19 @@ def pytest_collection_finish() -> None:
     # What was imported stays, and transformers and torch ask again and again to look through it for garbage.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python commands of the test are copies of a process that has imported other packages: tests/support/forked.py.
+
+    Not where a new process is what is tested, and not with CUDA, which a copy cannot use.
+    """
+    from tests.support import forked
+
+    if sys.platform == "linux" and not torch.cuda.is_available():
+        forked.serve()
+        monkeypatch.setattr(subprocess, "Popen", forked.Forked)
 
 
 @pytest.fixture(scope="session")

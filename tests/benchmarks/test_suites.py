@@ -1,4 +1,4 @@
-"""Every suite of benchmarks, run as a user runs it, on a few numbers on a CPU."""
+"""Every suite of benchmarks, run as a user runs it, on a few numbers on a CPU; its processes are copies but for one."""
 
 import subprocess
 import sys
@@ -58,8 +58,10 @@ def test_every_suite_is_run_here_or_says_what_it_needs():
 
 @pytest.mark.bench
 @pytest.mark.parametrize("name", RUNS)
-def test_a_suite_measures_prints_and_goes_on(name, tmp_path, capsys):
+def test_a_suite_measures_prints_and_goes_on(name, tmp_path, capsys, request):
     pytest.importorskip("pylate")
+    if name != "operators":
+        request.getfixturevalue("forked")
     given, count, shown = RUNS[name]
     target = tmp_path / f"{name}.json"
     arguments = [*given.format(folder=tmp_path).split(), "--results", str(target)]

@@ -123,6 +123,7 @@ def test_names_and_paths_stand_whole_and_as_they_are(tmp_path):
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("forked")
 def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(tmp_path, monkeypatch):
     file = write(tmp_path, tiny(tmp_path, training={"max_steps": 100_000, "save_steps": 20}))
     command = [sys.executable, "-m", "pylate_fastmaxsim.cli", "train", str(file)]

@@ -36,6 +36,7 @@ def test_the_first_batch_of_models_and_of_a_recipe(encoder, tmp_path, monkeypatc
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("forked")
 def test_a_script_ends_behind_its_first_batch_and_leaves_nothing(encoder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     call = "    result = trainer.train()"

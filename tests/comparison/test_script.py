@@ -18,6 +18,8 @@ from tests.support.compared_script import accelerated, compare, compared
 from tests.support.examples import script_of
 from tests.support.launcher import LAUNCH, WAYS
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 STEPS = ("--steps", "12")
 
 

@@ -6,6 +6,7 @@ Triton decides when a kernel is defined whether it is interpreted, so a process 
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -89,6 +90,24 @@ def _patch_with_index(tensor, scope):
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
+_np_dtype = interpreter._get_np_dtype
+_np_dtypes: dict[str, np.dtype] = {}
+
+
+def _known_np_dtype(dtype) -> np.dtype:
+    return _np_dtypes.get(dtype.name) or _np_dtypes.setdefault(dtype.name, _np_dtype(dtype))
+
+
+def _init_tuple(self, args, type=None) -> None:
+    self.values, self._type = list(args), type
+
+
+def _type_of_tuple(self):
+    if self._type is None:
+        return tl.core._type_for_tuple_values(self.values)
+    return self._type if isinstance(self._type, tl.core.tuple_type) else tl.core.tuple_type(self._type)
+
+
 @contextmanager
 def mended() -> Iterator[None]:
     """The interpreter multiplies bits of bf16, truncates to e4m3, cannot convert sizes under NumPy 2.4, reduces slowly, has no assembly."""
@@ -100,11 +119,19 @@ def mended() -> Iterator[None]:
             (interpreter.InterpreterBuilder, "create_fp_to_fp", _create_fp_to_fp),
             (interpreter.ReduceOps, "generic_reduce", _generic_reduce),
             (interpreter, "_patch_lang_tensor", _patch_with_index),
+            # The interpreter takes a third as long where no shape's type is made that nobody asks for, and no table a call.
+            (interpreter, "_get_np_dtype", _known_np_dtype),
+            (tl.core.tuple, "__init__", _init_tuple),
+            (tl.core.tuple, "type", property(_type_of_tuple, lambda self, type: setattr(self, "_type", type))),
             # Assembly, which no interpreter runs.
             (running_maximum, "_eight_more_unless_same", _eight_more_unless_same),
             (running_best, "inserted_groups", _inserted_groups),
         ):
-            stack.enter_context(patch.object(owner, name, replacement))
+            stack.enter_context(patch.object(owner, name, replacement, create=name == "type"))
+        # Once, where the interpreter looks through the language again at each call of a function: half of its time.
+        scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        stack.callback(scope.restore)
+        stack.enter_context(patch.object(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope()))
         yield
 
 

@@ -127,6 +127,7 @@ def _train(stage: int, folder: Path, *overrides: str) -> subprocess.CompletedPro
     return launcher.run(*command, str(recipe), *(part for override in small for part in ("--set", override)))
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_recipe_saves_whole_models_and_goes_on(tmp_path):
     output = tmp_path / "run"
 
@@ -147,6 +148,7 @@ def test_a_recipe_saves_whole_models_and_goes_on(tmp_path):
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_recipe_whose_loss_has_several_backwards_is_refused(tmp_path):
     done = _train(2, tmp_path, "loss.name=cached_contrastive")
     assert done.returncode != 0

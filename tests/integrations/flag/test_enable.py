@@ -104,6 +104,7 @@ assert not any(name.startswith("pylate_fastmaxsim") for name in sys.modules)
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("forked")
 def test_models_and_losses_pickle_built_before_and_while_enabled(encoder, tmp_path):
     def build():
         model = load_model(encoder("bert"))

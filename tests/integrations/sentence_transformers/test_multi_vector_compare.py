@@ -7,6 +7,7 @@ from tests.support.examples import script_of
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("forked")
 def test_the_script_of_a_multi_vector_encoder_compares_as_printed(tmp_path):
     text = script_of("multi_vector_encoder", {"bf16=torch.cuda.is_available()": "bf16=True, use_cpu=True"})
     found = compared(tmp_path, text, "--steps", "12")

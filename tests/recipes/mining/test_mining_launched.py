@@ -14,7 +14,7 @@ from tests.support.case_tables import case_table
 from tests.support.mining_recipe import mine_but_stop, same_data, written_to
 from tests.support.paths import SUPPORT
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("forked")]
 
 
 @pytest.fixture(autouse=True)

@@ -179,6 +179,7 @@ for folder in folders:"""
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("kind", TRAINED)
 def test_saved_models_load_without_this_package_and_are_those_that_were_evaluated(kind, recipe_of, tmp_path):
     recipe = recipe_of(kind, "fast.enabled=true training.max_steps=4" + " model.lora=null" * (kind == "colpali"))

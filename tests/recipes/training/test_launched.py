@@ -25,6 +25,7 @@ LAUNCHES += [("fsdp", "colpali", WEIGHTS)] if PAGES else []
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("mode", "kind", "recipes"), LAUNCHES)
 def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(mode, kind, recipes, recipe_of, encoder, tmp_path):
     files, few = [], "training.per_device_train_batch_size=3 training.max_steps=5 training.save_steps=2"
