@@ -119,7 +119,7 @@ def mended() -> Iterator[None]:
             (interpreter.InterpreterBuilder, "create_fp_to_fp", _create_fp_to_fp),
             (interpreter.ReduceOps, "generic_reduce", _generic_reduce),
             (interpreter, "_patch_lang_tensor", _patch_with_index),
-            # The interpreter takes a third as long where no shape's type is made that nobody asks for, and no table a call.
+            # The interpreter takes less time where no shape's type is made that nobody asks for, and no table a call.
             (interpreter, "_get_np_dtype", _known_np_dtype),
             (tl.core.tuple, "__init__", _init_tuple),
             (tl.core.tuple, "type", property(_type_of_tuple, lambda self, type: setattr(self, "_type", type))),
