@@ -28,24 +28,9 @@ if host is None or not Path(host.origin).with_name("multi_vector_encoder").exist
     collect_ignore_glob = ["*/test_multi_vector*.py"]
 
 # Files of a minute and more. They start first, so that no worker is left with one when the others have ended.
-LONG = (
-    "test_operators.py",
-    "test_compile.py",
-    "test_suites.py",
-    "test_modernbert_layers.py",
-    "test_kinds.py",
-    "test_compare.py",
-    "test_launched.py",
-    "test_mining_launched.py",
-    "test_train.py",
-    "test_compiled_distributed.py",
-    "test_compiled_checkpointing.py",
-    "test_gathered.py",
-    "test_smoke.py",
-    "test_encode_distributed.py",
-    "test_host_ranks.py",
-    "test_host_losses.py",
-)
+LONG = """operators compile suites modernbert_layers kinds compare launched mining_launched train compiled_distributed
+compiled_checkpointing gathered smoke encode_distributed host_ranks host_losses script graphs"""
+ORDER = [f"test_{name}.py" for name in LONG.split()]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    items.sort(key=lambda item: ORDER.index(item.path.name) if item.path.name in ORDER else len(ORDER))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):
