@@ -4,11 +4,11 @@
     python -m benchmarks encode --only 'pylate/*' --texts 20000    # some cells
     python -m benchmarks encode --texts 200 --layers 2 --hidden 64   # a trial, also on a CPU
 
-ModernBERT-base in random weights for late interaction, BERT-base for SPLADE, with a bias that leaves one weight in a hundred
-above 0, as of a trained model. Documents of random words have 80 tokens on
-average and at most 300, queries 8. Results come to the host as stock gives them: arrays of PyLate, tensors of a
-MultiVectorEncoder (convert_to_numpy=True) and of a SparseEncoder (save_to_cpu=True). The cells of a host and kind of text
-share a process; the clock runs over one call for all texts, after one for 512. Stock, and SPLADE, encode fewer texts, since
+ModernBERT-base in random weights for late interaction, BERT-base for SPLADE, with a bias that leaves one weight in a
+hundred above 0, as of a trained model. Documents of random words have 80 tokens on average and at most 300, queries 8.
+Results come to the host as stock gives them: arrays of PyLate, tensors of a MultiVectorEncoder (convert_to_numpy=True) and
+of a SparseEncoder (save_to_cpu=True). The cells of a host and kind of text share a process; the clock runs over one call
+for all texts, after one for 512, and with compiled layers another for all. Stock, and SPLADE, encode fewer texts, since
 their rate does not depend on the number. ``busy`` is the time of all kernels over that of a call for 2,048 texts.
 ``distance`` is the largest of 1 - cosine of a token's (SPLADE: a text's) vector and that of stock in float32, over 256
 texts; ``mean_distance`` the mean.
@@ -77,7 +77,6 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
                 "path": path,
                 "dtype": dtype,
                 "batch": int(batch),
-            } | {
                 "texts": options.passages if what == "corpus" else texts,
                 "layers": options.layers,
                 "hidden": options.hidden,

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim import reference
-from pylate_fastmaxsim.ops.attention import text_attention
 
 
 class Case(NamedTuple):
@@ -125,11 +124,6 @@ def distances(found: list[Tensor], exact: list[Tensor]) -> list[float]:
     """Of each result, relative to its length or, where that is less, to 1."""
     pairs = zip(found, exact, strict=True)
     return [float((ours.double() - wanted).norm() / wanted.norm().clamp(min=1)) for ours, wanted in pairs]
-
-
-def text_layer(batch: Case, dropout: float = 0.0) -> Callable[[], Tensor]:
-    leaves = [values.detach().requires_grad_() for values in batch[:3]]
-    return lambda: text_attention(*leaves, *batch[3:], dropout=dropout)
 
 
 def rotary_arguments(rows: int = 14, dtype: torch.dtype = torch.float64, bias: bool = True, heads: int = 3) -> tuple:

@@ -1,9 +1,10 @@
-"""The layers of ModernBERT, written with fewer passes over memory: where they are compiled, and of packed texts in inference.
+"""The layers of ModernBERT, written with fewer passes over memory.
 
-A layer computes what transformers' own does, in the same precision. Norms add the gradient of the residual stream as they
-make theirs, the gated MLP keeps no activation, and of packed texts queries and keys are turned where the projection
-leaves them. The sum at the end of a layer is made together with the norm that the next one begins with. What of a layer
-differs from transformers' own (a hook, an adapter, a subclass) keeps the stock forward.
+They run so where they are compiled, and of packed texts in inference. A layer computes what transformers' own does, in the
+same precision. Norms add the gradient of the residual stream as they make theirs, the gated MLP keeps no activation, and
+of packed texts queries and keys are turned where the projection leaves them. The sum at the end of a layer is made
+together with the norm that the next one begins with. What of a layer differs from transformers' own (a hook, an adapter,
+a subclass) keeps the stock forward.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def install() -> bool:
 
     Rotary angles of the two types of layers are computed once a forward, not for each layer.
     """
-    _patches.apply(patches())
+    if not _patches.targets:
+        _patches.apply(patches())
     return bool(_patches.targets)
 
 
@@ -51,6 +53,7 @@ def release() -> None:
 
 
 def patches() -> list[Patch]:
+    """What :func:`install` replaces: nothing where a part of it is not the code of a known release."""
     if host is None:
         return []
     layer = host.ModernBertEncoderLayer
@@ -155,13 +158,16 @@ def _once_a_forward(stock: Callable) -> Callable:
     angles = WeakTensorKeyDictionary()
 
     @wraps(stock)
-    def forward(self, x, position_ids, *layer_type):
+    def forward(self, x, position_ids, layer_type=None):
+        given = (x, position_ids) if layer_type is None else (x, position_ids, layer_type)
         if torch.compiler.is_compiling():
-            return stock(self, x, position_ids, *layer_type)
+            return stock(self, *given)
         found = angles.setdefault(x, {})
-        if layer_type not in found:
-            found[layer_type] = stock(self, x, position_ids, *layer_type)
-        return found[layer_type]
+        positions, made = found.get((self, layer_type), (None, None))
+        if positions is not position_ids:
+            made = stock(self, *given)
+            found[self, layer_type] = position_ids, made
+        return made
 
     return forward
 

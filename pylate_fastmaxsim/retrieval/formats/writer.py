@@ -29,7 +29,7 @@ class Writer:
     """The files of a folder, open for appending.
 
     What the journal or else the description does not count is cut off. A finished corpus that is added to stays as it was
-    until the end: no byte that it counts is written again. A thread writes what came from a GPU, which meanwhile makes more.
+    until the end: no byte that it counts is written again. What came from a GPU is written by a thread, while it makes more.
     """
 
     def __init__(self, folder: Path, held: Held, files: ExitStack) -> None:
@@ -51,13 +51,17 @@ class Writer:
         self._coming: Future[None] | None = None
 
     def append(self, batch: TokenBatch, ids: bytes = b"") -> None:
-        """Write a batch as :func:`live` makes it, of an index with the lines of its ids. An error may be raised by the next call."""
+        """Write a batch as :func:`live` makes it, of an index with the lines of its ids.
+
+        An error may be raised by the next call.
+        """
         arrays = {name: array.cpu() for name, array in self.held.format.encode(batch).items()}
         ends = batch.lengths.cumsum(0).cpu()
         self.wait()
-        self._coming = self._thread.submit(self._append, arrays, ends, len(batch.values), ids)
         if batch.device.type == "cpu":  # where the arrays may be the caller's own
-            self.wait()
+            self._append(arrays, ends, len(batch.values), ids)
+        else:
+            self._coming = self._thread.submit(self._append, arrays, ends, len(batch.values), ids)
 
     def note(self) -> None:
         """Write the journal, once what it counts is on the disk."""
