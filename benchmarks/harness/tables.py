@@ -1,7 +1,6 @@
 """Markdown tables, and entries that several of them have."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -39,31 +38,18 @@ def machine(environment: dict, *packages: str) -> str:
 UNITS = {"ms": 1, "step_ms": 1, "seconds": 1e3, "step_seconds": 1e3, "one_ms": 1, "sharded_ms": 1}
 
 
-class Figure(NamedTuple):
-    """Median, fastest and slowest milliseconds, and peak memory in MiB where it was measured."""
-
-    ms: float
-    least: float
-    most: float
-    mebibytes: float | None
-
-
-def figures(node: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Figure]]:
-    """Every time in the cells of a results file, with its name."""
-    bytes_, gib = node.get("peak_bytes"), node.get("peak_gib")
-    memory = bytes_ / 2**20 if bytes_ is not None else gib * 2**10 if gib is not None else None
+def _figures(node: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str, str]]:
+    """Every time in the cells of a results file, with its name and, where it was measured, peak memory."""
+    gib = node.get("peak_gib")
+    memory = mebibytes(node.get("peak_bytes") if gib is None else gib * 2**30)
     for key, value in node.items():
         if isinstance(value, dict):
-            yield from figures(value, path if key in ("cells", "entries") else (*path, key))
+            yield from _figures(value, path if key in ("cells", "entries") else (*path, key))
         elif isinstance(value, float) and key in UNITS:
-            ms, least, most = (node.get(f"{key}{end}", value) * UNITS[key] for end in ("", "_min", "_max"))
             name = [*path, *[key] * key.startswith(("one", "sharded"))]
-            yield " ".join(name), Figure(ms, least, most, memory)
+            yield " ".join(name), f"{value * UNITS[key]:,.3f} ms", memory
 
 
 def figures_table(content: dict) -> str:
     """All times and memory of a results file."""
-    lines = []
-    for name, figure in figures(content):
-        lines.append([name, f"{figure.ms:,.3f} ms", mebibytes(figure.mebibytes and figure.mebibytes * 2**20)])
-    return table(["", "time", "memory"], lines)
+    return table(["", "time", "memory"], _figures(content))

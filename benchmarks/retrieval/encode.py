@@ -71,16 +71,10 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
         }
         if wanted[what]:
             texts = min(FEWER, options.texts) if path == "stock" or host == "sparse" else options.texts
-            made[f"{host}/{what}/{way}"] = {
-                "host": host,
-                "what": what,
-                "path": path,
-                "dtype": dtype,
-                "batch": int(batch),
-                "texts": options.passages if what == "corpus" else texts,
-                "layers": options.layers,
-                "hidden": options.hidden,
-            }
+            texts = options.passages if what == "corpus" else texts
+            size = {"texts": texts, "layers": options.layers, "hidden": options.hidden}
+            cell = {"host": host, "what": what, "path": path, "dtype": dtype, "batch": int(batch)}
+            made[f"{host}/{what}/{way}"] = cell | size
     return made
 
 

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.compare_results import compared
 from benchmarks.harness.records import Results, load, write
 from benchmarks.harness.suite import add_options
 from benchmarks.harness.timing import time_calls
@@ -32,25 +31,6 @@ def test_missing_and_failed_cells_are_measured_and_written_at_once(results, tmp_
     results("--output", str(tmp_path / "other.json")).add("newer", {"status": "ok"})
     written = [[*load(tmp_path / f"{name}.json")["cells"]] for name in ("results", "other")]
     assert written[0] == ["known", "broken", "new"] and "newer" in written[1]
-
-
-def test_results_are_compared_cell_by_cell():
-    def step(ms: float, least: float, most: float) -> dict:
-        return {"step_ms": ms, "step_ms_min": least, "step_ms_max": most, "peak_gib": 2.0}
-
-    def call(ms: float) -> dict:
-        return {"entries": {"einsum": {"forward": {"ms": ms, "peak_bytes": None}}}}
-
-    recorded = {"environment": {"device": "H200"}}
-    before = {"cells": {"a": step(10.0, 9.0, 12.0) | recorded, "b": step(10.0, 9.0, 12.0), "c": call(1.0)}}
-    now = {"cells": {"a": step(13.0, 12.5, 14.0), "b": step(12.0, 11.0, 14.0), "c": call(2.0), "d": call(1.0)}}
-    rows = compared(before, now).splitlines()[4:]
-    assert rows == [
-        "| a | 10.000 ms | 13.000 ms | 1.30 slower | 2,048 MiB | 2,048 MiB |",
-        "| b | 10.000 ms | 12.000 ms | 1.20 | 2,048 MiB | 2,048 MiB |",
-        "| c einsum forward | 1.000 ms | 2.000 ms | 2.00 slower | | |",
-    ]
-    assert compared(before, before).startswith("Before: H200. Now: H200.")
 
 
 def test_a_file_has_each_environment_once_and_gives_it_to_every_cell(tmp_path):
