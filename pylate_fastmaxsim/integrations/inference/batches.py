@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from tqdm.autonotebook import tqdm
 
-from pylate_fastmaxsim.integrations.encoding.plans import rows_of
 from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL, TokenCounts, has_gaps, take_total
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
 
@@ -65,14 +64,15 @@ def batches(
     batch_size: int,
     longest: int,
     most_texts: int = MOST_TEXTS,
+    fixed_width: bool = False,
     progress: str | None = None,
 ) -> Iterator[Batch]:
     """Texts from the longest to the shortest, in batches that hold about equally many tokens, padding included.
 
     ``batch_size`` bounds memory as in the hosts: a batch has at most the tokens of so many documents of the ``longest``
     length that the model takes, and at most 32,768, on a CPU 4,096. A single text may have more. ``tokenize`` gives
-    features on the CPU, and runs in another thread. ``text_length`` estimates a length before. ``progress`` says what a bar
-    shows, None shows none. Raises FallbackToHost where features say nothing of attention.
+    features on the CPU, and runs in another thread. ``text_length`` estimates a length before. Texts are cut to the longest
+    of their batch, but not with a ``fixed_width``, as of queries. ``progress`` says what a bar shows, None shows none. Raises FallbackToHost where features say nothing of attention.
     """
     # Sentence Transformers 5 adds up the lengths of all characters of a string, which takes longer than to encode it.
     lengths = [len(text) if isinstance(text, str) else text_length(text) for text in texts]
@@ -82,19 +82,28 @@ def batches(
     def tokenized() -> Iterator[tuple[list[int], Features]]:
         begin, width = 0, longest
         while begin < len(order):
-            indices = order[begin : begin + max(1, min(most_texts, budget // width))]
+            # A CPU has nothing to wait for, and padding costs it most: batches are made of many texts, sorted by tokens.
+            count = most_texts if device.type == "cpu" else max(1, min(most_texts, budget // width))
+            indices = order[begin : begin + count]
             features = tokenize([texts[index] for index in indices])
             if (mask := features.get("attention_mask")) is None:
                 raise FallbackToHost("its features have no attention_mask")
+            widths = [features["input_ids"].shape[1]] * len(indices)
             # A mask with gaps, or with padding on the left, cannot be packed, and is found without counts.
-            if not has_gaps(mask):
-                features[TOKEN_TOTAL] = TokenCounts.of(mask)
-            begin, width = begin + len(indices), max(1, features["input_ids"].shape[1])
-            # A text of fewer characters may have more tokens.
-            size = max(1, budget // width)
-            for first in range(0, len(indices), size):
-                part = rows_of(features, first, first + size)
-                yield indices[first : first + size], _pinned(part) if device.type == "cuda" else part
+            gaps, rows = has_gaps(mask), torch.arange(len(indices), device="cpu")
+            if not (gaps or fixed_width):
+                # A text of fewer characters may have more tokens.
+                tokens, rows = mask.sum(dim=1).sort(descending=True, stable=True)
+                widths = tokens.clamp(min=1).tolist()
+            begin, first = begin + len(indices), 0
+            while first < len(indices):
+                width = widths[first]
+                chosen = rows[first : first + max(1, budget // width)]
+                part = _texts(features, chosen, width)
+                if not gaps:
+                    part[TOKEN_TOTAL] = TokenCounts.of(part["attention_mask"])
+                yield [indices[row] for row in chosen.tolist()], _pinned(part) if device.type == "cuda" else part
+                first += len(chosen)
 
     with tqdm(total=len(texts), desc=progress, unit=" texts", disable=progress is None) as bar:
         for indices, features in _ahead(tokenized()):
@@ -116,6 +125,19 @@ def _ahead(items: Iterator) -> Iterator:
             coming.extend(thread.submit(next, items, None) for _ in range(_AHEAD - len(coming)))
             yield item
             item = coming.popleft().result()
+
+
+def _texts(features: Features, rows: Tensor, width: int) -> Features:
+    """Some texts, cut to a width. Features that are not one value per text are kept whole."""
+    count, whole = features["input_ids"].shape
+
+    def of(value: object) -> object:
+        if torch.is_tensor(value) and value.shape[:1] == (count,):
+            value = value[rows]
+            return value[:, :width] if value.shape[1:2] == (whole,) else value
+        return [value[row] for row in rows.tolist()] if isinstance(value, list) and len(value) == count else value
+
+    return {key: of(value) for key, value in features.items()}
 
 
 def _pinned(features: Features) -> Features:

@@ -81,6 +81,7 @@ def encode(
             device=device,
             batch_size=batch_size,
             longest=max(self.query_length, self.document_length),
+            fixed_width=is_query,
             progress=f"Encoding {'queries' if is_query else 'documents'}" if show_progress_bar else None,
         ),
         lambda batch: _rows(self, batch, is_query, normalize_embeddings, widen=to_host),

@@ -48,4 +48,5 @@ def text_batches(
         longest=longest,
         progress=progress,
         most_texts=most_texts,
+        fixed_width=options.get("task") == "query",
     )
