@@ -1,105 +1,95 @@
-"""Inner products of sparse queries and documents by SciPy, a few thousand documents at a time."""
+"""Inner products of sparse queries with documents on a CPU, from the entries of each term."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import numpy as np
-import torch
 from scipy.sparse import csr_matrix
-from torch import Tensor
 
 from pylate_fastmaxsim.sparse import SparseBatch
 
-# Pairs of a query and a document that are scored at once. A pair takes up to 80 bytes until the best are known.
-PAIRS_AT_ONCE = 3 << 20
-
-# Entries of documents that are multiplied at once, of 24 bytes as the float64 matrix and its transpose.
-ENTRIES_AT_ONCE = 1 << 22
-
-# The largest vocabulary of which a table says what each term is among the queries' terms, 64 MiB.
+# The largest vocabulary of which each term has a place while entries are sorted, 64 MiB.
 TABLE_TERMS = 1 << 24
 
 
-class PreparedQueries:
-    """Queries as float64 matrices over the terms that occur in them, to be multiplied with many blocks of documents."""
+class Postings:
+    """The entries of up to 65,536 documents by term, and of a term in the order of documents.
 
-    def __init__(self, queries: SparseBatch) -> None:
-        self._terms, columns = np.unique(queries.terms.numpy(), return_inverse=True)
-        self._table = None
-        if queries.vocabulary <= TABLE_TERMS:
-            self._table = np.full(queries.vocabulary, -1, dtype=np.int32)
-            self._table[self._terms] = np.arange(len(self._terms), dtype=np.int32)
-            self._occurs = self._table >= 0
-        weights = queries.weights.numpy().astype(np.float64)
-        self._matrix = _matrix(weights, columns, queries.offsets.numpy(), len(self._terms))
+    With ``wanted`` only those of some terms, which ascend; else they take about as much memory as the documents.
+    """
 
-    def candidates(
-        self, documents: SparseBatch, live: Tensor | None, worst: Tensor, floor: Tensor | None = None
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield candidates of a block of ``documents`` on the CPU for the best of each query, in parts.
+    def __init__(self, documents: SparseBatch, wanted: np.ndarray | None = None) -> None:
+        terms, weights, bounds = (each.numpy() for each in (documents.terms, documents.weights, documents.offsets))
+        # SciPy, which sorts in linear time, moves float16 as integers.
+        entries = weights.view(np.int16) if weights.dtype == np.float16 else weights
+        names, width = wanted, documents.vocabulary
+        if width > TABLE_TERMS:
+            names = np.unique(terms) if wanted is None else wanted
+            at, kept = places_in(names, terms)
+        elif wanted is not None:
+            table = np.full(width, -1, np.int32)
+            table[wanted] = np.arange(len(wanted))
+            kept = np.flatnonzero((at := table[terms]) >= 0)
+            at = at[kept]
+        if names is not None:
+            terms, entries, width = at, entries[kept], len(names)
+            bounds = np.searchsorted(kept, bounds)
+        index = np.int32 if len(terms) <= np.iinfo(np.int32).max else np.int64
+        parts = (entries, terms.astype(index), bounds.astype(index))
+        by_term = csr_matrix(parts, shape=(len(documents), width)).tocsc()
+        self._terms = np.flatnonzero(np.diff(by_term.indptr)) if names is None else names
+        self._bounds = by_term.indptr if names is not None else by_term.indptr[np.append(self._terms, width)]
+        self._documents = by_term.indices.astype(np.uint16)
+        self._weights = by_term.data.view(weights.dtype)
+        self._count = len(documents)
+        self.nbytes = sum(each.nbytes for each in (self._terms, self._bounds, self._documents, self._weights))
 
-        ``live`` are the documents that count, bool ``[Nd]``, or None for all. ``worst`` is the k-th best score of each query so
-        far, ``[Nq]`` float32, -1 where there are fewer; it is read before each part, so that the caller may update it in between.
-        Scores up to ``floor``, ``[Nq]`` float32, are of no use either.
-
-        A part is some of the queries as a slice ``rows``, their scores above both in the order of documents, ``[rows, W]``
-        float32 filled up with -1, and the documents that they are of, ``[rows, W]`` int64.
-        """
-        offsets = documents.offsets.numpy()
-        begin = 0
-        while begin < len(documents):
-            end = int(np.searchsorted(offsets, offsets[begin] + ENTRIES_AT_ONCE, side="right")) - 1
-            end = min(max(end, begin + 1), len(documents))
-            postings = self._postings(documents, begin, end)
-            at_once = max(1, PAIRS_AT_ONCE // (end - begin))
-            for first in range(0, self._matrix.shape[0], at_once):
-                rows = slice(first, min(first + at_once, self._matrix.shape[0]))
-                # The sum of a pair runs over the terms of its query, which ascend.
-                products = self._matrix[rows] @ postings
-                above = worst[rows] if floor is None else torch.maximum(worst[rows], floor[rows])
-                yield rows, *_above(products, above.numpy(), begin, live)
-            begin = end
-
-    def _postings(self, documents: SparseBatch, begin: int, end: int) -> csr_matrix:
-        """Documents from ``begin`` to before ``end`` by the terms of the queries, ``[terms, end - begin]``."""
-        offsets = documents.offsets[begin : end + 1].numpy()
-        entries = slice(offsets[0], offsets[-1])
-        places, columns = self._matches(documents.terms[entries].numpy())
-        weights = documents.weights[entries].numpy()[places].astype(np.float64)
-        bounds = np.searchsorted(places, offsets - offsets[0])
-        return _matrix(weights, columns, bounds, len(self._terms)).T.tocsr()
-
-    def _matches(self, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of some terms occur in the queries, and where each of these is among the queries' terms."""
-        if self._table is not None:
-            places = np.flatnonzero(self._occurs[terms])
-            return places, self._table[terms[places]]
-        columns = np.searchsorted(self._terms, terms)
-        columns[columns == len(self._terms)] = 0
-        places = np.flatnonzero(self._terms[columns] == terms) if len(self._terms) else columns[:0]
-        return places, columns[places]
+    def scores(self, terms: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """Inner products of a query, whose terms ascend, with all documents, float64; 0 where they share no term."""
+        at, known = places_in(self._terms, terms)
+        begins, ends = self._bounds[at], self._bounds[at + 1]
+        lists = [slice(*each) for each in zip(begins.tolist(), ends.tolist(), strict=True)]
+        if not lists:
+            return np.zeros(self._count)
+        documents = np.concatenate([self._documents[each] for each in lists])
+        products = np.concatenate([self._weights[each] for each in lists]).astype(np.float64)
+        products *= np.repeat(weights[known].astype(np.float64), ends - begins)
+        # It adds up in the order of entries: that of the query's terms.
+        return np.bincount(documents, products, self._count)
 
 
-def _matrix(weights: np.ndarray, columns: np.ndarray, offsets: np.ndarray, width: int) -> csr_matrix:
-    index = np.int32 if len(columns) <= np.iinfo(np.int32).max else np.int64
-    parts = (weights, columns.astype(index, copy=False), offsets.astype(index, copy=False))
-    return csr_matrix(parts, shape=(len(offsets) - 1, width))
+def places_in(names: np.ndarray, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which of some terms are among ``names``, which ascend, as two indices: in ``names``, and in ``terms``."""
+    at = np.searchsorted(names, terms)
+    at[at == len(names)] = 0
+    known = np.flatnonzero(names[at] == terms) if len(names) else at[:0]
+    return at[known], known
 
 
-def _above(products: csr_matrix, worst: np.ndarray, first: int, live: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Scores above ``worst`` of each row, and the documents, the first of which is at ``first``; filled up with -1."""
-    scores = products.data.astype(np.float32)
-    kept = scores > np.repeat(worst, np.diff(products.indptr))
-    if live is not None:
-        kept &= live.numpy()[products.indices + first]
-    kept = np.flatnonzero(kept)
-    bounds = np.searchsorted(kept, products.indptr)
-    found = _matrix(scores[kept], products.indices[kept], bounds, products.shape[1])
-    # Sorts the documents of each query, in linear time.
-    found = found.tocsc().tocsr()
-    lengths = torch.from_numpy(np.diff(found.indptr)).long()
-    filled = torch.arange(int(lengths.max()) if len(lengths) else 0, device="cpu") < lengths[:, None]
-    padded = torch.full(filled.shape, -1.0, device="cpu")
-    places = torch.full(filled.shape, -1, device="cpu")
-    padded[filled] = torch.from_numpy(found.data)
-    places[filled] = torch.from_numpy(found.indices).long() + first
-    return padded, places
+def best(
+    blocks: Iterable[tuple[int, Postings, np.ndarray | None]],
+    terms: np.ndarray,
+    weights: np.ndarray,
+    k: int,
+    above: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The ``k`` best documents of a query: float32 scores larger than ``above``, best first, and positions, int64.
+
+    ``blocks``: the position of the first document, which ascends, postings, and which documents count, None for all.
+    """
+    scores, positions = np.zeros(0, np.float32), np.zeros(0, np.int64)
+    for first, postings, live in blocks:
+        sums = postings.scores(terms, weights)
+        rounded = sums.astype(np.float32)
+        new = (sums > 0) & (rounded > above)
+        if live is not None:
+            new &= live
+        found = np.flatnonzero(new)
+        scores, positions = np.append(scores, rounded[found]), np.append(positions, found + first)
+        if len(scores) > k:
+            above = np.partition(scores, -k)[-k]
+            kept = scores > above
+            # Of equal ones the first.
+            kept[np.flatnonzero(scores == above)[: k - np.count_nonzero(kept)]] = True
+            scores, positions = scores[kept], positions[kept]
+    order = np.argsort(-scores, kind="stable")
+    return scores[order], positions[order]

@@ -240,7 +240,7 @@ class SparseIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the documents that this process holds, with their postings on a GPU; mapped ones count too."""
+        """Bytes of the documents that this process holds, mapped ones too, with their postings (a CPU has them after two searches)."""
         return self._searched.nbytes
 
     def live_positions(self) -> Tensor:

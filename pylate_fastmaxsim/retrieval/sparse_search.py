@@ -1,17 +1,19 @@
-"""Exact search of sparse documents in blocks of a fixed size: by kernels on a GPU, by SciPy on a CPU."""
+"""Exact search of sparse documents in blocks of a fixed size: by kernels on a GPU, by NumPy on a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_count
-from pylate_fastmaxsim.cpu.sparse import PreparedQueries
+from pylate_fastmaxsim.cpu.sparse import Postings, best
 from pylate_fastmaxsim.kernels.sparse import postings
-from pylate_fastmaxsim.retrieval.topk import mark_missing, merge, merge_results
+from pylate_fastmaxsim.retrieval.topk import merge_results
 from pylate_fastmaxsim.sparse import LARGEST_OF_UINT16, SparseBatch, SparseVectors, as_sparse_batch, sparse_batches
 
 if TYPE_CHECKING:
@@ -102,32 +104,53 @@ def _stretches(blocks: Iterable[SparseBatch]) -> Iterator[list[SparseBatch]]:
 
 
 class HostBlocks:
-    """Blocks on the CPU."""
+    """Blocks on the CPU. One that is searched again is sorted by term, for all searches that follow."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         self._blocks: dict[int, tuple[SparseBatch, Tensor | None]] = {}
+        self._postings: dict[int, Postings | None] = {}  # None: of a block that was searched once
 
     @property
     def nbytes(self) -> int:
-        return sum(block.nbytes for block, _ in self._blocks.values())
+        blocks = (block for block, _ in self._blocks.values())
+        return sum(each.nbytes for each in (*blocks, *filter(None, self._postings.values())))
 
     def set(self, block: int, offsets: Tensor, terms: Tensor, weights: Tensor, live: Tensor | None = None) -> None:
+        held = self._blocks.get(block)
+        if held is not None and held[0].terms is not terms:  # else only `live` is new
+            self._postings.pop(block, None)
         self._blocks[block] = SparseBatch._trusted(offsets, terms, weights, self._vocabulary), live
 
     def search(
         self, offsets: Tensor, terms: Tensor, weights: Tensor, k: int, at_least: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        queries = PreparedQueries(SparseBatch._trusted(offsets, terms, weights, self._vocabulary))
-        scores = torch.full((len(offsets) - 1, k), -1.0, device="cpu")
+        asked, factors, wanted = terms.numpy(), weights.numpy(), np.unique(terms.numpy())
+        blocks = [
+            (
+                number * postings.DOCUMENTS_PER_BLOCK,
+                self._sorted(number, wanted),
+                live if live is None else live.numpy(),
+            )
+            for number, (_, live) in sorted(self._blocks.items())
+        ]
+        scores = torch.zeros(len(offsets) - 1, k, device="cpu")
         positions = torch.full((len(offsets) - 1, k), -1, device="cpu")
-        # A score that equals it counts.
-        floor = None if at_least is None else at_least.nextafter(torch.full_like(at_least, -1))
-        for number, (block, live) in sorted(self._blocks.items()):
-            first = number * postings.DOCUMENTS_PER_BLOCK
-            for rows, new, places in queries.candidates(block, live, scores[:, -1], floor):
-                scores[rows], positions[rows] = merge(scores[rows], positions[rows], new, places + first, k)
-        return mark_missing(scores, positions)
+        for row, (begin, end) in enumerate(pairwise(offsets.tolist())):
+            # A score that equals it counts.
+            above = -1.0 if at_least is None else np.nextafter(at_least[row].numpy(), np.float32(-1))
+            found = best(blocks, asked[begin:end], factors[begin:end], k, above)
+            for result, values in zip((scores, positions), found, strict=True):
+                result[row, : len(values)] = torch.from_numpy(values)
+        return scores, positions
+
+    def _sorted(self, number: int, wanted: np.ndarray) -> Postings:
+        block = self._blocks[number][0]
+        if number not in self._postings:
+            self._postings[number] = None
+            return Postings(block, wanted)
+        found = self._postings[number] = self._postings[number] or Postings(block)
+        return found
 
 
 def require_device(where: str, device: torch.device) -> None:

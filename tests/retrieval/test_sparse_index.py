@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pylate_fastmaxsim import SparseBatch, SparseIndex, reference, sparse_search
-from pylate_fastmaxsim.cpu import sparse as cpu_sparse
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.retrieval import sparse_search as module
 from tests.support.sparse_vectors import assert_same, scipy_products, sorted_scores, sparse_vectors
@@ -41,8 +40,6 @@ def test_equal_to_sorting_all(count, vocabulary, sizes, k, queries, every, dtype
     asked = sparse_vectors(queries, vocabulary, seed=queries, dtype=dtypes[0])
     documents = sparse_vectors(count, vocabulary, seed=count, every=every, dtype=dtypes[1])
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("PAIRS_AT_ONCE", "ENTRIES_AT_ONCE"):
-            patch.setattr(cpu_sparse, name, at_once)
         patch.setattr(module, "ENTRIES_HELD", at_once)
         expected = sorted_scores(asked, documents, k)
         assert_same(reference.sparse_top(asked, documents, k), expected)
@@ -50,7 +47,8 @@ def test_equal_to_sorting_all(count, vocabulary, sizes, k, queries, every, dtype
         assert_same(sparse_search(asked, in_batches(documents, sizes), k), expected)
         index = SparseIndex.build(in_batches(documents, sizes))
         assert len(index) == count
-        assert_same(index.search(asked, k), expected)
+        for _ in range(2):  # a CPU has documents sorted by term from the second search on
+            assert_same(index.search(asked, k), expected)
 
         removed: set[int] = set()
         for _ in range(data.draw(st.integers(0, 3))):
