@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.support import random_shapes
 from tests.support.operators import (
     FORMATS,
     OPERATORS,
@@ -23,6 +22,7 @@ from tests.support.operators import (
     problem,
     random_gradient,
 )
+from tools import fuzz_operators
 
 pytest.importorskip("triton")
 
@@ -490,7 +490,7 @@ def test_lower_precision_of_float32(name, dim, precision):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_random_shapes(name, capsys):
     given = ["--operator", name, "--count", "40", "--families", "5"]
-    assert random_shapes.main(given, CUDA) == 0, capsys.readouterr().out
+    assert fuzz_operators.main(given, CUDA) == 0, capsys.readouterr().out
 
 
 @pytest.mark.cuda

@@ -8,7 +8,6 @@ import torch
 from pylate_fastmaxsim import LogSumExp, Max, Softmax, TopK, maxsim, maxsim_from_hidden, pooled_scores, xtr_scores
 from pylate_fastmaxsim._dtypes import float32_precision  # which only kernels read: no result on a CPU shows it
 from pylate_fastmaxsim.cpu import maxsim as blocked
-from tests.support import random_shapes
 from tests.support.operators import (
     FORMATS,
     OPERATORS,
@@ -21,13 +20,14 @@ from tests.support.operators import (
     random_gradient,
 )
 from tests.support.ragged_batches import batches
+from tools import fuzz_operators
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_random_shapes(name, capsys):
     """Any d, lengths, masks, candidates, floors and dtype, empty batches among them."""
     given = ["--operator", name, "--count", "7", "--products", "500000", "--families", "1000"]
-    assert random_shapes.main(given) == 0, capsys.readouterr().out
+    assert fuzz_operators.main(given) == 0, capsys.readouterr().out
 
 
 # A mean and a quotient round.
@@ -41,7 +41,7 @@ def test_whole_numbers_give_the_definition_bit_by_bit(name, tolerance, monkeypat
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     for number in range(24):
         monkeypatch.setattr(blocked, "FEW_ELEMENTS", (0, 1 << 11)[number % 2])
-        _, given = random_shapes.options(number, 1, 1000, 2**19, dtypes, name)
+        _, given = fuzz_operators.options(number, 1, 1000, 2**19, dtypes, name)
         check_exactly(name, problem(name, **given, integers=True), tolerance)
 
 

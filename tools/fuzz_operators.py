@@ -1,8 +1,8 @@
 """Hold every operator to its definition in float64 over thousands of random shapes.
 
-    python -m tests.support.random_shapes                        10,000 shapes
-    python -m tests.support.random_shapes --start 17 --count 1   repeats shape 17
-    python -m tests.support.random_shapes --budget 300           stops after five minutes and says where to go on
+    python -m tools.fuzz_operators                        10,000 shapes
+    python -m tools.fuzz_operators --start 17 --count 1   repeats shape 17
+    python -m tools.fuzz_operators --budget 300           stops after five minutes and says where to go on
 
 Kernels run on a CUDA GPU. They are compiled anew for every operator, d, dtype, presence of masks and class of query length,
 so a shape takes these from one of --families families, drawn with the seed. Lengths, numbers of documents and candidates
