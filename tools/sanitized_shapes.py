@@ -1,7 +1,7 @@
 """Small shapes of the operators' kernels, forward and backward, and of sparse search, for compute-sanitizer on a CUDA GPU.
 
-    compute-sanitizer --tool racecheck python -m tests.support.sanitized_shapes
-    compute-sanitizer --tool memcheck --report-api-errors no python -m tests.support.sanitized_shapes
+    compute-sanitizer --tool racecheck python -m tools.sanitized_shapes
+    compute-sanitizer --tool memcheck --report-api-errors no python -m tools.sanitized_shapes
 
 Run it once without the sanitizer first, which compiles the kernels into Triton's cache.
 """
