@@ -36,9 +36,9 @@ ROOMS = {
     "": (
         "_dtypes _install _memory _winners < _checks files < reporting < _impacts pooling < tokens sparse codec < compressed "
         "< _operands < reference kernels cpu < ops < retrieval diagnostics < indexes integrations < losses "
-        "comparison < recipes < precompile < cli run compare"
+        "comparison export < recipes < precompile < cli run compare"
     ),
-    "files": "replace < lock record",
+    "files": "replace < lock record < resumed",
     "reporting": "numbers table figures environment progress < page",
     "kernels": (
         "runtime < primitives < maxsim winner_backward projection attention layers sparse "
@@ -48,6 +48,7 @@ ROOMS = {
         "topk impacts < formats < corpus < search plaid sparse_files sparse_search < sparse_index < static < soundness"
     ),
     "indexes": "storage < exact",
+    "export": "source < parquet < run",
     "integrations": (
         "log options < status patching < models < compilation < encoding < inference < pylate sentence_transformers colpali < "
         "sparse_encoder < hosts < enable < run_script doctor"
