@@ -22,14 +22,15 @@ TOKENS, DOCUMENTS = 1 << 16, 1 << 13
 GROUPS = 16
 
 
-def to_parquet(source: Dense | Sparse, folder: Path) -> Iterator[int]:
-    """Write numbered files to a folder, and yield after each how many documents there are; first, how many there were."""
+def to_parquet(source: Dense | Sparse, at: str) -> Iterator[int]:
+    """Write numbered files to the folder ``at``, and yield after each how many documents there are; first, how many there were."""
     try:
         import pyarrow as pa
         from pyarrow.parquet import ParquetWriter, read_metadata
     except ImportError:
         raise ImportError(f"export: pyarrow is missing: {install_command('recipes')}.") from None
 
+    folder = Path(at)
     id_type = pa.string() if isinstance(source.ids[0], str) else pa.int64()
 
     def table(ids: Sequence[Id], batch: Batch | SparseBatch) -> pa.Table:

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-from pylate_fastmaxsim.export.parquet import to_parquet
-from pylate_fastmaxsim.export.source import source_of
+import torch
 
-TARGETS = {"parquet": to_parquet}
+from pylate_fastmaxsim.export.parquet import to_parquet
+from pylate_fastmaxsim.export.source import Dense, Sparse, source_of
+from pylate_fastmaxsim.retrieval.plaid_writer import TOKENS_PER_BATCH, codec_of, writing_plaid
 
 # `begin(task, total, done)` of a bar returns what is told how many more are done.
 Begin = Callable[[str, int, int], Callable[[int], object]]
+
+
+def to_plaid(source: Dense | Sparse, at: str) -> Iterator[int]:
+    """Write an index of PLAID, and yield after each chunk how many documents there are; first, how many there were."""
+    if isinstance(source, Sparse):
+        raise ValueError("export: an index of PLAID holds token embeddings, but these are sparse vectors.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    batches = partial(source.batches, tokens=TOKENS_PER_BATCH, device=device)
+    codec = partial(codec_of, source.corpus, source.positions, device)
+    return writing_plaid("export", Path(at), ["plaid", *source.state], batches, codec, source.ids)
+
+
+TARGETS: dict[str, Callable[[Dense | Sparse, str], Iterator[int]]] = {"parquet": to_parquet, "plaid": to_plaid}
 
 
 def export(folder: str | os.PathLike, to: str, at: str, begin: Begin | None = None) -> int:
@@ -27,9 +42,11 @@ def export(folder: str | os.PathLike, to: str, at: str, begin: Begin | None = No
         :class:`pylate_fastmaxsim.indexes.Exact`, or of ``fastmaxsim search --index``. It must not be changed meanwhile.
     to
         ``"parquet"``: files with the columns ``id``, and ``vectors`` (lists of lists of d numbers, float32 from a corpus of
-        float32, else float16) or ``indices`` and ``values`` (of sparse vectors, int32 and float32).
+        float32, else float16) or ``indices`` and ``values`` (of sparse vectors, int32 and float32). ``"plaid"``: an index of
+        token embeddings, as :func:`pylate_fastmaxsim.write_plaid` writes it.
     at
-        A folder: empty, yet to be made, or that of an earlier call, which is gone on with.
+        A folder: empty, yet to be made, or that of an earlier call, which is gone on with. That of PLAID is
+        ``index_folder/index_name`` of PyLate.
     begin
         Makes a progress bar of a title, a total and a number that is done, and returns what is told of more.
 
@@ -41,8 +58,8 @@ def export(folder: str | os.PathLike, to: str, at: str, begin: Begin | None = No
     Raises
     ------
     ValueError
-        ``folder`` holds no documents, or is damaged, or there is something else at ``at``, or documents of a folder that has
-        changed since.
+        ``folder`` holds no documents, or is damaged, or none that fit the target; or there is something else at ``at``, or
+        documents of a folder that has changed since.
     ImportError
         A library is not installed.
     OSError
@@ -62,7 +79,7 @@ def export(folder: str | os.PathLike, to: str, at: str, begin: Begin | None = No
     [{'id': 'a', 'vectors': [[1.0, 0.0], [0.0, 1.0]]}, {'id': 'b', 'vectors': [[1.0, 1.0]]}]
     """
     source = source_of(Path(folder))
-    counts = TARGETS[to](source, Path(at))
+    counts = TARGETS[to](source, at)
     done = next(counts)
     update = begin("export", len(source), done) if begin else lambda more: None
     for count in counts:
