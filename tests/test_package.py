@@ -48,7 +48,7 @@ ROOMS = {
         "topk impacts < formats < corpus < search plaid sparse_files sparse_search < plaid_writer sparse_index < static < soundness"
     ),
     "indexes": "storage < exact",
-    "export": "source < parquet < run",
+    "export": "source < parquet qdrant < run",
     "integrations": (
         "log options < status patching < models < compilation < encoding < inference < pylate sentence_transformers colpali < "
         "sparse_encoder < hosts < enable < run_script doctor"
@@ -62,7 +62,7 @@ ROOMS = {
 }
 # Used where it is there; where not, a line of log or an error says what to install. PyTorch brings the release of `cuda`
 # that fits its own, and PyLate brings fastkmeans.
-OPTIONAL = {"cuda", "fastkmeans"}
+OPTIONAL = {"cuda", "fastkmeans", "qdrant_client"}
 PACKAGE = Path(pylate_fastmaxsim.__file__).parent
 
 

@@ -18,7 +18,13 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a SparseIndex, of write_corpus, of indexes.Exact, or of fastmaxsim search --index",
     )
     add("--to", choices=TARGETS, required=True, help="what the documents are written as")
-    add("--at", required=True, metavar="PLACE", help="a folder, empty or of an earlier call, which is gone on with")
+    add(
+        "--at",
+        required=True,
+        metavar="PLACE",
+        help="a folder, or for qdrant URL/COLLECTION (key: QDRANT_API_KEY) or FOLDER/COLLECTION: new, or of an earlier call, "
+        "which is gone on with",
+    )
 
 
 def run_export(options: argparse.Namespace) -> None:
@@ -29,10 +35,8 @@ def run_export(options: argparse.Namespace) -> None:
         try:
             with progress_of_tasks() as begin:
                 count = export(options.folder, options.to, options.at, begin)
-        except (ValueError, ImportError) as error:
-            end_with(f"fastmaxsim: {error}")
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        except (ValueError, ImportError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             end_with(f"fastmaxsim: {error}")
     print(f"{options.at}: {count:,} documents")

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from pylate_fastmaxsim.export.parquet import to_parquet
+from pylate_fastmaxsim.export.qdrant import to_qdrant
 from pylate_fastmaxsim.export.source import Dense, Sparse, source_of
 from pylate_fastmaxsim.retrieval.plaid_writer import TOKENS_PER_BATCH, codec_of, writing_plaid
 
@@ -27,7 +28,11 @@ def to_plaid(source: Dense | Sparse, at: str) -> Iterator[int]:
     return writing_plaid("export", Path(at), ["plaid", *source.state], batches, codec, source.ids)
 
 
-TARGETS: dict[str, Callable[[Dense | Sparse, str], Iterator[int]]] = {"parquet": to_parquet, "plaid": to_plaid}
+TARGETS: dict[str, Callable[[Dense | Sparse, str], Iterator[int]]] = {
+    "parquet": to_parquet,
+    "plaid": to_plaid,
+    "qdrant": to_qdrant,
+}
 
 
 def export(folder: str | os.PathLike, to: str, at: str, begin: Begin | None = None) -> int:
@@ -43,10 +48,12 @@ def export(folder: str | os.PathLike, to: str, at: str, begin: Begin | None = No
     to
         ``"parquet"``: files with the columns ``id``, and ``vectors`` (lists of lists of d numbers, float32 from a corpus of
         float32, else float16) or ``indices`` and ``values`` (of sparse vectors, int32 and float32). ``"plaid"``: an index of
-        token embeddings, as :func:`pylate_fastmaxsim.write_plaid` writes it.
+        token embeddings, as :func:`pylate_fastmaxsim.write_plaid` writes it. ``"qdrant"``: points of a collection, which is
+        made, with ``vectors``, multivectors that MaxSim scores or sparse vectors, and ``id`` in the payload.
     at
         A folder: empty, yet to be made, or that of an earlier call, which is gone on with. That of PLAID is
-        ``index_folder/index_name`` of PyLate.
+        ``index_folder/index_name`` of PyLate. For Qdrant ``URL/COLLECTION``, with the key of a server in the environment, as
+        ``QDRANT_API_KEY``, or without a server ``FOLDER/COLLECTION``, as for ``QdrantClient(path=FOLDER)``.
     begin
         Makes a progress bar of a title, a total and a number that is done, and returns what is told of more.
 
@@ -63,7 +70,7 @@ def export(folder: str | os.PathLike, to: str, at: str, begin: Begin | None = No
     ImportError
         A library is not installed.
     OSError
-        Writing fails, as on a full disk.
+        Writing fails, as on a full disk. A ConnectionError: the server does not answer.
 
     Examples
     --------
