@@ -8,7 +8,6 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +46,8 @@ TOKENS_PER_CHUNK = 1 << 20
 TOKENS_PER_BATCH = 1 << 17
 # That a codec is trained on: documents chosen at random.
 SAMPLE_TOKENS = 1 << 20
-# That the lengths of residuals are measured of.
-STATISTICS_TOKENS = 50_000
+# Vectors whose residuals are measured.
+RESIDUALS = 50_000
 # By default as PyLate's.
 BITS = 4
 
@@ -66,7 +65,8 @@ def write_plaid(
     """Write an index that ``pylate.indexes.PLAID`` and fast-plaid search and add to, and open it.
 
     The index is the one that fast-plaid writes for the same centroids and buckets, which however looks for the nearest
-    centroid in float16. A chunk of 2**20 tokens at a time is in memory. Where a call is killed, the same call goes on behind its last chunk.
+    centroid in float16. A chunk of 2**20 tokens at a time is in memory. Where a call is killed, the same call goes on behind
+    its last chunk.
 
     Parameters
     ----------
@@ -87,8 +87,8 @@ def write_plaid(
     Raises
     ------
     ValueError
-        The folder holds something else, there are no documents or another number of ids, or the codec is for another d, or
-        missing.
+        The folder holds something else, there are no tokens or another number of ids, or the codec is missing, for another d
+        or not that of the call that was killed.
     TypeError
         Something in the batches is none.
     OSError
@@ -114,17 +114,17 @@ def write_plaid(
     if isinstance(documents, Corpus):
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         batches = partial(documents.batches, device, TOKENS_PER_BATCH)
-        made = partial(codec_of, documents, torch.arange(len(documents)), device)
     elif codec is None:
-        raise ValueError(
-            f"{where}: documents that are a function need a codec; ResidualCodec.train makes it of a sample."
-        )
+        raise ValueError(f"{where}: documents of a function need a codec; ResidualCodec.train makes it of a sample.")
     else:
 
         def batches(held: int) -> Iterator[Batch]:
             return token_batches(where, "documents", documents(held), CompressedBatch)
 
-    for _ in writing_plaid(where, folder, None, batches, made if codec is None else lambda: codec, ids):
+    def chosen() -> ResidualCodec:
+        return codec or codec_of(documents, torch.arange(len(documents)), device)
+
+    for _ in writing_plaid(where, folder, codec and codec.checksum, batches, chosen, ids):
         pass
     return read_plaid(folder)
 
@@ -134,7 +134,7 @@ def writing_plaid(
     folder: Path,
     source: Any,
     batches: Callable[[int], Iterable[Batch]],
-    codec_of_all: Callable[[], ResidualCodec],
+    chosen: Callable[[], ResidualCodec],
     ids: Sequence[Any] | None,
 ) -> Iterator[int]:
     """Write an index, and yield after each chunk how many documents there are; first, how many there were.
@@ -152,31 +152,40 @@ def writing_plaid(
         yield done
         if is_finished:
             return
-        waiting = iter(batches(done))
         if not (index / PLAN_FILE).exists():
-            first = next(waiting, None)
-            if first is None:
-                raise ValueError(f"{where}: there must be at least one document.")
-            _write_codec(index, codec_of_all(), first)
-            waiting = chain([first], waiting)
+            codec = chosen().to("cpu")
+            arrays = {
+                "centroids": codec.centroids,
+                "bucket_cutoffs": codec.cutoffs,
+                "bucket_weights": codec.weights.float(),
+            }
+            _write_arrays(index, arrays)
+            _write_json(index / PLAN_FILE, {"nbits": codec.bits})
         codec = read_codec(index, FAST_PLAID, read_json(index / PLAN_FILE)["nbits"])
-        for codes, packed, counts in _chunks(waiting, codec):
-            _write_chunk(index, len(lengths), codes, packed, counts, sum(map(sum, lengths)))
+        for codes, packed, counts in _chunks(batches(done), codec):
+            number, begin = len(lengths), sum(map(sum, lengths))
+            _write_arrays(index, {f"{number}.codes": codes, f"{number}.residuals": packed})
+            about = {"num_documents": len(counts), "num_embeddings": len(codes), "embedding_offset": begin}
+            _write_json(index / f"{number}.metadata.json", about)
+            _write_json(lengths_file(index, number), counts)  # which makes it a chunk
             lengths.append(counts)
             done += len(counts)
             yield done
-        ids = range(done) if ids is None else ids
-        if len(ids) != done:
-            raise ValueError(f"{where}: there must be an id for each of {done} documents, got {len(ids)}.")
+        ids, tokens = range(done) if ids is None else ids, sum(map(sum, lengths))
+        if len(ids) != done or not tokens:
+            raise ValueError(
+                f"{where}: there must be tokens, and an id for each document, got {tokens} tokens of {done} documents, and "
+                f"{len(ids)} ids."
+            )
         _write_lists(index, lengths, len(codec.centroids))
-        tokens = sum(map(sum, lengths))
+        _write_residuals(index, codec, batches(0))
         about = {"nbits": codec.bits, "num_chunks": len(lengths)}
         _write_json(index / PLAN_FILE, about)
         about |= {"num_partitions": len(codec.centroids), "num_embeddings": tokens, "num_documents": done}
-        about |= {"avg_doclen": tokens / done, "compress_only": False}
         for name, pairs in ((IDS_FILE, enumerate(ids)), (NUMBERS_FILE, zip(ids, range(done), strict=True))):
             replace_file(folder / name, pickle.dumps(dict(pairs)))
-        _write_json(index / METADATA_FILE, about)  # which makes it an index
+        # Which makes it an index.
+        _write_json(index / METADATA_FILE, about | {"avg_doclen": tokens / done, "compress_only": False})
 
 
 def codec_of(corpus: Corpus, positions: Tensor, device: str | torch.device) -> ResidualCodec:
@@ -220,29 +229,6 @@ def _coded(batch: Batch, codec: ResidualCodec) -> CompressedBatch:
     return compress(live(batch), codec.to(batch.device))
 
 
-def _write_codec(index: Path, codec: ResidualCodec, batch: Batch) -> None:
-    """Write the codec, and what fast-plaid notes of residuals: from where on it takes a vector for one of a new centroid."""
-    vectors = batch if isinstance(batch, TokenBatch) else batch.decompress()
-    some = live(vectors).values[:STATISTICS_TOKENS].cpu()
-    codec = codec.to("cpu")
-    residuals = some.float() - codec.centroids[_coded(TokenBatch.from_list([some]), codec).tokens.codes.long()].float()
-    _write_array(index / "centroids.npy", codec.centroids)
-    _write_array(index / "bucket_cutoffs.npy", codec.cutoffs)
-    _write_array(index / "bucket_weights.npy", codec.weights.float())
-    _write_array(index / "avg_residual.npy", residuals.abs().mean(dim=0))
-    _write_array(index / "cluster_threshold.npy", residuals.norm(dim=1).quantile(0.75)[None])
-    _write_json(index / PLAN_FILE, {"nbits": codec.bits})
-
-
-def _write_chunk(index: Path, number: int, codes: Tensor, packed: Tensor, lengths: list[int], begin: int) -> None:
-    """Write the chunk whose first token is the one of the number ``begin``."""
-    _write_array(rows_file(index, number, "codes"), codes)
-    _write_array(rows_file(index, number, "residuals"), packed)
-    about = {"num_documents": len(lengths), "num_embeddings": len(codes), "embedding_offset": begin}
-    _write_json(index / f"{number}.metadata.json", about)
-    _write_json(lengths_file(index, number), lengths)  # which makes it a chunk
-
-
 def _write_lists(index: Path, lengths: list[list[int]], centroids: int) -> None:
     """Write for each centroid the documents that have a token of it, ascending."""
     firsts = np.cumsum([0, *map(len, lengths)])
@@ -267,11 +253,22 @@ def _write_lists(index: Path, lengths: list[list[int]], centroids: int) -> None:
         lists.flush()
 
     replace_file(index / "ivf.npy", write)
-    _write_array(index / "ivf_lengths.npy", torch.from_numpy(counts.astype(np.int32)))
+    _write_arrays(index, {"ivf_lengths": torch.from_numpy(counts.astype(np.int32))})
 
 
-def _write_array(file: Path, array: Tensor) -> None:
-    replace_file(file, lambda name: np.save(name, array.numpy()))
+def _write_residuals(index: Path, codec: ResidualCodec, batches: Iterable[Batch]) -> None:
+    """Write how large residuals are: fast-plaid makes centroids of added vectors that are farther from all others."""
+    found = (live(each if isinstance(each, TokenBatch) else each.decompress()).values[:RESIDUALS] for each in batches)
+    vectors = torch.nn.functional.normalize(next(each for each in found if len(each)).float(), dim=-1)
+    codec = codec.to(vectors.device)
+    residuals = (vectors - codec.centroids[codec.encode(vectors)[0].long()].float()).cpu()
+    threshold = residuals.norm(dim=1).quantile(0.75)[None]
+    _write_arrays(index, {"avg_residual": residuals.abs().mean(dim=0), "cluster_threshold": threshold})
+
+
+def _write_arrays(index: Path, arrays: dict[str, Tensor]) -> None:
+    for name, array in arrays.items():
+        replace_file(index / f"{name}.npy", partial(np.save, arr=array.numpy()))
 
 
 def _write_json(file: Path, values: Any) -> None:

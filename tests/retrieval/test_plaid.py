@@ -11,11 +11,12 @@ import pytest
 import torch
 from fast_plaid.search import FastPlaid
 
-from pylate_fastmaxsim import TokenBatch, read_plaid, write_plaid
+from pylate_fastmaxsim import ResidualCodec, TokenBatch, read_plaid, write_plaid
 from pylate_fastmaxsim.retrieval import plaid_writer
 from pylate_fastmaxsim.retrieval.search import search
 from tests.support import plaid_indexes
 from tests.support.plaid_indexes import PLAID, stored_vectors, unit_vectors, write_fast_plaid, write_stanford
+from tests.support.residual_codecs import random_codec
 
 # 1,000 tokens for 256 centroids, so that residuals matter; chunks of 25 documents.
 LENGTHS = [3, *(1 + 7 * number % 31 for number in range(63))]
@@ -171,6 +172,25 @@ def test_what_is_written_is_what_fast_plaid_writes_with_the_same_codec(bits, tmp
     index.add_documents(["new"], unit_vectors(6, seed=8)).remove_documents(["d0"])
     assert read_plaid(tmp_path / "written").ids == [*names[1:], "new"]
     assert index(unit_vectors(6, seed=8), k=1)[0][0]["id"] == "new"
+
+
+def test_what_cannot_be_written_is_one_sentence(tmp_path):
+    def refused(folder: str, codec: ResidualCodec | None, sizes: tuple[int, ...] = (3, 4), **named: object) -> str:
+        with pytest.raises(ValueError) as raised:
+            write_plaid(
+                tmp_path / folder, lambda held: [[each] for each in unit_vectors(*sizes)[held:]], codec, **named
+            )
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    codec = random_codec(plaid_indexes.DIM, 2, centroids=8)
+    assert "a function need a codec; ResidualCodec.train makes it of a sample" in refused("new", None)
+    assert "got 7 tokens of 2 documents, and 1 ids." in refused("begun", codec, ids=["a"])
+    assert "must be tokens" in refused("empty", codec, sizes=(0, 0))
+    assert "begun was written from something else" in refused("begun", random_codec(plaid_indexes.DIM, 2, centroids=9))
+    assert "the codec is for d = 8" in refused("other", random_codec(8, 2, centroids=8))
+    assert len(write_plaid(tmp_path / "begun", lambda held: [[each] for each in unit_vectors(3, 4)[held:]], codec)) == 2
+    assert "begun holds an index; choose another folder, or remove it." in refused("begun", codec)
 
 
 @pytest.mark.parametrize("bits", [2, 4])
