@@ -22,8 +22,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "--at",
         required=True,
         metavar="PLACE",
-        help="a folder, or for qdrant URL/COLLECTION (key: QDRANT_API_KEY) or FOLDER/COLLECTION: new, or of an earlier call, "
-        "which is gone on with",
+        help="a folder, or for qdrant URL/COLLECTION (key: QDRANT_API_KEY) or FOLDER/COLLECTION: new, or to go on with",
     )
 
 
