@@ -88,8 +88,7 @@ def to_qdrant(source: Dense | Sparse, at: str) -> Iterator[int]:
     except (ApiException, RuntimeError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConnectionError(
-            f"export: {at} does not answer as Qdrant does ({reason}); what it holds stays, and the same command goes on "
-            "from there."
+            f"export: {at} cannot be written ({reason}); what it holds stays, and the same command goes on from there."
         ) from None
     finally:
         if client is not None:

@@ -95,7 +95,7 @@ def source_of(folder: Path) -> Dense | Sparse:
     folder = next((folder / name for name in _INSIDE if (folder / name).is_dir()), folder)
     if (folder / sparse_files.DESCRIPTION_FILE).exists():
         index = sparse_files.read_description("export", folder)
-        kept = torch.ones(index.documents, dtype=torch.bool)
+        kept = torch.ones(index.documents, dtype=torch.bool, device="cpu")
         kept[index.removed] = False
         positions = kept.nonzero().flatten()
         found = Sparse([*index.state], positions.tolist(), positions, folder, index)
@@ -103,7 +103,7 @@ def source_of(folder: Path) -> Dense | Sparse:
         parts = [description.read(each) for each in description.folders(folder)]
         if parts[0].ids is None:
             corpus = Corpus(folder)
-            ids, positions = range(len(corpus)), torch.arange(len(corpus))
+            ids, positions = range(len(corpus)), torch.arange(len(corpus), device="cpu")
         else:
             index = Folder(folder, override=False)
             corpus, parts = index.corpus, [index._held]

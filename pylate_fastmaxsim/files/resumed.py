@@ -25,7 +25,7 @@ def resumed(where: str, folder: Path, source: Any) -> Iterator[bool]:
     folder.mkdir(parents=True, exist_ok=True)
     held = f"{where}: {folder} is being written by another process; wait until it ends, or choose another folder."
     with locked(folder, held, LOCK_FILE):
-        remove_scratch(folder)
+        remove_scratch(folder, RECORD_FILE)
         try:
             record = read_record(folder / RECORD_FILE, FORMAT)
         except ValueError as error:
@@ -40,6 +40,7 @@ def resumed(where: str, folder: Path, source: Any) -> Iterator[bool]:
                 f"{where}: {folder} was written from something else, or before that was changed; choose another folder, or "
                 "remove what it holds."
             )
+        remove_scratch(folder)  # not before it is known whose the files are
         yield record["finished"]
         if not record["finished"]:
             write_record(folder / RECORD_FILE, record | {"finished": True})

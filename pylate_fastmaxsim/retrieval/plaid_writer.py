@@ -122,7 +122,7 @@ def write_plaid(
             return token_batches(where, "documents", documents(held), CompressedBatch)
 
     def chosen() -> ResidualCodec:
-        return codec or codec_of(documents, torch.arange(len(documents)), device)
+        return codec or codec_of(documents, torch.arange(len(documents), device="cpu"), device)
 
     for _ in writing_plaid(where, folder, codec and codec.checksum, batches, chosen, ids):
         pass
@@ -193,7 +193,7 @@ def codec_of(corpus: Corpus, positions: Tensor, device: str | torch.device) -> R
     stored = corpus.parts[0].format
     if stored.codec and all(part.format == stored for part in corpus.parts):
         return stored.codec
-    order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(0), device="cpu")
     documents = math.ceil(SAMPLE_TOKENS / max(1, corpus.tokens) * len(corpus))
     blocks = corpus.blocks(positions[order[:documents]].sort().values, TOKENS_PER_BATCH)
     batches = (corpus.select(block, device) for block in blocks)

@@ -135,9 +135,11 @@ def test_all_documents_are_there_once_also_after_a_kill(to, name, tmp_path):
             assert torch.allclose(ours, wanted, rtol=0, atol=0 if name in ("sparse", "saved") else 5e-4)  # float16
 
 
-def test_ranks_and_float32_are_kept(tmp_path):
+def test_what_search_keeps_and_ranks_have_written_is_exported_as_float32(tmp_path):
     for rank in range(2):
-        write_corpus(tmp_path / "from", [torch.full((2, 1, 4), rank + 1 / 3)], torch.float32, rank=(rank, 2))
+        write_corpus(
+            tmp_path / "from" / "documents", [torch.full((2, 1, 4), rank + 1 / 3)], torch.float32, rank=(rank, 2)
+        )
     assert export(tmp_path / "from", "parquet", tmp_path / "to") == 4
     assert of_parquet(tmp_path / "to") == {at: torch.full((1, 4), at // 2 + 1 / 3).tolist() for at in range(4)}
 
@@ -171,8 +173,8 @@ FROM | parquet | CHANGED | CHANGED was written from something else, or before th
 FROM | qdrant | CHANGED/docs | CHANGED/docs holds something else, or was written before the folder was changed
 FROM | qdrant | docs: | export: Qdrant is given as URL/COLLECTION, as http://localhost:6333/docs, got docs:.
 FROM | qdrant | http://localhost | export: Qdrant is given as URL/COLLECTION, as http://localhost:6333/docs, got h
-FROM | qdrant | http://127.0.0.1:1/docs | export: http://127.0.0.1:1/docs does not answer as Qdrant does ([Errno 111]
-    Connection refused); what it holds stays, and the same command goes on from there.
+FROM | qdrant | http://127.0.0.1:1/docs | export: http://127.0.0.1:1/docs cannot be written ([Errno 111] Connection
+    refused); what it holds stays, and the same command goes on from there.
 """)
 def test_what_cannot_be_exported_is_one_sentence(folder, to, at, said, tmp_path):
     pytest.importorskip("rich")
@@ -180,7 +182,8 @@ def test_what_cannot_be_exported_is_one_sentence(folder, to, at, said, tmp_path)
         pytest.importorskip("qdrant_client", reason=NEEDS_QDRANT)
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "OTHER").mkdir()
-    (tmp_path / "OTHER" / "file").touch()
+    for name in ("file", "unfinished-work"):
+        (tmp_path / "OTHER" / name).touch()
     KINDS["sparse"].write(tmp_path / "SPARSE")
     place = at if ":" in at else tmp_path / at
     for name, ids, size in (("FROM", "a", 1.0), ("LARGE", "a", 1e6), ("MIXED", ["a", 1], 1.0), ("GONE", "a", 1.0)):
@@ -191,5 +194,5 @@ def test_what_cannot_be_exported_is_one_sentence(folder, to, at, said, tmp_path)
         if name == "GONE":
             index.remove_documents("a")
     done = fastmaxsim(["export", tmp_path / folder, "--to", to, "--at", place], code=1)
-    assert said.replace("ROOT", str(tmp_path)) in done.stderr
+    assert said.replace("ROOT", str(tmp_path)) in done.stderr and (tmp_path / "OTHER" / "unfinished-work").exists()
     assert done.stderr.startswith("fastmaxsim: ") and done.stderr.count("\n") == 1
