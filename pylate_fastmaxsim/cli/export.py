@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import os
 
 from pylate_fastmaxsim.cli.terminal import end_with, path, progress_of_tasks, report_interruption
 
@@ -20,6 +21,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add("--to", choices=TARGETS, required=True, help="what the documents are written as")
     add(
         "--at",
+        type=os.path.expanduser,
         required=True,
         metavar="PLACE",
         help="a folder, or for qdrant URL/COLLECTION (key: QDRANT_API_KEY) or FOLDER/COLLECTION: new, or to go on with",

@@ -35,7 +35,7 @@ TARGETS: dict[str, Callable[[Dense | Sparse, str], Iterator[int]]] = {
 }
 
 
-def export(folder: str | os.PathLike, to: str, at: str, begin: Begin | None = None) -> int:
+def export(folder: str | os.PathLike, to: str, at: str | os.PathLike, begin: Begin | None = None) -> int:
     """Write all documents that a folder holds, with their ids, for another system. A call that was killed goes on.
 
     Memory is bounded, whatever the folder holds. Documents of an index that are removed are left out.
@@ -85,8 +85,10 @@ def export(folder: str | os.PathLike, to: str, at: str, begin: Begin | None = No
     2
     [{'id': 'a', 'vectors': [[1.0, 0.0], [0.0, 1.0]]}, {'id': 'b', 'vectors': [[1.0, 1.0]]}]
     """
+    if to not in TARGETS:
+        raise ValueError(f"export: to must be one of {', '.join(TARGETS)}, got {to!r}.")
     source = source_of(Path(folder))
-    counts = TARGETS[to](source, at)
+    counts = TARGETS[to](source, os.fspath(at))
     done = next(counts)
     update = begin("export", len(source), done) if begin else lambda more: None
     for count in counts:

@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("rich")
+
 from pyarrow.dataset import dataset
 from pyarrow.parquet import read_table
 
@@ -104,11 +108,11 @@ def kills(to: str, folder: Path, root: Path) -> Iterator[Path]:
             at, calls = root / f"{number}-{is_partly_done}" / "docs", 0
             with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr(QdrantClient, "upsert", failing)
-                export(folder, to, str(at))
+                export(folder, to, at)
             yield at
         return
     (root / "seen").mkdir(parents=True)
-    found = states(root / "seen", lambda: export(folder, to, str(root / "seen")), cuts=1)
+    found = states(root / "seen", lambda: export(folder, to, root / "seen"), cuts=1)
     assert len(found) > 15
     for number, (_, state) in enumerate(found[:: 1 if to == "parquet" else 3]):
         yield written(state, root / str(number))
@@ -121,7 +125,7 @@ def test_all_documents_are_there_once_also_after_a_kill(to, name, tmp_path):
     folder, at, expected = tmp_path / "from", tmp_path / "to" / "docs", given(name)
     KINDS[name].write(folder)
     for place in (at, at, *kills(to, folder, tmp_path / "killed")):
-        assert export(folder, to, str(place)) == len(expected)
+        assert export(folder, to, place) == len(expected)
         found = READ[to](place)
         assert {*found} == {*expected} and (to == "qdrant" or [*found] == [*expected])
         for each, stored in expected.items():
@@ -177,7 +181,6 @@ FROM | qdrant | http://127.0.0.1:1/docs | export: http://127.0.0.1:1/docs cannot
     refused); what it holds stays, and the same command goes on from there.
 """)
 def test_what_cannot_be_exported_is_one_sentence(folder, to, at, said, tmp_path):
-    pytest.importorskip("rich")
     if to == "qdrant":
         pytest.importorskip("qdrant_client", reason=NEEDS_QDRANT)
     (tmp_path / "EMPTY").mkdir()
