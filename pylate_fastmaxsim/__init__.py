@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which read no strings
     from pylate_fastmaxsim.precompile.processes import warmup as warmup
     from pylate_fastmaxsim.precompile.shapes import BatchShape as BatchShape
     from pylate_fastmaxsim.retrieval.plaid import read_plaid as read_plaid
+    from pylate_fastmaxsim.retrieval.plaid_writer import write_plaid as write_plaid
     from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex as SparseIndex
     from pylate_fastmaxsim.retrieval.sparse_search import sparse_search as sparse_search
     from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction as StaticLateInteraction
@@ -40,6 +41,7 @@ _NAMES = {
     "compressed": ("CompressedBatch", "compress"),
     "codec": ("ResidualCodec",),
     "retrieval.plaid": ("read_plaid",),
+    "retrieval.plaid_writer": ("write_plaid",),
     "sparse": ("SparseBatch",),
     "retrieval.sparse_index": ("SparseIndex",),
     "retrieval.sparse_search": ("sparse_search",),

@@ -36,18 +36,19 @@ ROOMS = {
     "": (
         "_dtypes _install _memory _winners < _checks files < reporting < _impacts pooling < tokens sparse codec < compressed "
         "< _operands < reference kernels cpu < ops < retrieval diagnostics < indexes integrations < losses "
-        "comparison < recipes < precompile < cli run compare"
+        "comparison export < recipes < precompile < cli run compare"
     ),
-    "files": "replace < lock record",
+    "files": "replace < lock record < resumed",
     "reporting": "numbers table figures environment progress < page",
     "kernels": (
         "runtime < primitives < maxsim winner_backward projection attention layers sparse "
         "< xtr pooled compressed splade"
     ),
     "retrieval": (
-        "topk impacts < formats < corpus < search plaid sparse_files sparse_search < sparse_index < static < soundness"
+        "topk impacts < formats < corpus < search plaid sparse_files sparse_search < plaid_writer sparse_index < static < soundness"
     ),
     "indexes": "storage < exact",
+    "export": "source < parquet qdrant < run",
     "integrations": (
         "log options < status patching < models < compilation < encoding < inference < pylate sentence_transformers colpali < "
         "sparse_encoder < hosts < enable < run_script doctor"
@@ -61,7 +62,7 @@ ROOMS = {
 }
 # Used where it is there; where not, a line of log or an error says what to install. PyTorch brings the release of `cuda`
 # that fits its own, and PyLate brings fastkmeans.
-OPTIONAL = {"cuda", "fastkmeans"}
+OPTIONAL = {"cuda", "fastkmeans", "qdrant_client"}
 PACKAGE = Path(pylate_fastmaxsim.__file__).parent
 
 

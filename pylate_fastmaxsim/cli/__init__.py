@@ -22,6 +22,7 @@ COMMANDS = {
     "robustness": "Measure a trained model on longer documents and on documents with injected tokens, by several poolings.",
     "evaluate": "Evaluate trained models on a collection by exact search, and compare them.",
     "search": "Search a collection exactly with a late-interaction or sparse model: a run file, metrics and times.",
+    "export": "Write the documents of an index, with their ids, for another system; a command that was killed goes on.",
     "check": "Compare an index, token embeddings or a static model with its checksums; code 1 if something is damaged.",
     "warmup": "Compile the kernels of a recipe ahead of time, so that training does not wait for them (CUDA GPU).",
     "run": "Run a training script with this package enabled: fastmaxsim run SCRIPT.py ARGS.",

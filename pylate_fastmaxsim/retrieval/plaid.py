@@ -87,12 +87,7 @@ def read_plaid(folder: str | os.PathLike) -> PlaidCorpus:
     if layout is None:
         raise _unknown_layout(folder, f"centroids.{FAST_PLAID} or centroids.{STANFORD}")
     bits, chunks, merged = read_sizes(folder, layout)
-    centroids, weights, cutoffs = _read_buckets(folder, layout, bits)
-    try:
-        # fast-plaid computes with halves, also where it stores float32.
-        codec = ResidualCodec(centroids.half(), weights.half(), cutoffs.float())
-    except ValueError as error:
-        raise ValueError(f"read_plaid: {folder} must hold a codec that can be used; {error}") from None
+    codec = read_codec(folder, layout, bits)
     stored = Format("residual", codec.dim, codec=codec, has_scales=False)
     parts, begin = [], 0
     for number in range(chunks):
@@ -120,13 +115,13 @@ def read_plaid(folder: str | os.PathLike) -> PlaidCorpus:
 
 def _chunk(folder: Path, number: int, layout: str, stored: Format, merged: bool, begin: int) -> Part:
     """A chunk; ``begin``: where its rows begin in files of all chunks."""
-    file = _lengths_file(folder, number)
-    lengths = _read_json(file)
+    file = lengths_file(folder, number)
+    lengths = read_json(file)
     if not isinstance(lengths, list) or not all(type(length) is int and length >= 0 for length in lengths):
         raise ValueError(f"read_plaid: {file} must be a list of integers from 0, the lengths of documents.")
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     tokens = int(bounds[-1])
-    codes_file, packed_file = (_rows_file(folder, number, name, layout, merged) for name in ("codes", "residuals"))
+    codes_file, packed_file = (rows_file(folder, number, name, layout, merged) for name in ("codes", "residuals"))
     # Behind the last chunk fast-plaid has rows of no document.
     codes, packed = (
         _array(file)[begin : begin + tokens] if file.name.startswith(MERGED) else _array(file)
@@ -151,7 +146,7 @@ def plaid_folder(folder: Path) -> Path:
 def read_sizes(folder: Path, layout: str) -> tuple[int, int, bool]:
     """Bits of each number, the number of chunks, and whether rows may be in files of all chunks only."""
     file = folder / METADATA_FILE
-    metadata = _read_json(file)
+    metadata = read_json(file)
     metadata = metadata if isinstance(metadata, dict) else {}
     config = metadata if layout == FAST_PLAID else metadata.get("config")
     bits = config.get("nbits") if isinstance(config, dict) else None
@@ -163,8 +158,8 @@ def read_sizes(folder: Path, layout: str) -> tuple[int, int, bool]:
             f"read_plaid: {file} must say nbits, 1, 2 or 4, and num_chunks, from 1, but says {bits!r} and {chunks!r}."
         )
     first = [
-        _lengths_file(folder, 0),
-        *(_rows_file(folder, 0, name, layout, merged) for name in ("codes", "residuals")),
+        lengths_file(folder, 0),
+        *(rows_file(folder, 0, name, layout, merged) for name in ("codes", "residuals")),
     ]
     if (lacking := next((file.name for file in first if not file.exists()), None)) is not None:
         raise _unknown_layout(folder, lacking)
@@ -175,11 +170,11 @@ def _unknown_layout(folder: Path, lacking: str) -> ValueError:
     return ValueError(f"read_plaid: {folder} has a layout that is not known, without {lacking}; known are {KNOWN}.")
 
 
-def _lengths_file(folder: Path, chunk: int) -> Path:
+def lengths_file(folder: Path, chunk: int) -> Path:
     return folder / f"doclens.{chunk}.json"
 
 
-def _rows_file(folder: Path, chunk: int, name: str, layout: str, merged: bool) -> Path:
+def rows_file(folder: Path, chunk: int, name: str, layout: str = FAST_PLAID, merged: bool = False) -> Path:
     """File with the codes or residuals of a chunk.
 
     fast-plaid 1.7, and ``freeze()`` from 1.4.7 on, keep all chunks in one file, and only what changed since in its own.
@@ -188,7 +183,7 @@ def _rows_file(folder: Path, chunk: int, name: str, layout: str, merged: bool) -
     return folder / f"{MERGED}{name}.{layout}" if merged and not own.exists() else own
 
 
-def _read_buckets(folder: Path, layout: str, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def read_codec(folder: Path, layout: str, bits: int) -> ResidualCodec:
     """Centroids ``[C, d]``, weights ``[2**bits]`` and cutoffs ``[2**bits - 1]``."""
     centroids_file = folder / f"centroids.{layout}"
     centroids = _array(centroids_file)
@@ -202,7 +197,11 @@ def _read_buckets(folder: Path, layout: str, bits: int) -> tuple[Tensor, Tensor,
     _require(centroids_file, centroids, HALVES, (None, None))
     _require(file, weights, HALVES, (2**bits,))
     _require(file, cutoffs, HALVES, (2**bits - 1,))
-    return centroids, weights, cutoffs
+    try:
+        # fast-plaid computes with halves, also where it stores float32.
+        return ResidualCodec(centroids.half(), weights.half(), cutoffs.float())
+    except ValueError as error:
+        raise ValueError(f"read_plaid: {folder} must hold a codec that can be used; {error}") from None
 
 
 def _read_ids(folder: Path) -> dict[int, Any] | None:
@@ -245,7 +244,7 @@ def _require(file: Path, tensor: Any, dtypes: tuple[torch.dtype, ...], shape: tu
     )
 
 
-def _read_json(file: Path) -> Any:
+def read_json(file: Path) -> Any:
     return _readable(file, lambda: json.loads(file.read_text(encoding="utf-8")))
 
 

@@ -1,4 +1,4 @@
-"""Indexes of PLAID that fast-plaid and PyLate write are read where they are, and scored as they decompress themselves."""
+"""Indexes of PLAID that fast-plaid and PyLate write are read where they are, scored as they decompress, and written alike."""
 
 import json
 import os
@@ -11,10 +11,12 @@ import pytest
 import torch
 from fast_plaid.search import FastPlaid
 
-from pylate_fastmaxsim import TokenBatch, read_plaid
+from pylate_fastmaxsim import ResidualCodec, TokenBatch, read_plaid, write_plaid
+from pylate_fastmaxsim.retrieval import plaid_writer
 from pylate_fastmaxsim.retrieval.search import search
 from tests.support import plaid_indexes
 from tests.support.plaid_indexes import PLAID, stored_vectors, unit_vectors, write_fast_plaid, write_stanford
+from tests.support.residual_codecs import random_codec
 
 # 1,000 tokens for 256 centroids, so that residuals matter; chunks of 25 documents.
 LENGTHS = [3, *(1 + 7 * number % 31 for number in range(63))]
@@ -130,6 +132,65 @@ def test_an_index_of_pylate_has_its_ids(tmp_path):
     scores = {corpus.ids[p]: s for p, s in zip(positions[0].tolist(), scores[0].tolist(), strict=True)}
     own = {result["id"]: result["score"] for result in index(query, k=len(corpus))[0]}
     assert len(own) > 30 and own == pytest.approx({name: scores[name] for name in own}, abs=0.02)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_what_is_written_is_what_fast_plaid_writes_with_the_same_codec(bits, tmp_path, monkeypatch):
+    monkeypatch.setattr(plaid_writer, "TOKENS_PER_CHUNK", 100)
+    documents = unit_vectors(*LENGTHS, 0, 5, 0)  # some without a token
+    own = write_fast_plaid(tmp_path / "own", documents, bits, CHUNK)
+    codec = read_plaid(tmp_path / "own").parts[0].format.codec
+    names = [f"d{number}" for number in range(len(documents))]
+
+    def batches(held: int) -> list[TokenBatch]:
+        return [TokenBatch.from_list(documents[begin : begin + 3]) for begin in range(held, len(documents), 3)]
+
+    corpus = write_plaid(tmp_path / "written", batches, codec, ids=names)
+    assert corpus.ids == names and len(corpus.parts) > 5
+    assert_holds(corpus, stored_vectors(tmp_path / "written" / "fast_plaid_index"))
+    written = FastPlaid(str(tmp_path / "written" / "fast_plaid_index"), device="cpu")
+    arrays = [
+        {file.stem: np.load(file) for file in (tmp_path / at).glob("[bcim]*.npy")}
+        for at in ("own", "written/fast_plaid_index")
+    ]
+    # fast-plaid looks for the nearest of the centroids in float16, and may take another of two that are as near.
+    others = arrays[0]["merged_codes"] != arrays[1]["merged_codes"]
+    assert others.sum() <= 2 and (arrays[0]["merged_residuals"] == arrays[1]["merged_residuals"])[~others].all()
+    for name in ("centroids", "bucket_cutoffs", *(["ivf", "ivf_lengths"] if not others.any() else [])):
+        assert np.array_equal(arrays[0][name], arrays[1][name]) and arrays[0][name].dtype == arrays[1][name].dtype, name
+    queries = torch.stack(unit_vectors(*[4] * 5, seed=9))
+    results = [index.search(queries, top_k=40, show_progress=False) for index in (own, written)]
+    for first, second in zip(*(map(dict, each) for each in results), strict=True):
+        both = first.keys() & second.keys()
+        assert len(second) == 40 and len(both) > 35
+        assert sum(first[each] == second[each] for each in both) >= len(both) - 2
+    index = PLAID(str(tmp_path), "written", device="cpu", show_progress=False)
+    assert [each["id"] for each in index(queries, k=40)[0]] == [names[place] for place, _ in results[1][0]]
+    # Of a corpus of residual codes the codes are taken as they are.
+    again = write_plaid(tmp_path / "again", corpus, ids=names)
+    assert_holds(again, stored_vectors(tmp_path / "written" / "fast_plaid_index"))
+    index.add_documents(["new"], unit_vectors(6, seed=8)).remove_documents(["d0"])
+    assert read_plaid(tmp_path / "written").ids == [*names[1:], "new"]
+    assert index(unit_vectors(6, seed=8), k=1)[0][0]["id"] == "new"
+
+
+def test_what_cannot_be_written_is_one_sentence(tmp_path):
+    def refused(folder: str, codec: ResidualCodec | None, sizes: tuple[int, ...] = (3, 4), **named: object) -> str:
+        with pytest.raises(ValueError) as raised:
+            write_plaid(
+                tmp_path / folder, lambda held: [[each] for each in unit_vectors(*sizes)[held:]], codec, **named
+            )
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    codec = random_codec(plaid_indexes.DIM, 2, centroids=8)
+    assert "a function need a codec; ResidualCodec.train makes it of a sample" in refused("new", None)
+    assert "got 7 tokens of 2 documents, and 1 ids." in refused("begun", codec, ids=["a"])
+    assert "must be tokens" in refused("empty", codec, sizes=(0, 0))
+    assert "begun was written from something else" in refused("begun", random_codec(plaid_indexes.DIM, 2, centroids=9))
+    assert "the codec is for d = 8" in refused("other", random_codec(8, 2, centroids=8))
+    assert len(write_plaid(tmp_path / "begun", lambda held: [[each] for each in unit_vectors(3, 4)[held:]], codec)) == 2
+    assert "begun holds an index; choose another folder, or remove it." in refused("begun", codec)
 
 
 @pytest.mark.parametrize("bits", [2, 4])

@@ -1,0 +1,119 @@
+"""Documents of a folder with their ids, to be written elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.indexes.storage import Folder, Id
+from pylate_fastmaxsim.kernels.sparse import postings
+from pylate_fastmaxsim.retrieval import sparse_files
+from pylate_fastmaxsim.retrieval.corpus import Corpus
+from pylate_fastmaxsim.retrieval.formats import description
+from pylate_fastmaxsim.retrieval.formats.format import Batch
+from pylate_fastmaxsim.retrieval.formats.writer import live
+from pylate_fastmaxsim.sparse import SparseBatch
+from pylate_fastmaxsim.tokens import TokenBatch
+
+T = TypeVar("T", Batch, SparseBatch)
+
+# In the folder that `fastmaxsim search --index` keeps, that of the documents.
+_INSIDE = ("documents", "sparse")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Documents that are not removed. ``state`` is another one once the folder has changed, in plain JSON."""
+
+    state: list[Any]
+    ids: Sequence[Id]  # where there are none, positions
+    positions: Tensor  # ascending, int64
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+@dataclass(frozen=True)
+class Dense(Source):
+    """Token embeddings of a corpus or of an ``Exact`` index."""
+
+    corpus: Corpus
+
+    def batches(self, begin: int, tokens: int, device: str | torch.device = "cpu") -> Iterator[Batch]:
+        """The documents behind the first ``begin``, in order, in batches of at most so many tokens, or of one document."""
+        if begin == len(self):
+            return
+        first, left = int(self.positions[begin]), self.positions[begin:]
+        for batch in self.corpus.batches(device, tokens, first):
+            here = torch.searchsorted(left, first + len(batch))
+            if here == len(batch):
+                yield batch
+            elif here:
+                yield batch.select((left[:here] - first).to(batch.device))
+            first, left = first + len(batch), left[here:]
+
+    def vectors(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Vectors of a batch ``[T, d]``, float32 where the corpus holds that, else float16, and where documents begin and end."""
+        batch = live(batch if isinstance(batch, TokenBatch) else batch.decompress())
+        values = batch.values.to(torch.float32 if self.corpus.dtype == torch.float32 else torch.float16)
+        if bool((values.isinf() & batch.values.isfinite()).any()):
+            raise ValueError("export: vectors hold numbers that are too large for float16; normalise them.")
+        return values, torch.nn.functional.pad(batch.lengths.cumsum(0), (1, 0))
+
+
+@dataclass(frozen=True)
+class Sparse(Source):
+    """Vectors of a sparse index, of which a block at a time is read."""
+
+    folder: Path
+    description: sparse_files.Description
+
+    def batches(self, begin: int, documents: int) -> Iterator[SparseBatch]:
+        """The documents behind the first ``begin``, in order, in batches of at most so many."""
+        numbers = self.positions // postings.DOCUMENTS_PER_BLOCK
+        for number in numbers[begin:].unique_consecutive().tolist():
+            line = self.description.blocks[number]
+            block = sparse_files.read_block("export", self.folder, number, line, self.description.vocabulary)
+            places = self.positions[begin:][numbers[begin:] == number] - number * postings.DOCUMENTS_PER_BLOCK
+            yield from map(block.select, places.split(documents))
+
+
+def with_ids(source: Source, batches: Iterable[T], begin: int) -> Iterator[tuple[Sequence[Id], T]]:
+    """Batches of the documents behind the first ``begin``, each with its ids."""
+    for batch in batches:
+        yield source.ids[begin : begin + len(batch)], batch
+        begin += len(batch)
+
+
+def source_of(folder: Path) -> Dense | Sparse:
+    """The documents of a folder. ValueError if it has none, or is damaged."""
+    folder = next((folder / name for name in _INSIDE if (folder / name).is_dir()), folder)
+    if (folder / sparse_files.DESCRIPTION_FILE).exists():
+        index = sparse_files.read_description("export", folder)
+        kept = torch.ones(index.documents, dtype=torch.bool, device="cpu")
+        kept[index.removed] = False
+        positions = kept.nonzero().flatten()
+        found = Sparse([*index.state], positions.tolist(), positions, folder, index)
+    elif (folder / description.DESCRIPTION_FILE).exists() or any(folder.glob("rank-*-of-*")):
+        parts = [description.read(each) for each in description.folders(folder)]
+        if parts[0].ids is None:
+            corpus = Corpus(folder)
+            ids, positions = range(len(corpus)), torch.arange(len(corpus), device="cpu")
+        else:
+            index = Folder(folder, override=False)
+            corpus, parts = index.corpus, [index._held]
+            ids, positions = [*index.positions], index.live
+        found = Dense([[each.identity, each.generation] for each in parts], ids, positions, corpus)
+    else:
+        raise ValueError(
+            f"export: {folder} must hold a SparseIndex, a corpus of write_corpus or an index of indexes.Exact, whole; "
+            "a model or an index of PLAID is none of these."
+        )
+    if not len(found):
+        raise ValueError(f"export: {folder} holds no documents.")
+    return found
