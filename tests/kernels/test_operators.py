@@ -135,7 +135,7 @@ ROWS = {
     "long queries": [
         *rows(["maxsim"], {}, queries=(37, 2, 130), documents=(18, 5), dim=80),
         *rows(["maxsim"], {}, queries=(37, 2, 130), documents=(18, 5), layout="shared", floor=True),
-        *rows(["softmax 4.0", "top 3"], {}, CHUNKS, dim=40, queries=(17, 0, 5), documents=(7, 0, 20)),
+        *rows(["softmax 4.0", "top 3"], {}, CHUNKS, dim=40, queries=(30, 0, 5), documents=(7, 0, 20)),
     ],
     "long documents": rows(["maxsim"], {}, queries=(3, 2), documents=(256, 300)) + rows(["maxsim"], {}, queries=(3, 2), documents=(255, 2)),
     "poolings": [
@@ -143,7 +143,7 @@ ROWS = {
         *rows(["log-sum-exp", "top 4"], MIXED, layout="shared"),
         *rows(["softmax 1.0", "log-sum-exp"], MIXED, masked=False, gapless=True),
         *rows(["softmax 1.0"], MIXED, masked=False, layout="shared"),
-        *rows(["top 5", "top 40"], MIXED | {"queries": (5, 0, 17), "documents": (7, 0, 70, 33)}, OF_64),
+        *rows(["top 5", "top 40"], MIXED | {"queries": (5, 0, 17), "documents": (7, 0, 130)}, OF_64),
     ],
     "parts and rounds of XTR": [
         *rows(["xtr 5"], {"documents": (1, 20, 0, 7)}, (), constant(xtr, SCRATCH_BYTES=1), dtype=torch.bfloat16, dim=8),
