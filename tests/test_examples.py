@@ -4,7 +4,6 @@ import ast
 import builtins
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import pylate_fastmaxsim
 from pylate_fastmaxsim import SparseBatch, SparseIndex
 from tests.support.compared import batch_of
-from tests.support.examples import PAGES, example, run_script
+from tests.support.examples import PAGES, example, run_example, run_script
 from tests.support.models import load_model
 from tests.support.paths import ROOT
 
@@ -27,10 +26,8 @@ HUB = f'{MODERNBERT}|"lightonai/GTE-ModernColBERT-v1"'
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_and_switched_off(monkeypatch, tmp_path):
+def in_a_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    yield
-    pylate_fastmaxsim.disable()
 
 
 def unbound(code: str) -> set[str]:
@@ -84,9 +81,8 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(name, encoder):
-    names: dict = {}
-    exec(re.sub(HUB, repr(encoder("modernbert")), example(name)), names)
-    assert EXAMPLES[name](SimpleNamespace(**names))
+    hub = dict.fromkeys(re.findall(HUB, example(name)), repr(encoder("modernbert")))
+    assert EXAMPLES[name](run_example(name, hub))
 
 
 SCRIPTS = [path.stem for path in sorted((ROOT / "examples").glob("*.py"))]
@@ -106,10 +102,9 @@ def test_the_scripts_print_what_stock_finds(name, capsys):
 
 def test_the_example_of_sparse_search_finds_documents(encoder):
     SparseEncoder(modules=[MLMTransformer(encoder("bert")), SpladePooling()]).save("model")
-    names: dict = {}
-    exec(example("sparse-encoder", {'"naver/splade-v3"': '"model"'}), names)
-    assert names["scores"].shape == names["positions"].shape == (1, 2)
-    assert sorted(names["positions"][0].tolist()) == [0, 1] and len(names["index"]) == 3
+    names = run_example("sparse-encoder", {'"naver/splade-v3"': '"model"'})
+    assert names.scores.shape == names.positions.shape == (1, 2)
+    assert sorted(names.positions[0].tolist()) == [0, 1] and len(names.index) == 3
 
 
 def test_the_examples_of_static_late_interaction_find_documents():
@@ -119,14 +114,10 @@ def test_the_examples_of_static_late_interaction_find_documents():
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save("tokenizer.json")
     model2vec.StaticModel(torch.eye(7)[[0, 1, 1, 3, 3, 5, 5]].numpy(), tokenizer).save_pretrained("table")
-    names: dict = {}
-    exec(example("static", {'"minishlab/potion-retrieval-32M"': '"table"'}), names)
-    assert names["positions"].tolist() == [[0, 1], [1, 0]] and len(names["index"]) == 2
-    exec(
-        example("bm25", {'"google-bert/bert-base-uncased"': '"tokenizer.json"', "from_pretrained": "from_file"}),
-        names := {},
-    )
-    assert names["scores"].shape == (1, 2)
+    names = run_example("static", {'"minishlab/potion-retrieval-32M"': '"table"'})
+    assert names.positions.tolist() == [[0, 1], [1, 0]] and len(names.index) == 2
+    table = {'"google-bert/bert-base-uncased"': '"tokenizer.json"', "from_pretrained": "from_file"}
+    assert run_example("bm25", table).scores.shape == (1, 2)
 
 
 def test_the_lines_that_switch_pylate_on(encoder):
@@ -139,19 +130,16 @@ def test_the_lines_that_switch_pylate_on(encoder):
 
 def test_losses_that_the_hosts_lack(encoder):
     for name, labels in (("contrastive-distillation", torch.rand(2, 2)), ("matryoshka", None)):
-        names: dict = {}
-        exec(example(name, {MODERNBERT: repr(encoder("modernbert"))}), names)
-        assert names["loss"](batch_of(names["model"], queries=2), labels).requires_grad
+        names = run_example(name, {MODERNBERT: repr(encoder("modernbert"))})
+        assert names.loss(batch_of(names.model, queries=2), labels).requires_grad
 
 
 def test_the_example_of_files_of_impacts_builds_an_index(tmp_path):
     (tmp_path / "impacts").mkdir()
     rows = [{"id": str(i), "contents": "", "vector": {"bees": i + 1.0}} for i in range(3)]
     (tmp_path / "impacts" / "part.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    names: dict = {}
     loaded = 'AutoTokenizer.from_pretrained("naver/splade-v3").get_vocab()'
-    exec(example("impacts", {loaded: '{"bees": 0, "bread": 1}'}), names)
-    assert len(names["index"]) == 3
+    assert len(run_example("impacts", {loaded: '{"bees": 0, "bread": 1}'}).index) == 3
 
 
 def test_the_example_of_shares_searches_an_index(monkeypatch, tmp_path):
@@ -164,19 +152,18 @@ def test_the_example_of_shares_searches_an_index(monkeypatch, tmp_path):
     }
     SparseIndex.build(SparseBatch.from_lists([[(0, 2.0)], [(1, 1.0)], [(0, 1.0), (2, 4.0)]], 3), folder="index")
     try:
-        exec(example("sparse-shards", on_a_cpu), names := {})
+        assert run_example("sparse-shards", on_a_cpu).positions.tolist()[0][:2] == [2, 0]
     finally:
         torch.distributed.destroy_process_group()
-    assert names["positions"].tolist()[0][:2] == [2, 0]
 
 
 def test_a_token_table_becomes_a_static_model(encoder, tmp_path):
     load_model(encoder("longrope", num_hidden_layers=0), do_query_expansion=False).save_pretrained("table")
-    exec(example("from-pylate", {'"runs/static_late_interaction/model"': '"table"'}), {})
+    run_example("from-pylate", {'"runs/static_late_interaction/model"': '"table"'})
     assert pylate_fastmaxsim.StaticLateInteraction.load("static").threshold == 0.6
 
 
 @pytest.mark.cuda
 def test_the_example_of_a_warmup_compiles(capsys):
-    exec(example("warmup"), {})
+    run_example("warmup")
     assert capsys.readouterr().out

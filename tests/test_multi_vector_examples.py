@@ -4,29 +4,20 @@ import pytest
 
 pytest.importorskip("sentence_transformers.multi_vector_encoder", reason="needs Sentence Transformers 6")
 
-import pylate_fastmaxsim
-from tests.support.examples import example, run_script
+from tests.support.examples import example, run_example, run_script
 from tests.support.models import sentences
 
 
 def test_the_lines_that_switch_it_on_and_mini_batches_by_tokens(encoder):
     names: dict = {}
     stand_in = {'"answerdotai/ModernBERT-base"': repr(encoder("modernbert"))}
-    lines = example("enable-multi-vector", stand_in).splitlines()
-    try:
-        exec("\n".join(line[1:] for line in lines), names)
-        batch = [names["model"].preprocess(sentences(3, seed=seed)) for seed in (1, 2)]
-        assert names["loss"](batch, None).requires_grad
-        exec(example("multi-vector-gradcache", stand_in), names := {})
-        assert names["loss"](batch, None).requires_grad
-    finally:
-        pylate_fastmaxsim.disable()
+    exec("\n".join(line[1:] for line in example("enable-multi-vector", stand_in).splitlines()), names)
+    batch = [names["model"].preprocess(sentences(3, seed=seed)) for seed in (1, 2)]
+    assert names["loss"](batch, None).requires_grad
+    assert run_example("multi-vector-gradcache", stand_in).loss(batch, None).requires_grad
 
 
 @pytest.mark.parametrize("name", ["multi_vector_encoder", "splade"])
 def test_the_scripts_print_what_stock_finds(name, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    try:
-        run_script(name, capsys)
-    finally:
-        pylate_fastmaxsim.disable()
+    run_script(name, capsys)

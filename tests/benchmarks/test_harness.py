@@ -1,4 +1,4 @@
-"""Of the benchmarks: files of results, the clock of a GPU, and what becomes of a process that fails or hangs."""
+"""Of the benchmarks: files of results, the clock of a GPU, errors, and what becomes of a process that fails or hangs."""
 
 import json
 import time
@@ -12,6 +12,7 @@ from benchmarks.harness.records import Results, load, write
 from benchmarks.harness.suite import add_options
 from benchmarks.harness.timing import time_calls
 from benchmarks.harness.workers import Worker
+from benchmarks.operators.measure import errors
 
 
 @pytest.fixture
@@ -56,6 +57,23 @@ def test_calls_are_timed_again_if_the_gpu_waited_for_the_host(monkeypatch):
     found = time_calls([call], torch.device("cuda"))
     assert len(slept) == 2 and slept[1] > 0.02 > slept[0]
     assert len(calls) == 3 + 1 + 2 * 25 and found["iterations"] == 25 and found["host_ms"] < 20
+
+
+def test_wrong_scores_and_gradients_are_errors():
+    torch.manual_seed(0)
+    leaf = torch.rand(4, 5, requires_grad=True)
+    exact = leaf.detach().double().requires_grad_()
+    few = (torch.tensor([[0], [3]]), torch.tensor([1, 4]))
+
+    def found(scores: torch.Tensor) -> dict:
+        return errors(scores, {"own": leaf}, (2 * exact)[few], [exact], few)
+
+    assert found(2 * leaf) == {"scores": pytest.approx(0, abs=1e-6), "own gradient": pytest.approx(0, abs=1e-6)}
+    assert found(4 * leaf) == {"scores": pytest.approx(1), "own gradient": pytest.approx(1)}
+    # A gradient beside the pairs that have one.
+    assert found(2 * leaf + leaf.sum())["own gradient"] > 0.1
+    assert found(leaf * torch.nan)["scores"] is None
+    assert found((2 * leaf).detach()).keys() == {"scores"}
 
 
 # Stands for a benchmark's process: does what the cell says.

@@ -1,9 +1,7 @@
 """A Launcher starts the program that Triton would start."""
 
 import ast
-import importlib
 import itertools
-import pkgutil
 import random
 import subprocess
 import sys
@@ -17,7 +15,7 @@ import triton.language as tl  # noqa: E402
 
 from pylate_fastmaxsim import kernels  # noqa: E402
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher  # noqa: E402
-from tests.support.compiled import SIZES  # noqa: E402
+from tests.support.compiled import launchers  # noqa: E402
 
 SIZE = 32
 
@@ -87,22 +85,6 @@ def test_each_gpu_has_a_program_of_its_own():
             assert out.device.index == device and torch.equal(out[:SIZE], expected)
 
 
-def launchers():
-    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
-        for name, value in vars(importlib.import_module(module.name)).items():
-            if isinstance(value, Launcher) and value.kernel.fn.__module__ == module.name:
-                yield pytest.param(value, id=name)
-
-
-@pytest.mark.parametrize("launcher", list(launchers()))
-def test_what_a_launcher_relies_on(launcher):
-    constants = [parameter.is_constexpr for parameter in launcher.kernel.params]
-    assert constants == sorted(constants), "constants come last"
-    # Compile tests tell pointers from numbers by their names.
-    numbers = {parameter.name for parameter in launcher.kernel.params if parameter.name in SIZES}
-    assert numbers == {parameter.name for parameter in launcher.kernel.params if parameter.do_not_specialize}
-
-
 def constants_of_launches():
     """Of each kernel, what its launches name after the positional arguments, in the order of each call."""
     found = {}
@@ -117,7 +99,7 @@ def constants_of_launches():
 def test_all_launches_of_a_kernel_name_its_constants_in_one_order():
     # A program is found by their values alone.
     launches = constants_of_launches()
-    assert {parameter.id for parameter in launchers()} <= set(launches)
+    assert {launcher.kernel.fn.__name__ for launcher in launchers()} <= set(launches)
     assert {kernel: orders for kernel, orders in launches.items() if len(orders) > 1} == {}
 
 

@@ -3,9 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
+from pylate_fastmaxsim.losses.views import pooled_tokens
 from tests.support.compared import assert_equal, run
 from tests.support.loss_hosts import HOST, LABELS, OPTIONS, VIEWS, batch_of
 
@@ -36,6 +39,27 @@ def test_it_is_the_sum_over_models_that_are_cut(model, mode, name):
 def test_of_pooled_tokens(model, packed, name):
     loss = Matryoshka(model, HOST.loss(name, model), **VIEWS, pooled=True)
     assert_with_and_without(loss, HOST.batch_for(name, model))
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 20])
+def test_pooled_tokens_are_means_of_runs(count):
+    """Of documents in another order than they are stored in, with gaps, and with tokens of NaN that do not count."""
+    torch.manual_seed(0)
+    values, mask = torch.randn(5, 7, 4, dtype=torch.float64), torch.rand(5, 7) < 0.6
+    mask[1], mask[3] = True, False
+    values[~mask] = torch.nan
+    order = torch.tensor([4, 0, 3, 1, 2])
+    found = pooled_tokens(TokenBatch.from_padded(values.requires_grad_(), mask).select(order), count)
+    for document, padded, live in zip(order.tolist(), *found.to_padded(), strict=True):
+        tokens = values[document][mask[document]]
+        size = max(len(tokens), count)
+        # Run r begins where the place times the number of runs reaches r times the number of tokens.
+        runs = torch.tensor([place * count // size if len(tokens) > count else place for place in range(len(tokens))])
+        means = [tokens[runs == run].mean(0) for run in sorted({*runs.tolist()})]
+        torch.testing.assert_close(padded[live], F.normalize(torch.stack(means), dim=-1) if means else tokens)
+    assert found.lengths.tolist() == [min(count, int(mask[document].sum())) for document in order]
+    found.values.sum().backward()
+    assert values.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("pooled", [False, True])

@@ -208,8 +208,10 @@ def test_what_a_backward_keeps():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_documents_saved_in_int8_change_the_gradient_of_queries_alone(compiled):
-    case = problem("maxsim", masked=False)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_documents_saved_in_int8_change_the_gradient_of_queries_alone(device, compiled):
+    more = {"dim": 128, "dtype": torch.bfloat16} if device == "cuda" else {}
+    case = problem("maxsim", masked=False, device=device, **more)
 
     def run(case, save=None) -> Tensor:
         return maxsim(case.queries, case.documents, save_documents=save)

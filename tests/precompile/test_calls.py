@@ -26,7 +26,7 @@ def test_batches_of_the_same_sizes_launch_nothing_else(shape, architecture):
     torch.manual_seed(0)
     for _ in range(12):
         with recorded_launches(architecture) as launched:
-            score(shape, draw, CPU)
+            score(shape, draw, "cpu")
         assert launched and launched <= ready, sorted({name for name, *_ in launched - ready})
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,13 @@ def example(name: str, replaced: Mapping[str, str] | None = None) -> str:
         assert here in code, here
         code = code.replace(here, there)
     return code
+
+
+def run_example(name: str, replaced: Mapping[str, str] | None = None) -> SimpleNamespace:
+    """The names of an example that was run."""
+    names: dict = {}
+    exec(example(name, replaced), names)
+    return SimpleNamespace(**names)
 
 
 def script_of(name: str, replaced: Mapping[str, str] | None = None) -> str:

@@ -18,12 +18,15 @@ def _kind(argument) -> object:
 
 @contextmanager
 def recorded_launches(architecture: int) -> Iterator[set[tuple]]:
-    """Operators on a CPU take the kernels' way; yields what is launched. What the kernels would write stays unwritten."""
+    """Operators on a CPU take the kernels' way; yields what is launched. What the kernels would write stays unwritten.
+
+    A program is the name of a kernel, the kinds of its arguments, its constants, and its launcher.
+    """
     launched: set[tuple] = set()
 
     def record(self, grid, arguments, constants):
-        name = self.kernel.fn.__name__
-        launched.add((name, tuple(map(_kind, arguments)), tuple(sorted(constants.items(), key=str))))
+        kinds, values = tuple(map(_kind, arguments)), tuple(sorted(constants.items(), key=str))
+        launched.add((self.kernel.fn.__name__, kinds, values, self))
 
     with ExitStack() as stack:
         stack.enter_context(kernels_on_cpu())

@@ -1,4 +1,4 @@
-"""Batches of the sizes of a BatchShape, as users have them, scored in every way that the shape names.
+"""Batches of the sizes of a BatchShape, scored in every way that the shape names.
 
 As a script, on a GPU: prints what Triton compiles for batches of ``ON_GPU``.
 """
@@ -8,21 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from pylate_fastmaxsim import (
-    BatchShape,
-    LogSumExp,
-    Max,
-    ResidualCodec,
-    Softmax,
-    TokenBatch,
-    TopK,
-    compress,
-    maxsim,
-    pooled_scores,
-    splade_pool,
-    xtr_scores,
-)
-from pylate_fastmaxsim.ops.projection import project_normalize
+from pylate_fastmaxsim import BatchShape, LogSumExp, Max, Softmax, TopK, maxsim
+from tests.support.operators import OPERATORS, Problem, pooled, problem, xtr
 
 POOLINGS = (Max(), TopK(3), TopK(9), Softmax(1.0), LogSumExp(0.5))
 FORMATS = ("int8", "int8-per-token", "fp8", "residual-2", "residual-4")
@@ -42,71 +29,48 @@ SHAPES = [
 ON_GPU = [*SHAPES[2:5], *SHAPES[6:]]
 
 
-def drawn(count: int, longest: int, shape: BatchShape, gradients: bool, draw: random.Random, device) -> TokenBatch:
-    """Padded or packed texts, with or without tokens that do not count, or a selection of some."""
-    padded = torch.randn(count, longest, shape.dim, device=device).to(shape.dtype)
-    lengths = [draw.randint(1, longest) for _ in range(count)]
-    kind = draw.choice(["padded", "masked", "packed", "kept", "selected"])
-    if kind == "padded":
-        batch = TokenBatch.from_padded(padded)
-    elif kind == "masked":
-        mask = torch.arange(longest, device=device) < torch.tensor(lengths, device=device)[:, None]
-        batch = TokenBatch.from_padded(padded, mask)
-    else:
-        borders = torch.tensor([0, *lengths], device=device).cumsum(0)
-        values = padded.flatten(0, 1)[: sum(lengths)]
-        keep = torch.rand(len(values), device=device) < 0.8 if kind == "kept" else None
-        batch = TokenBatch.from_packed(values, borders, keep, max_length=longest)
-        if kind == "selected":
-            batch = batch.select(torch.randperm(count, device=device))
-    return batch.with_values(batch.values.detach().requires_grad_(gradients))
+def saving(p: Problem) -> torch.Tensor:
+    return maxsim(p.queries, p.documents, p.candidates, zero_floor=p.zero_floor, save_documents="int8")
 
 
-def score(shape: BatchShape, draw: random.Random, device: torch.device) -> None:
-    sides = [shape.gradients and draw.random() < 0.6 for _ in range(2)]
-    queries = drawn(shape.queries, shape.query_tokens, shape, sides[0], draw, device)
-    documents = drawn(shape.documents, shape.document_tokens, shape, sides[1], draw, device)
-    candidates = floor = None
-    if shape.candidates is not None:
-        candidates = torch.randint(shape.documents, (shape.queries, shape.candidates), device=device)
-    if shape.zero_floor:
-        floor = torch.rand(shape.documents, device=device) < 0.5
-    scores = [
-        maxsim(queries, documents, candidates, zero_floor=floor)
-        if pooling == Max()
-        else pooled_scores(queries, documents, candidates, pooling=pooling)
-        for pooling in shape.poolings
-    ]
-    if shape.save_documents is not None:
-        scores.append(maxsim(queries, documents, candidates, zero_floor=floor, save_documents=shape.save_documents))
-    if shape.xtr is not None:
-        for normalizer in ("positive", "retrieved"):
-            scores.append(xtr_scores(queries, documents, shape.xtr, candidates, normalizer=normalizer))
+def score(shape: BatchShape, draw: random.Random, device: str) -> None:
+    ways = [("maxsim", OPERATORS["maxsim"] if each == Max() else pooled(each), {}) for each in shape.poolings]
+    ways += [("maxsim", OPERATORS["maxsim"]._replace(call=saving), {})] if shape.save_documents else []
+    ways += [("maxsim", xtr(shape.xtr, normalizer), {}) for normalizer in ("positive", "retrieved") if shape.xtr]
     for form in shape.formats:
-        chosen, options = form, {}
-        if form == "int8-per-token":
-            chosen, options = "int8", {"per_token": True}
-        elif form.startswith("residual"):
-            weights = torch.linspace(-0.2, 0.2, 2 ** int(form[-1]), device=device)
-            chosen = ResidualCodec(torch.randn(5, shape.dim, device=device).half(), weights.half(), weights[1:] - 0.01)
-        compressed = compress(documents.with_values(documents.values.detach()), chosen, **options)
-        if form.startswith("residual") and draw.random() < 0.5:  # as PLAID's files
-            compressed = replace(compressed, tokens=replace(compressed.tokens, scales=None))
-        scores.append(maxsim(queries, compressed, candidates))
+        form = form.replace("-per-", " by ").replace("-", " ")
+        ways.append((form.split()[0], OPERATORS[form.split()[0]], {"format": form}))
     if shape.hidden is not None:
-        options = {"dtype": shape.dtype, "device": device, "requires_grad": shape.gradients}
-        hidden, weight = (torch.randn(rows, shape.hidden, **options) for rows in (77, shape.dim))
-        scores.append(project_normalize(hidden, weight))
+        ways.append(("project", OPERATORS["project"], {"hidden": shape.hidden, "bias": draw.random() < 0.5}))
     if shape.splade:
-        options = {"device": device, "requires_grad": sides[0]}
-        weight = torch.randn(draw.choice([1, 16, 301]), shape.dim, dtype=shape.dtype, **options)
-        bias_dtype = draw.choice([None, torch.float32, shape.dtype])
-        bias = None if bias_dtype is None else torch.randn(len(weight), dtype=bias_dtype, **options)
-        activation_function = draw.choice(["relu", "log1p_relu"])
-        scores.append(splade_pool(documents, weight, bias, activation_function=activation_function))
-    for each in scores:
-        if each.requires_grad:
-            each.backward(torch.randn_like(each))
+        bias = draw.choice([None, torch.float32, shape.dtype])
+        rows = {"rows": draw.choice([1, 16, 301]), "bias": bias is not None, "bias_dtype": bias}
+        ways.append(("splade", OPERATORS[draw.choice(["splade", "splade, two logs"])], rows))
+    layout = {} if shape.candidates is None else {"layout": "shared", "slots": shape.candidates}
+    for name, operator, options in ways:
+        sizes = {"queries": (shape.queries, shape.query_tokens), "documents": (shape.documents, shape.document_tokens)}
+        # Packed texts, or padded ones.
+        packed = draw.random() < 0.6
+        given = {
+            side: tuple(draw.randint(1 if packed else most, most) for _ in range(count))
+            for side, (count, most) in sizes.items()
+        }
+        given |= {"dim": shape.dim, "dtype": shape.dtype, "floor": shape.zero_floor, "gapless": True, "device": device}
+        case = problem(name, draw.getrandbits(30), **given | layout | options)
+        # With and without tokens that do not count, and rows of no text; residual codes with and without scales, as PLAID's.
+        for side, (_, longest) in sizes.items():
+            if (batch := getattr(case, side)) is not None:
+                changes = {"keep": draw.choice([None, batch.keep]), "gapless": draw.random() < 0.5}
+                case = replace(case, **{side: replace(batch, max_length=longest, **changes)})
+        if name == "residual" and draw.random() < 0.5:
+            tokens = replace(case.documents.tokens, scales=None)
+            case = replace(case, documents=replace(case.documents, tokens=tokens))
+        learned = shape.gradients and draw.random() < 0.8
+        for values in case.leaves.values():
+            values.requires_grad_(learned and (name in ("project", "splade") or draw.random() < 0.6))
+        scores = operator.call(case)
+        if scores.requires_grad:
+            scores.backward(torch.randn_like(scores))
 
 
 def main() -> None:
@@ -122,7 +86,7 @@ def main() -> None:
     draw = random.Random(0)
     for shape in ON_GPU:
         for _ in range(12):
-            score(shape, draw, torch.device("cuda"))
+            score(shape, draw, "cuda")
     torch.cuda.synchronize()
     print(f"compiled: {sorted(compiled)}")
 

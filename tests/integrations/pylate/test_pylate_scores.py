@@ -258,3 +258,19 @@ def test_autocast_takes_lists_of_any_dtype(dtype, listed, calls):
     for hits, expected in zip(reranked, exact, strict=True):
         own, other = ({hit["id"]: hit["score"] for hit in each} for each in (hits, expected))
         assert own == pytest.approx(other, abs=5e-2)
+
+
+def test_xtr_scores_at_their_edges():
+    """All tokens pass where k is their number, NaN takes a place, and nothing is positive."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(*shape, generator=generator) for shape in ((3, 4, 2), (3, 2, 2, 2))]
+    queries, documents = (torch.nn.functional.normalize(each, dim=-1) for each in drawn)
+    stock = XTRScores(k=12)(queries, documents)
+    assert (stock < 0).any(), "documents whose tokens are all negative must take part"
+    for k in (12, 13, 1000):
+        torch.testing.assert_close(pylate_fastmaxsim.xtr_scores(queries, documents.flatten(0, 1), k), stock)
+    spoilt = documents.clone()
+    spoilt[1, 0, 1] = torch.nan
+    for q, d in ((queries, spoilt), (queries[:1].abs(), -documents[:1].abs())):
+        ours = pylate_fastmaxsim.xtr_scores(q, d.flatten(0, 1), 4)
+        torch.testing.assert_close(ours, XTRScores(k=4)(q, d), equal_nan=True)
