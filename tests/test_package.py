@@ -36,7 +36,7 @@ ROOMS = {
     "": (
         "_dtypes _install _memory _winners < _checks files < reporting < _impacts pooling < tokens sparse codec < compressed "
         "< _operands < reference kernels cpu < ops < retrieval diagnostics < indexes integrations < losses "
-        "comparison export < recipes < precompile < cli run compare"
+        "comparison export < recipes < precompile mteb < cli run compare"
     ),
     "files": "replace < lock record < resumed",
     "reporting": "numbers table figures environment progress < page",
@@ -62,7 +62,7 @@ ROOMS = {
 }
 # Used where it is there; where not, a line of log or an error says what to install. PyTorch brings the release of `cuda`
 # that fits its own, and PyLate brings fastkmeans.
-OPTIONAL = {"cuda", "fastkmeans", "qdrant_client"}
+OPTIONAL = {"cuda", "fastkmeans", "mteb", "qdrant_client"}
 PACKAGE = Path(pylate_fastmaxsim.__file__).parent
 
 

@@ -102,6 +102,7 @@ HOSTS = (
             "sentence_transformers.scores",
             "sentence_transformers.encoder",
             "sentence_transformers.inference",
+            "sentence_transformers.search",
             "encoding.masks",
         ),
         gains={"sentence_transformers.scores": _MAXSIM},

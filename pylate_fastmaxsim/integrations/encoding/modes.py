@@ -64,7 +64,8 @@ joined: Decisions[bool] = WeakKeyDictionary()
 # Whether queries may be divided into calls otherwise than in stock PyLate.
 divisible: Decisions[bool] = WeakKeyDictionary()
 
-_widest: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+# Of each encoder by task: queries that were padded to the width of documents would be decided about anew.
+_widest: WeakKeyDictionary[nn.Module, dict[str | None, int]] = WeakKeyDictionary()
 
 _PADDED = "Documents are encoded with padding, as stock {} does: %s."
 _PACKED = "Documents are packed: the tokens of a batch back to back, without padding."
@@ -345,13 +346,16 @@ def _reason_against_queries(core: nn.Module, queries: dict[str, Tensor]) -> str 
     return _reason_in_features(core, [queries])
 
 
-def pad_to_widest_seen(encoder: nn.Module, columns: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The texts, the first column padded to the widest one that the encoder was given so far.
+def pad_to_widest_seen(
+    encoder: nn.Module, columns: Sequence[dict[str, Tensor]], task: str | None = None
+) -> list[dict[str, Tensor]]:
+    """The texts, the first column padded to the widest one that the encoder was given so far for a task.
 
     A column is as wide as its longest text, so that narrow ones would be decided about anew.
     """
     width = max(column["input_ids"].shape[1] for column in columns)
-    widest = _widest[encoder] = max(width, _widest.get(encoder, 0))
+    seen = _widest.setdefault(encoder, {})
+    widest = seen[task] = max(width, seen.get(task, 0))
     if width == widest:
         return list(columns)
     first = {key: F.pad(values, (0, widest - values.shape[1])) for key, values in columns[0].items()}

@@ -132,14 +132,15 @@ class _Call(TransformerCall):
         return bool(options.padding_free) and _EXPANDED not in self.features
 
     def mode(self, columns: list[Features]) -> str:
+        task = self._model_kwargs.get("task")
         mode = mode_for(
             self.transformer,
-            pad_to_widest_seen(self.transformer, columns),
+            pad_to_widest_seen(self.transformer, columns, task),
             None,
             gradcache.inside(),
             host="Sentence Transformers",
             whole=self.model,
-            task=self._model_kwargs.get("task"),
+            task=task,
             reason_behind=self._reason_behind,
         )
         # Sorted by length, texts of a batch need no groups.

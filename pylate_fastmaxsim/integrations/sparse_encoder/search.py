@@ -4,9 +4,6 @@ These are held by ``semantic_search`` and by ``SparseInformationRetrievalEvaluat
 """
 
 import functools
-import json
-import logging
-import os
 import sys
 from collections.abc import Callable
 
@@ -16,7 +13,6 @@ from sentence_transformers.sparse_encoder.evaluation import SparseInformationRet
 from sentence_transformers.util import cos_sim, dot_score
 from sentence_transformers.util import semantic_search as stock_search
 from torch import Tensor
-from tqdm import trange
 
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import Options
@@ -24,6 +20,7 @@ from pylate_fastmaxsim.integrations.patching import fallback
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
 from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.sentence_transformers.evaluation import Evaluator, Ranking, metrics_by, patches_of
 from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
 from pylate_fastmaxsim.sparse import SparseBatch
 
@@ -31,18 +28,10 @@ _replaces = functools.partial(fallback.replaces, host="Sentence Transformers", p
 
 _LAYOUTS = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
 
-# It encodes, searches and computes metrics for dense embeddings too.
-_Evaluator = SparseInformationRetrievalEvaluator.__base__
-# From release 5.4 on it has both names.
-_NAMES = "compute_metrices", "compute_all_metrics"
-
-# Scores and ranks of the best documents of each query, [Nq, at most k].
-Ranking = tuple[Tensor, Tensor]
-
 
 def patches() -> list[Patch]:
-    """Replacements in Sentence Transformers. The NanoBEIR evaluator goes through the other one."""
-    of_evaluator = [Patch(_Evaluator, name, all_metrics) for name in _NAMES if name in vars(_Evaluator)]
+    """Replacements in Sentence Transformers."""
+    of_evaluator = patches_of(Evaluator, all_metrics)
     return [Patch(sys.modules[stock_search.__module__], "semantic_search", semantic_search), *of_evaluator]
 
 
@@ -160,54 +149,17 @@ def _is_sparse(embeddings: object) -> bool:
     return isinstance(first, Tensor) and first.layout in _LAYOUTS
 
 
-@_replaces(_Evaluator.compute_metrices)
-def all_metrics(
-    options: Options, evaluator, model, corpus_model=None, corpus_embeddings=None, output_path=None
-) -> dict[str, dict]:
+@_replaces(Evaluator.compute_metrices)
+def all_metrics(options: Options, evaluator, model, *args, **kwargs) -> dict[str, dict]:
     if not isinstance(evaluator, SparseInformationRetrievalEvaluator):
-        return all_metrics.__wrapped__(evaluator, model, corpus_model, corpus_embeddings, output_path)
-    if not evaluator.queries or not evaluator.corpus:
-        raise FallbackToHost("there are no queries with relevant documents, or no documents")
-    readers = {name: _reader_for(function) for name, function in evaluator.score_functions.items()}
-    queries = evaluator.embed_inputs(
-        model,
-        evaluator.queries,
-        encode_fn_name="query",
-        prompt_name=evaluator.query_prompt_name,
-        prompt=evaluator.query_prompt,
-    )
-    ks = (
-        *(evaluator.mrr_at_k, evaluator.ndcg_at_k, evaluator.map_at_k),
-        *(evaluator.accuracy_at_k, evaluator.precision_recall_at_k),
-    )
-    k = max(map(max, ks))
-    ranks = _ranks(evaluator)
-    best: dict[str, Ranking] = {}
-    for start in trange(
-        0,
-        len(evaluator.corpus),
-        evaluator.corpus_chunk_size,
-        desc="Corpus Chunks",
-        disable=not evaluator.show_progress_bar,
-    ):
-        end = min(start + evaluator.corpus_chunk_size, len(evaluator.corpus))
-        if corpus_embeddings is None:
-            documents = evaluator.embed_inputs(
-                model if corpus_model is None else corpus_model,
-                evaluator.corpus[start:end],
-                encode_fn_name="document",
-                prompt_name=evaluator.corpus_prompt_name,
-                prompt=evaluator.corpus_prompt,
-            )
-        else:
-            documents = corpus_embeddings.index_select(0, torch.arange(start, end, device=corpus_embeddings.device))
-        chunk_ranks, order = ranks[start:end].sort()
-        for name, read in readers.items():
-            function = evaluator.score_functions[name]
-            scores, positions = _search_chunk(function, read, queries, documents, order, k, model.device)
-            found = scores, chunk_ranks[positions]
-            best[name] = _merged(best[name], found, k) if name in best else found
-    return _report(evaluator, {name: _results(evaluator, ranks, found) for name, found in best.items()}, output_path)
+        return all_metrics.__wrapped__(evaluator, model, *args, **kwargs)
+    functions = evaluator.score_functions
+    readers = {name: _reader_for(function) for name, function in functions.items()}
+
+    def find(name: str, *chunk) -> Ranking:
+        return _search_chunk(functions[name], readers[name], *chunk, model.device)
+
+    return metrics_by(find, evaluator, model, *args, **kwargs)
 
 
 def _search_chunk(
@@ -226,50 +178,7 @@ def _search_chunk(
     except FallbackToHost as reason:
         # Not the whole function of the host, which would encode again.
         host = "Sentence Transformers"
-        log_once("%s is not accelerated (running %s's own): %s.", _Evaluator.__name__, host, reason)
+        log_once("%s is not accelerated (running %s's own): %s.", Evaluator.__name__, host, reason)
         scores = score_function(queries, documents)
         found = scores[:, order.to(scores.device)].sort(dim=1, descending=True, stable=True)
     return tuple(each[:, :k].cpu() for each in found)
-
-
-def _ranks(evaluator: SparseInformationRetrievalEvaluator) -> Tensor:
-    """Order of documents with equal scores, ``[N]``: from release 6 by their ids, before by their positions."""
-    if hasattr(evaluator, "get_corpus_id_ranks"):
-        return evaluator.get_corpus_id_ranks()
-    return torch.arange(len(evaluator.corpus))
-
-
-def _merged(one: Ranking, other: Ranking, k: int) -> Ranking:
-    """The ``k`` best of two; equal scores by rank."""
-    scores, ranks = (torch.cat(pair, dim=1) for pair in zip(one, other, strict=True))
-    order = ranks.argsort(dim=1)
-    order = order.gather(1, scores.gather(1, order).argsort(dim=1, descending=True, stable=True))[:, :k]
-    return scores.gather(1, order), ranks.gather(1, order)
-
-
-def _results(evaluator: SparseInformationRetrievalEvaluator, ranks: Tensor, best: Ranking) -> list[list[dict]]:
-    """The best documents of each query as the evaluator's metrics take them."""
-    ids = [evaluator.corpus_ids[position] for position in ranks.argsort().tolist()]
-    return [
-        [{"corpus_id": ids[rank], "score": score} for score, rank in zip(*row, strict=True)]
-        for row in zip(*(each.tolist() for each in best), strict=True)
-    ]
-
-
-def _report(evaluator: SparseInformationRetrievalEvaluator, results: dict[str, list], output_path: str | None) -> dict:
-    """Write and log results as the evaluator does, and compute its metrics."""
-    logger = logging.getLogger(_Evaluator.__module__)
-    if evaluator.write_predictions and output_path is not None:
-        os.makedirs(output_path, exist_ok=True)
-        for name, rows in results.items():
-            file = evaluator.predictions_file.replace(".jsonl", f"_{name}.jsonl")
-            with open(os.path.join(output_path, file), "w", encoding="utf-8") as lines:
-                for query_id, query, row in zip(evaluator.queries_ids, evaluator.queries, rows, strict=True):
-                    lines.write(json.dumps({"query_id": query_id, "query": query, "results": row}) + "\n")
-    logger.info(f"Queries: {len(evaluator.queries)}")
-    logger.info(f"Corpus: {len(evaluator.corpus)}\n")
-    metrics = {name: evaluator.compute_metrics(rows) for name, rows in results.items()}
-    for name in evaluator.score_function_names:
-        logger.info(f"Score-Function: {name}")
-        evaluator.output_scores(metrics[name])
-    return metrics

@@ -124,14 +124,16 @@ class Retriever:
     def __init__(self, model: Any, finite: bool = False) -> None:
         self.model, self._finite = model, finite
 
-    def encode(self, texts: Sequence[Any], batch_size: int, is_query: bool, show_progress: bool = False) -> Encoded:
+    def encode(
+        self, texts: Sequence[Any], batch_size: int, is_query: bool, show_progress: bool = False, **options: Any
+    ) -> Encoded:
         """Texts as the model makes them: one vector for each token, without padding and skipped tokens, or a sparse one.
 
-        Of a static model token ids and sparse vectors; documents of a model of pages are images.
+        Of a static model token ids and sparse vectors; documents of a model of pages are images. ``options`` are more of
+        those that ``encode`` of the host takes.
         """
-        return self._batch(
-            self._host_output(texts, is_query, {"batch_size": batch_size, "show_progress_bar": show_progress})
-        )
+        options |= {"batch_size": batch_size, "show_progress_bar": show_progress}
+        return self._batch(self._host_output(texts, is_query, options))
 
     def _host_output(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> Any:
         """Embeddings of texts in the form of the host."""

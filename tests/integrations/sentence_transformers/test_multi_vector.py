@@ -12,9 +12,10 @@ from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import doctor, hosts
+from pylate_fastmaxsim.integrations.encoding import modes as encoding_modes
 from tests.support.hosts import encoder_calls
 from tests.support.models import looking
-from tests.support.multi_vector import HOST, POSITIVES, batch_of, load, modes, step_of
+from tests.support.multi_vector import HOST, POSITIVES, QUERIES, batch_of, load, modes, step_of
 
 
 @pytest.fixture
@@ -53,6 +54,17 @@ def test_only_training_and_encode_leave_padding_out(model, mode):
     assert modes(model) == ({mode} if hasattr(type(model), "_inference") else set())
     model.train()(batch_of(model)[1], task="document")
     assert modes(model) == {mode}
+
+
+def test_queries_are_not_decided_about_again_after_longer_documents(model, packed):
+    """An evaluator encodes both in turn, and a decision takes a dozen calls of the encoder."""
+    pylate_fastmaxsim.enable()
+    decided = []
+    for _ in range(2):
+        model.encode_query(QUERIES, show_progress_bar=False)
+        model.encode_document(POSITIVES, show_progress_bar=False)
+        decided.append(len(encoding_modes.chosen.get(model[0], ())))
+    assert decided[0] == decided[1]
 
 
 def test_the_output_is_that_of_stock_but_for_padding(model, mode):

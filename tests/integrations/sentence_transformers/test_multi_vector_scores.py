@@ -1,5 +1,6 @@
 """Scores and evaluators of Sentence Transformers' MultiVectorEncoder, with the maximum and other poolings."""
 
+import json
 import sys
 from functools import partial
 
@@ -12,6 +13,8 @@ from sentence_transformers.multi_vector_encoder import evaluation, scoring
 import pylate_fastmaxsim
 from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TopK
 from pylate_fastmaxsim.integrations.sentence_transformers import scores as sentence_transformers_scores
+from pylate_fastmaxsim.integrations.sentence_transformers import search
+from pylate_fastmaxsim.retrieval.topk import largest
 from tests.support.edited import edited
 from tests.support.hosts import operators
 from tests.support.multi_vector import NEGATIVES, POSITIVES, TEACHER, load
@@ -237,3 +240,41 @@ def test_evaluators_pool_with_the_flag_and_by_a_metric(encoder):
     with_flag = [rerank()(model), search()(model), distill()(model)]
     assert by_metric == [with_flag[0], *map(pytest.approx, with_flag)]
     assert all(one != other for one, other in zip(with_flag, usual, strict=True))
+
+
+def rounded(queries, documents):
+    """Scores among which many are equal."""
+    return util.maxsim(queries, documents).round()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("chunk", [5, 50])
+def test_an_evaluator_finds_what_stock_finds(encoder, monkeypatch, caplog, tmp_path, chunk, device):
+    """The same metrics, and hits of equal scores in the order of their ids, which is not that of the documents."""
+    searched = []
+    monkeypatch.setattr(search, "largest", lambda *args: searched.append(args) or largest(*args))
+    model = load(encoder("bert")).float().to(device)
+    corpus = {f"d{(7 * place) % 16}": text for place, text in enumerate(POSITIVES + NEGATIVES)}
+    relevant = {f"q{place}": {id} for place, id in enumerate(list(corpus)[: len(TEXTS)])}
+    evaluate = evaluation.MultiVectorInformationRetrievalEvaluator(
+        dict(zip(relevant, TEXTS, strict=True)),
+        corpus,
+        relevant,
+        corpus_chunk_size=chunk,
+        score_functions={"maxsim": util.maxsim, "rounded": rounded},
+        map_at_k=[12],
+        write_predictions=True,
+    )
+    found = []
+    for switch in (pylate_fastmaxsim.disable, pylate_fastmaxsim.enable):
+        switch()
+        metrics = evaluate(model, output_path=str(tmp_path))
+        rows = [json.loads(line) for file in sorted(tmp_path.glob("*.jsonl")) for line in file.open()]
+        hits = [[(hit["corpus_id"], pytest.approx(hit["score"], 1e-5)) for hit in row["results"]] for row in rows]
+        found.append((metrics, hits))
+        assert len(searched) == (switch is pylate_fastmaxsim.enable) * 2 * -(-len(corpus) // chunk)
+    assert found[0] == found[1] and "evaluat" not in caplog.text.lower()
+    embeddings = model.encode_document(list(corpus.values()))
+    assert evaluate.compute_all_metrics(model, corpus_embeddings=embeddings)["maxsim"]["map@k"][12] == pytest.approx(
+        metrics["maxsim_map@12"]
+    )
