@@ -101,7 +101,7 @@ def test_dropout_is_drawn_anew_and_by_the_seed(encoder, packed, host):
 @pytest.mark.compile
 def test_compiled_layers(encoder, packed, traced, monkeypatch, host):
     """Checkpointing has to do in the backward what it did in the forward."""
-    model = host.model(encoder)
+    model = host.model(encoder, num_hidden_layers=1)
     checkpointed([host.transformer(model)])
     host.assert_as_stock(model, host.losses["contrastive"](model), monkeypatch, compile=True)
     assert all(layer._compiled_call_impl is not None for layer in encoder_layers(model))
