@@ -1,9 +1,6 @@
 """An index goes where PyLate takes its own, and finds what PyLate finds by scoring every document."""
 
 import os
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -133,21 +130,6 @@ def test_a_kill_leaves_the_last_finished_batch(change, after, tmp_path):
         change(found)
         assert "".join(opened(folder).ids) in (after[-1], "bac" if "a" in after[-1] else "")  # updated twice
     assert seen == {*after}
-
-
-@pytest.mark.process
-def test_a_process_that_is_killed_loses_no_finished_batch(tmp_path):
-    code = (
-        "import os, signal, sys, numpy\n"
-        "from pylate_fastmaxsim.indexes import Exact\n"
-        "def documents():\n"
-        "    yield from numpy.ones((10, 2, 16), numpy.float32)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "Exact(sys.argv[1], device='cpu').add_documents(range(20), documents(), batch_size=4)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=120).returncode == -signal.SIGKILL
-    assert Exact(tmp_path).ids == [*range(8)]
-    assert len(Exact(tmp_path).add_documents([8, 9], NEW[:2])([NEW[0]], k=99)[0]) == 10
 
 
 # A call of an index of the documents a and b, and what is said.

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from datasets import Dataset
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
 from tests.support.compared import distance
 from tests.support.examples import example
 from tests.support.hosts import COMMON, OF_SENTENCE_TRANSFORMERS, PACKAGES, each_host, each_loss, host_of
-from tests.support.models import checkpointed, sentences
+from tests.support.models import checkpointed
 
 
 @pytest.mark.parametrize("host, loss, mode", each_loss(), indirect=["mode"])
@@ -119,42 +118,6 @@ def test_a_model_that_is_compiled_as_a_whole_is_encoded_as_it_came(encoder, host
     model.compile(backend="eager")
     step.assert_equal(step.run(), stock)
     assert not host.modes(model)
-
-
-ROWS = {"query": sentences(12, 6, 1), "positive": sentences(12, 20, 2), "negative": sentences(12, 20, 3)}
-
-
-@pytest.mark.parametrize("host", each_host(OF_SENTENCE_TRANSFORMERS))
-def test_the_trainer_logs_the_losses_of_stock(encoder, packed, tmp_path, host):
-    model = host.model(encoder).float()
-    start = {name: weight.clone() for name, weight in model.state_dict().items()}
-    trainer_class, arguments = host.trainer
-    options = {"per_device_train_batch_size": 4, "max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2}
-    options |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
-
-    def logged() -> list[float]:
-        model.load_state_dict(start)
-        loss = host.losses["cached"](model).loss
-        args = arguments(output_dir=str(tmp_path), **options)
-        trainer = trainer_class(model=model, args=args, train_dataset=Dataset.from_dict(ROWS), loss=loss)
-        trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-    stock = logged()
-    assert len(set(stock)) == 4
-    host.enable()
-    assert logged() == pytest.approx(stock, rel=1e-4)
-    assert host.modes(model) == {"packed"}
-    # What is saved is the model as stock has it.
-    model.save_pretrained(str(tmp_path / "saved"))
-    expected = encoded(model)
-    pylate_fastmaxsim.disable()
-    torch.testing.assert_close(encoded(type(model)(str(tmp_path / "saved"), device="cpu")), expected)
-
-
-def encoded(model) -> list[torch.Tensor]:
-    embeddings = model.encode(ROWS["positive"][:2], show_progress_bar=False)
-    return [*(embeddings.to_dense() if isinstance(embeddings, torch.Tensor) else embeddings)]
 
 
 @pytest.mark.parametrize("host", each_host(["MultiVectorEncoder"]))
