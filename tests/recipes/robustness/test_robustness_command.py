@@ -4,14 +4,11 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset
-from sentence_transformers import SparseEncoder
 
 from pylate_fastmaxsim import Max, Softmax
 from pylate_fastmaxsim.diagnostics.injection import EVERYWHERE, RANDOM, TARGETED
-from pylate_fastmaxsim.recipes.data.collection import Collection, load_collection
+from pylate_fastmaxsim.recipes.data.collection import Collection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.ranking import evaluate_collection
-from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.robustness.lengthen import Lengthened
 from pylate_fastmaxsim.recipes.robustness.measure import measure
@@ -20,7 +17,6 @@ from tests.support import models
 from tests.support.beir_folder import write_folder
 from tests.support.command_line import fastmaxsim
 from tests.support.recipe_runs import command
-from tests.support.saved_models import LATE, SPARSE, STATIC, save_retriever
 from tests.support.tiny_recipe import text, tiny, write
 
 FEW = ["--pooling", "max", "--pooling", "softmax=0.1", "--times", "1,3", "--tokens", "0,20"]
@@ -139,42 +135,3 @@ def test_a_trained_recipe_is_measured_and_reported(tmp_path):
     ):
         done = fastmaxsim(["robustness", *words])
         assert done.exit_code == 2 and done.stderr.startswith(f"fastmaxsim: {said}")
-
-
-@pytest.mark.parametrize(("kind", "tokens", "times"), [(LATE, 12, 4), (SPARSE, 40, 20), (STATIC, None, 20)])
-def test_longer_documents_are_ranked_as_everywhere_else(kind, tokens, times, encoder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    data, late = str(write_folder(tmp_path / "data")), kind == LATE
-    folder = save_retriever(kind, tmp_path / "model", encoder("bert"), **({"document_length": tokens} if late else {}))
-    if kind == SPARSE:
-        model = SparseEncoder(folder)
-        model.max_seq_length = tokens
-        model.save_pretrained(folder)
-    arguments = ["robustness", folder, "--beir", data, "--times", f"1,{times}", "--tokens", "0,5"]
-    done = fastmaxsim([*arguments, "--pooling", "max"], code=0)
-    result = json.loads((tmp_path / "robustness.json").read_text())
-    assert (f"Nothing is injected: a {kind} model has" in " ".join(done.stdout.split())) == (not late)
-    assert len(result["injection"]) == (6 if late else 0)
-    assert (result["kind"], result["appended"], result["document_length"]) == (kind, "text", tokens)
-    assert (result["recipe"], result["data"], result["documents"]) == (None, data, 150)
-    # What the encoder has positions for; a static model has no limit.
-    assert result["lengthened_document_length"] == {12: 64, 40: 512, None: None}[tokens]
-    own, longer = result["lengths"]
-    assert own["pooling"] == "max" and longer["tokens"] > own["tokens"] > 1 and own["cut"] == 0
-    assert late or (longer["cut"] > 0) == (tokens is not None)
-    assert 0 < own["ndcg@10"] < 1 and own["ndcg@10"] != longer["ndcg@10"]
-    retriever, collection = retriever_of(load_retriever(folder, "cpu")), load_collection(data)
-    assert own["ndcg@10"] == pytest.approx(evaluate_collection(retriever, collection, 8)["ndcg@10"], abs=1e-6)
-    if late:
-        assert own["tokens"] <= 12 and longer["tokens"] > 2 * own["tokens"]
-        _, pairs = measure(retriever, collection_task("data", collection, Settings()), Settings(tokens=[5]), 8)
-        assert all(len(pair.query_tokens) == len(pair.similarities) for pair in pairs)
-        assert retriever.document_length == 12  # as before
-        return
-    for option, said in (
-        ("--pooling=softmax=0.1", "--pooling must be max for a sparse or static model"),
-        ("--append=tokens", f"--append tokens needs a model of token embeddings, and this one is {kind}; use"),
-    ):
-        done = fastmaxsim([*arguments, option])
-        assert done.exit_code == 2 and done.stderr.splitlines()[-1].startswith(f"fastmaxsim: {said}")
