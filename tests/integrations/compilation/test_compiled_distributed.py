@@ -45,7 +45,7 @@ def _layers_share_what_is_compiled(folder: str) -> None:
 
 
 CASES = {
-    wrap.__name__: compare_host("PyLate", "contrastive", wrap, (False, False), checkpointing=True, compiled=True)
+    wrap.__name__: compare_host("PyLate", "contrastive", wrap, checkpointing=True, compiled=True)
     for wrap in (data_parallel, fully_sharded)
 }
 CASES["layers share what is compiled"] = _layers_share_what_is_compiled
