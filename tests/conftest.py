@@ -148,7 +148,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled layers run as they were traced: compiling them for a CPU takes longer and is not what is tested."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ import pytest
 
 pytest.importorskip("sentence_transformers.multi_vector_encoder", reason="needs Sentence Transformers 6")
 
-from tests.support.examples import example, run_example, run_script
+from tests.support.compared_script import compared
+from tests.support.examples import example, run_example, run_script, script_of
 from tests.support.models import sentences
 
 
@@ -21,3 +22,13 @@ def test_the_lines_that_switch_it_on_and_mini_batches_by_tokens(encoder):
 def test_the_scripts_print_what_stock_finds(name, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     run_script(name, capsys)
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("forked")
+def test_the_script_of_a_multi_vector_encoder_compares_as_printed(tmp_path):
+    text = script_of("multi_vector_encoder", {"bf16=torch.cuda.is_available()": "bf16=True, use_cpu=True"})
+    found = compared(tmp_path, text, "--steps", "12")
+    stock, fast = found["runs"]["stock"], found["runs"]["fast"]
+    assert (stock["steps"], fast["steps"]) == (12, 12) and 0.5 < stock["padding"] < 0.8
+    assert found["summary"]["largest_loss_difference"] < 0.1 and found["summary"]["turns"]["pairs"] == 3

@@ -276,8 +276,9 @@ def test_codes_of_another_index_are_refused_when_they_are_read(device, of_two_bi
     codes = np.load(folder / "1.codes.npy")
     codes[-1] = 256
     np.save(folder / "1.codes.npy", codes)
-    with pytest.raises(ValueError, match="codes of the documents of .*doclens.1.json must be from 0 to 255"):
-        list(read_plaid(folder).batches(device))
+    for read in (lambda corpus: list(corpus.batches(device)), lambda corpus: corpus.select([*range(30, 50)], device)):
+        with pytest.raises(ValueError, match="codes of the documents of .*doclens.1.json must be from 0 to 255"):
+            read(read_plaid(folder))
     assert len(next(read_plaid(folder).batches("cpu"))) == CHUNK
 
 

@@ -10,11 +10,11 @@ import pytest
 from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim.files.record import read_record, write_record
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
-from pylate_fastmaxsim.retrieval.formats import checksums, description
+from pylate_fastmaxsim.retrieval.formats import checksums
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.retrieval.soundness import check_folder, repair_corpus
 from tests.support.corpora import FORMATS, codec, unit_documents, vectors
-from tests.support.stored import BEFORE, COUNT, KINDS, MAKERS, Corpora, Kind, checksums_of, files, shrink
+from tests.support.stored import BEFORE, COUNT, KINDS, MAKERS, Corpora, Kind, files, shrink
 
 QUERIES, WHOLE = TokenBatch.from_list(unit_documents(4, seed=1)[-2:]), [KINDS["bfloat16"].batch(0, COUNT)]
 FLIPS = 15  # of each file
@@ -224,19 +224,6 @@ def test_all_that_a_folder_holds_is_checked(tmp_path):
     found = check_folder(tmp_path)
     assert {each.folder.name: (each.what, each.documents) for each in found} == what
     assert not any(each.damage for each in found)
-
-
-@pytest.mark.parametrize("read", [lambda corpus: list(corpus.batches()), lambda corpus: corpus.select([*range(3, 24)])])
-def test_codes_that_are_no_centroids_reach_no_kernel(read, tmp_path):
-    """Of files with the right checksums, as a faulty writer would leave them."""
-    KINDS["residual"].write(tmp_path, 24)
-    content = (tmp_path / "codes.bin").read_bytes()
-    (tmp_path / "codes.bin").write_bytes(content[:-1] + b"\1")  # of the last code, 2**24
-    held = description.read(tmp_path)
-    table = checksums_of(*((tmp_path / f"{name}.bin").read_bytes() for name in held.sizes))
-    description.finish(tmp_path, held._replace(checksums=table))
-    with pytest.raises(ValueError, match="Corpus: codes of the documents of .*bounds.bin must be from 0 to 7"):
-        read(Corpus(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -44,13 +44,10 @@ def _layers_share_what_is_compiled(folder: str) -> None:
         assert counted(partial(data_parallel, bucket_cap_mb=0.002)) == counted(lambda model: model)
 
 
-def _trained(folder: str, wrap: Callable) -> None:
-    """Layers run as they were traced: compiling them for a CPU takes minutes, and is not what is tested."""
-    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        compare_host("PyLate", "contrastive", wrap, (False, False), checkpointing=True, compiled=True)(folder)
-
-
-CASES = {wrap.__name__: partial(_trained, wrap=wrap) for wrap in (data_parallel, fully_sharded)}
+CASES = {
+    wrap.__name__: compare_host("PyLate", "contrastive", wrap, checkpointing=True, compiled=True)
+    for wrap in (data_parallel, fully_sharded)
+}
 CASES["layers share what is compiled"] = _layers_share_what_is_compiled
 
 

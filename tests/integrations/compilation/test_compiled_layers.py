@@ -48,7 +48,8 @@ def test_hooks_inside_of_one_layer(encoder):
 
 # Which weights a backward is for is fixed where a graph is divided into forward and backward.
 @pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)
-def test_weights_that_are_frozen_for_a_time(model):
+def test_weights_that_are_frozen_for_a_time(encoder):
+    model = load_model(encoder("bert")).double()
     loss_function, batch = losses.Contrastive(model), batch_of(model)
     # Their input, which is looked at in each call, is trained throughout.
     layers = nn.ModuleList(encoder_layers(model))

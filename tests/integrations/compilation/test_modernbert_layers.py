@@ -105,7 +105,6 @@ def test_attention_with_the_projection(encoder, fast_attention, used):
     assert set(used) == {*IN_LAYERS, "rotary_self_attention"}
 
 
-@pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)
 def test_autocast_rounds_as_stock(encoder, packed, used):
     model = load_model(encoder("modernbert", local_attention=24))
     loss_function, batch = losses.Contrastive(model), batch_of(model)

@@ -1,9 +1,12 @@
 """Encoding documents without padding, on encoders that allow it and on encoders that do not."""
 
 import gc
+from itertools import combinations_with_replacement
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pylate import losses
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -11,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import modes
+from pylate_fastmaxsim.integrations.encoding.plans import group_by_length
 from tests.support.compared import run
 from tests.support.encoded import assert_encodes_as_stock, batch_of, calls_of, encode, mode_of
 from tests.support.models import attend_to_own_document, collated, features, load_model
@@ -111,3 +115,21 @@ def test_a_backward_after_release_still_attends_inside_documents(model, packed, 
     del loss
     gc.collect()
     assert restored()
+
+
+def tokens_of(groups, lengths):
+    return sum(len(group) * max(lengths[index] for index in group) for group in groups if group)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 3))
+def test_groups_hold_every_document_once_with_the_least_padding(lengths, count):
+    count = min(count, len(lengths))
+    groups = group_by_length(lengths, count)
+    assert len(groups) == count and all(groups)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for cuts in combinations_with_replacement(range(len(order)), count - 1):
+        borders = [0, *cuts, len(order)]
+        others = [order[begin:end] for begin, end in zip(borders, borders[1:], strict=False)]
+        assert tokens_of(groups, lengths) <= tokens_of(others, lengths)

@@ -96,7 +96,7 @@ def test_queries_with_a_gap_or_wider_than_said_have_a_call_of_their_own(encoder,
 
 @pytest.mark.compile
 def test_a_loss_that_its_user_compiled(encoder, packed, caplog):
-    model = load(encoder)
+    model = load(encoder, "bert")
     batch = batch_of(model)
     expected = step(model, batch)
     torch._dynamo.reset()

@@ -1,4 +1,5 @@
-import functools
+"""What enable() switches on and off again, and what it and status() say."""
+
 import inspect
 import logging
 import os
@@ -69,26 +70,6 @@ def test_a_function_looks_as_before():
     before = look()
     with pylate_fastmaxsim.enabled():
         assert look() == before
-
-
-def holders():
-    model = models.ColBERT.__new__(models.ColBERT)
-    torch.nn.Module.__init__(model)
-    model.similarity_fn_name = "MaxSim"
-    return [functools.partial(scores.colbert_scores, backend="auto"), model.similarity, model._similarity]
-
-
-def test_whoever_holds_a_function_follows_from_before_and_from_while_it_was_enabled(calls):
-    embeddings = [[[1.0, 0.0]]], [[[0.5, 0.5], [1.0, 0.0]]]
-    held = holders()
-    for _ in range(2):
-        with pylate_fastmaxsim.enabled():
-            held += holders()
-            assert all(score(*embeddings).item() == 1 for score in held)
-            assert len(calls) == len(held)
-            calls.clear()
-        assert all(score(*embeddings).item() == 1 for score in held)
-        assert not calls
 
 
 FRESH = """
@@ -176,6 +157,44 @@ def test_enable_says_what_it_switched_on_in_one_line(caplog):
     pylate_fastmaxsim.enable(stock_masking=True)
     assert len(caplog.messages) == 1
     assert pylate.__version__ in caplog.text and "compile off, stock_masking on" in caplog.text
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    monkeypatch.delenv("PYLATE_FASTMAXSIM_QUIET", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    return lambda: capsys.readouterr().err
+
+
+def test_one_line_says_what_is_on(said, monkeypatch):
+    assert pylate_fastmaxsim.enable().options.compile is False
+    assert said().startswith("pylate-fastmaxsim: on, for PyLate 1.") and pylate_fastmaxsim.enable(quiet=True)
+    for name in ("PYLATE_FASTMAXSIM_QUIET", "LOCAL_RANK"):
+        with monkeypatch.context() as each:
+            each.setenv(name, "1")
+            pylate_fastmaxsim.enable()
+    with pylate_fastmaxsim.enabled(compile=True, pooling="top_k=4"):
+        assert pylate_fastmaxsim.status().options.pooling == pylate_fastmaxsim.TopK(4)
+        assert pylate_fastmaxsim.status().options.compile
+    assert said() == ""
+    pylate_fastmaxsim.disable()
+    monkeypatch.setenv("PYLATE_FASTMAXSIM", "0")
+    state = pylate_fastmaxsim.enable()
+    assert said() == "pylate-fastmaxsim: off, by PYLATE_FASTMAXSIM=0\n" and str(state) == "pylate-fastmaxsim: off"
+
+
+@pytest.mark.parametrize("padding_free, expected", [(True, "Documents are packed"), (False, None)])
+def test_the_first_batch_says_how_a_model_is_encoded(encoder, packed, padding_free, expected):
+    model = load_model(encoder("modernbert"))
+    pylate_fastmaxsim.enable(padding_free=padding_free)
+    assert "fused MaxSim" in str(pylate_fastmaxsim.status()) and not pylate_fastmaxsim.status().models
+    columns = [model.tokenize(["one", "two words"], is_query=side) for side in (True, False)]
+    losses.Contrastive(model)(columns).backward()
+    lines = pylate_fastmaxsim.status().models.get("ColBERT", [])
+    assert [line.split(":")[0] for line in lines if "Documents" in line] == ([expected] if expected else [])
+    assert all(f"  ColBERT: {line}" in str(pylate_fastmaxsim.status()) for line in lines)
+    pylate_fastmaxsim.disable()
+    assert pylate_fastmaxsim.status().models == {}
 
 
 def test_the_environment_decides(monkeypatch, caplog):

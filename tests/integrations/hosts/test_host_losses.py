@@ -6,6 +6,7 @@ import torch
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
 from tests.support.compared import distance
+from tests.support.examples import example
 from tests.support.hosts import COMMON, OF_SENTENCE_TRANSFORMERS, PACKAGES, each_host, each_loss, host_of
 from tests.support.models import checkpointed
 
@@ -99,7 +100,7 @@ def test_dropout_is_drawn_anew_and_by_the_seed(encoder, packed, host):
 @pytest.mark.compile
 def test_compiled_layers(encoder, packed, traced, monkeypatch, host):
     """Checkpointing has to do in the backward what it did in the forward."""
-    model = host.model(encoder)
+    model = host.model(encoder, num_hidden_layers=1)
     checkpointed([host.transformer(model)])
     host.assert_as_stock(model, host.losses["contrastive"](model), monkeypatch, compile=True)
     assert all(layer._compiled_call_impl is not None for layer in encoder_layers(model))
@@ -117,3 +118,14 @@ def test_a_model_that_is_compiled_as_a_whole_is_encoded_as_it_came(encoder, host
     model.compile(backend="eager")
     step.assert_equal(step.run(), stock)
     assert not host.modes(model)
+
+
+@pytest.mark.parametrize("host", each_host(["MultiVectorEncoder"]))
+def test_the_poolings_of_the_docs(encoder, packed, host):
+    stand_in = encoder("modernbert", **host.changes)
+    names: dict = {}
+    exec(example("pooled-scores-multi-vector", {'"answerdotai/ModernBERT-base"': repr(stand_in)}), names)
+    assert names["scores"].shape == (1, 2)
+    for loss in ("contrastive", "margins"):
+        step = host.losses["distillation"](names["model"].float())
+        names[loss](step.batch, step.labels.float()).backward()

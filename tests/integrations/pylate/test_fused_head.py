@@ -42,7 +42,7 @@ def projected(monkeypatch):
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compile)])
 def test_the_last_of_chained_dense_modules_is_fused_with_other_options(encoder, projected, traced, compiled):
-    model = load_model(encoder("modernbert", num_hidden_layers=1)).double()
+    model = load_model(encoder("bert", num_hidden_layers=1)).double()
     model.append(Dense(16, 8, bias=True).double())
     loss_function, batch = losses.Contrastive(model), batch_of(model)
     stock = run(loss_function, batch)

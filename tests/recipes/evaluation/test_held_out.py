@@ -19,7 +19,7 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import kind_of, load_trained
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.recipes.training.train import train
-from tests.support.beir_folder import judged, tables, write_folder
+from tests.support.beir_folder import write_folder
 from tests.support.recipe_kinds import KINDS, LATE, tiny_of
 from tests.support.saved_models import host_scores
 from tests.support.tiny_recipe import text, write
@@ -193,22 +193,15 @@ def test_a_model_of_nan_has_no_metrics(kind, rows, collections, tmp_path, caplog
     assert "The evaluation has no metrics: embeddings of the model are NaN" in caplog.messages[-1]
 
 
-@pytest.mark.e2e
-def test_a_recipe_reports_the_metrics_of_a_collection(tmp_path, caplog, monkeypatch):
-    folder = write_folder(tmp_path / "data", qrels=[*tables()["qrels"], *judged(("q1", "gone", 1))])
-    values = tiny_of(LATE, tmp_path, evaluation={"rows": 0, "beir": str(folder)}, training={"max_steps": 2})
-    values["model"]["build"]["dropout"] = 0.0
-    file = write(tmp_path, values)
-    assert len(load_data(load_recipe(file)).train) == 60
-    stock = train(load_recipe(file))
-    assert len([message for message in caplog.messages if "judged documents are not in the corpus" in message]) == 1
-    assert {"nDCG@10", "MRR@10", "Recall@100"} <= dict(training_table(stock).rows).keys()
-    masking = ["fast.stock_masking=true"] if LATE == "colbert" else []
-    fast = train(load_recipe(file, ["fast.enabled=true", *masking]), resume=False)
-    # Documents that are the same tokens change places where weights differ by rounding.
-    expected = {name: pytest.approx(stock[name], abs=1e-6 if LATE == "colbert" else 0.05) for name in ranking.METRICS}
-    assert {name: fast[name] for name in ranking.METRICS} == expected
+def test_a_collection_is_ranked_alike_with_the_plugin_and_by_the_codec_that_is_asked_for(tmp_path, monkeypatch):
+    collection = f"evaluation={{beir: {write_folder(tmp_path / 'data')}}}"
+    recipe, data, model = built(recipe_of(tmp_path, LATE, PAIRS, collection))
+    stock = evaluate(recipe, model, data)
+    with pylate_fastmaxsim.enabled():
+        # Documents that are the same tokens change places where vectors differ by rounding.
+        assert evaluate(recipe, model, data) == pytest.approx(stock, abs=1e-6 if LATE == "colbert" else 0.05)
     trained, train_codec = [], ranking.train_codec
     monkeypatch.setattr(ranking, "train_codec", lambda *args: trained.append(args[:2]) or train_codec(*args))
-    compressed = train(load_recipe(file, ["evaluation.corpus_format=residual-1"]), resume=False)
-    assert trained == [("evaluation.corpus_format residual-1", "residual-1")] and compressed["ndcg@10"] > 0
+    compressed = recipe_of(tmp_path, LATE, PAIRS, collection, "evaluation.corpus_format=residual-1")
+    assert evaluate(compressed, model, data)["ndcg@10"] > 0
+    assert trained == [("evaluation.corpus_format residual-1", "residual-1")]

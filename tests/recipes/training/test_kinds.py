@@ -65,7 +65,7 @@ colpali | colbert | - | pairs | training.gradient_checkpointing=false
 colpali | checkpointed | colbert | pairs | training.gradient_checkpointing=true
 """
 # Without dropout both ways draw the same random numbers.
-ALIKE = "training.max_steps=4 training.save_steps=null"
+ALIKE = "training.max_steps=4 training.save_steps=null training.eval_on_start=false"
 ALIKE_TEXTS = f"{ALIKE} evaluation.rows=8 model.build.dropout=0 "
 STREAMED = f"{ALIKE} evaluation.rows=0 model.config_kwargs={{dropout: 0.0, attention_dropout: 0.0}} model.name_or_path="
 

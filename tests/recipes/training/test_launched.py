@@ -20,7 +20,8 @@ WEIGHTS = {"adapters": "training.save_total_limit=3", "all": "training.save_tota
 # All recipes of a launch are trained by one pair of processes, because starting it takes longer than they do.
 # The main process evaluates, and all keep its best.
 BEST = "training.eval_strategy=steps training.eval_steps=2 training.load_best_model_at_end=true"
-LAUNCHES = [("ddp", "colbert", TEXTS | {"streamed": STREAMED, "best": BEST}), ("fsdp", "colbert", TEXTS)]
+LAUNCHES = [("ddp", "colbert", TEXTS | {"streamed": STREAMED, "best": BEST})]
+LAUNCHES += [("fsdp", "colbert", {"gathered": GATHERED})]
 LAUNCHES += [("fsdp", "colpali", WEIGHTS)] if PAGES else []
 
 
