@@ -26,6 +26,8 @@ Made = TypeVar("Made")
 # With these a GPU has enough to do; the caches of a CPU hold fewer.
 MOST_TOKENS, MOST_TOKENS_ON_CPU = 2**15, 2**12
 MOST_TEXTS = 4096
+# Tokens, with padding, of the texts that are sorted by their number before a CPU encodes them: 32 MiB.
+MOST_TOKENIZED = 2**21
 # Batches that are tokenised before they are needed.
 _AHEAD = 2
 # The check on a model's first batch runs it with other weights, which no other thread may see.
@@ -82,9 +84,9 @@ def batches(
     def tokenized() -> Iterator[tuple[list[int], Features]]:
         begin, width = 0, longest
         while begin < len(order):
-            # A CPU has nothing to wait for, and padding costs it most: batches are made of many texts, sorted by tokens.
-            count = most_texts if device.type == "cpu" else max(1, min(most_texts, budget // width))
-            indices = order[begin : begin + count]
+            # A CPU has nothing to wait for, and padding costs it most: its batches are made of many texts.
+            at_once = MOST_TOKENIZED if device.type == "cpu" else budget
+            indices = order[begin : begin + max(1, min(most_texts, at_once // width))]
             features = tokenize([texts[index] for index in indices])
             if (mask := features.get("attention_mask")) is None:
                 raise FallbackToHost("its features have no attention_mask")
