@@ -21,14 +21,18 @@ RUNS = {
     "pooling_operators": ("--only */fast */ragged */einsum", 13, "| 3x8 against 5x24 | `LogSumExp(0.1)` |"),
     "splade_head": ("--only tiny/stock tiny/fast tiny/padded", 3, "| tiny/fast dense forward |"),
     "compressed_operators": ("--only */fast/* */naive/*", 22, "| 3x4 against 5x9 | fp8 |"),
-    "train_step": (f"{TINY_STEPS} 2 --checkpointing no --paths stock fast --ranks 2", 2, "| PyLate + pylate-fastm"),
+    "train_step": (
+        f"{TINY_STEPS} 1 --document-length 30 --checkpointing no --paths stock fast --ranks 2",
+        2,
+        "| PyLate + pylate-fastm",
+    ),
     "lengths": (f"{TINY_STEPS} 1 --tokens 15 --document-length 30", 2, "| padding | PyLate |"),
     "losses": ("--queries 8 --lengths 12 --paths stock fast", 6, "| path=fast/loss=distillation/queries=1"),
     "splade_step": (f"{TINY_STEPS} 8 --hidden 64", 2, "| Sentence Transformers + pylate-fastmaxsim | "),
     "sparse_search": ("--sizes 100 300 --sweep-size 300 --queries 4 --tiny", 5, "| 300 | k = 10 |"),
     "sparse_two_gpus": ("--documents 300 --queries 3", 1, "| all cases k=10 sharded_ms |"),
     "compressed_fidelity": ("--queries 3 --documents 300 --dim 16 --centroids 32", 8, "| int8, scales of tokens |"),
-    "pooling_study": ("--quick --workers 2 --only */M=64/*", 6, "| **gradient of the score** |"),
+    "pooling_study": ("--quick --only */M=64/*", 6, "| **gradient of the score** |"),
     "encode": (
         "--texts 70 --layers 1 --hidden 64 --only pylate/doc*/*s[t]*256",
         2,
@@ -123,7 +127,7 @@ def check_step_of_ranks(cells: dict[str, dict]) -> None:
     stock, fast = cells.values()
     # Stock rounds scores, which a temperature of 0.02 divides, to bfloat16.
     assert stock["losses"][0] == pytest.approx(fast["losses"][0], rel=0.2)
-    assert fast["ranks"] == 2 and fast["steps"] == len(fast["each_ms"]) == 2
+    assert fast["ranks"] == 2 and fast["steps"] == len(fast["each_ms"]) == 1
 
 
 def check_sparse(cells: dict[str, dict]) -> None:

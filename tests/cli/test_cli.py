@@ -159,6 +159,7 @@ builtins.__import__ = interrupted
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("forked")
 @case_table("""
 missing | said
 yaml | yaml is
@@ -172,6 +173,7 @@ def test_without_the_recipes_extra_it_says_what_to_install(missing, said):
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("forked")
 def test_run_and_doctor_work_without_the_recipes_extra(tmp_path):
     code = "for name in ('rich', 'matplotlib'): sys.modules[name] = None"
     script = "import sys\nfrom pylate.scores import colbert_scores as f\nprint(sys.argv[1:], hasattr(f, '__wrapped__'))"

@@ -83,6 +83,7 @@ def test_a_recipe_that_is_not_there_gets_one_sentence(name, sentence, tmp_path, 
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("forked")
 def test_a_wheel_holds_the_recipes(tmp_path):
     pytest.importorskip("hatchling", reason="builds the wheel")
     pytest.importorskip("pylate")

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from pylate import evaluation, rank, retrieve
+from pylate import rank, retrieve
 
 from pylate_fastmaxsim import SparseBatch, SparseIndex
 from pylate_fastmaxsim.files.lock import writing
@@ -90,15 +90,6 @@ def test_pylate_finds_the_same_by_scoring_everything(place, device, format, tmp_
     assert_finds(each.add_documents("d20", DOCUMENTS[53]), held, FORMATS[format])
     assert index(QUERIES, subset=[]) == index(QUERIES, subset=[[], [], []]) == [[], [], []]
     assert each.remove_documents(each.ids)(QUERIES) == [[], [], []]
-
-
-@pytest.mark.e2e  # ranx compiles for seconds
-def test_pylate_evaluates_what_it_retrieves():
-    index = Exact(device="cpu").add_documents(IDS, DOCUMENTS)
-    scores = retrieve.ColBERT(index=index).retrieve(DOCUMENTS[:5], k=3)
-    names = [f"q{number}" for number in range(5)]
-    qrels = {name: {each: 1} for name, each in zip(names, IDS, strict=False)}
-    assert evaluation.evaluate(scores, qrels, names, metrics=["ndcg@10"]) == pytest.approx(1, abs=0.1)
 
 
 NEW = [np.full((2, 16), number, np.float32) for number in range(1, 6)]

@@ -52,6 +52,7 @@ def off(monkeypatch):
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("forked")
 def test_a_library_that_cannot_be_imported_is_tried_once(tmp_path):
     (tmp_path / "colpali_engine").mkdir()
     (tmp_path / "colpali_engine" / "__init__.py").write_text("print('tried')\nraise RuntimeError('broken')\n")
