@@ -72,6 +72,7 @@ WORLD_SIZE=2 compare RECIPE | compare measures on one device; start it without a
 WORLD_SIZE=2 warmup RECIPE
   | warmup needs one process, whose cache all of them share; start it without a launcher.
 """)
+@pytest.mark.usefixtures("forked")
 def test_bad_input_is_one_line_with_exit_code_2(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = write(tmp_path, tiny(tmp_path))

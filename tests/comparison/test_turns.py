@@ -10,6 +10,7 @@ from pylate_fastmaxsim.comparison.verdict import timed_steps
 
 @pytest.mark.process
 @pytest.mark.smoke
+@pytest.mark.usefixtures("forked")
 def test_two_processes_step_by_turns_in_exchanged_order(tmp_path):
     trace = tmp_path / "trace"
 

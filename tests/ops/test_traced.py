@@ -141,6 +141,7 @@ def test_exported_with_any_number_of_queries_documents_and_tokens(operator, leng
 
 
 @pytest.mark.compile
+@torch._inductor.config.patch(cpp_cache_precompile_headers=False)  # which takes longer than the few kernels
 def test_inductor():
     weight, bias = torch.nn.Parameter(torch.randn(9, 8)), torch.nn.Parameter(torch.randn(9))
 

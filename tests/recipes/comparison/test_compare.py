@@ -30,6 +30,7 @@ MEBIBYTE = 2**20
 
 @pytest.mark.e2e
 @pytest.mark.smoke
+@pytest.mark.usefixtures("forked")
 def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path, monkeypatch):
     # Modules in the working directory are not taken for libraries.
     (tmp_path / "tokenizers.py").write_text("")
@@ -93,6 +94,7 @@ def test_measuring_says_that_memory_ran_out(tmp_path, monkeypatch):
     assert measure(load_recipe(write(tmp_path, tiny(tmp_path))), RecordingGate())["status"] == "out of memory"
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_batch_of_more_rows_than_there_are_is_refused_before_anything_runs(tmp_path):
     done = fastmaxsim(["compare", write(tmp_path, tiny(tmp_path)), "--sweep", "batch_size=8,1000"])
     said = "fastmaxsim: --sweep: batch_size must be at most 60, as many rows as the data has"
