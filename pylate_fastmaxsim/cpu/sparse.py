@@ -36,8 +36,9 @@ class Postings:
         index = np.int32 if len(terms) <= np.iinfo(np.int32).max else np.int64
         parts = (entries, terms.astype(index), bounds.astype(index))
         by_term = csr_matrix(parts, shape=(len(documents), width)).tocsc()
-        self._terms = np.flatnonzero(np.diff(by_term.indptr)) if names is None else names
-        self._bounds = by_term.indptr if names is not None else by_term.indptr[np.append(self._terms, width)]
+        occurring = np.flatnonzero(np.diff(by_term.indptr))
+        self._terms = occurring if names is None else names[occurring]
+        self._bounds = by_term.indptr[np.append(occurring, width)]
         self._documents = by_term.indices.astype(np.uint16)
         self._weights = by_term.data.view(weights.dtype)
         self._count = len(documents)

@@ -167,7 +167,7 @@ def query_calls(
     calls = -(-count // max(mini_batch_size, tokens // length))
     if group:
         calls = calls_of_all_ranks(calls, features["input_ids"].device, group, texts=count)
-    queries = [rows_of(features, count * call // calls, count * (call + 1) // calls) for call in range(calls)]
+    queries = [rows_of(features, slice(count * call // calls, count * (call + 1) // calls)) for call in range(calls)]
     compilation_layers.mark_varying(model, queries)
     return queries
 

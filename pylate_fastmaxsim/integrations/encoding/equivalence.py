@@ -154,7 +154,7 @@ def reason_against_dividing(core: nn.Module, queries: dict[str, Tensor]) -> str 
             # With padding, which later queries will have.
             twice["attention_mask"][:, -1] = 0
         with restoring(core), evaluating(core), _recorded_dtypes(core) as dtypes:
-            beside, alone = (token_embeddings(core, rows_of(twice, 0, count))[0] for count in (2, 1))
+            beside, alone = (token_embeddings(core, rows_of(twice, slice(count)))[0] for count in (2, 1))
         if not core.do_query_expansion:
             attended = twice["attention_mask"][0] != 0
             beside, alone = beside[attended], alone[attended]

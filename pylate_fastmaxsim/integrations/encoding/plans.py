@@ -192,19 +192,21 @@ def mini_batches(features: dict[str, Tensor], size: int | None) -> list[dict[str
     """Divide the texts of a column into mini-batches of ``size``, or leave them in one."""
     count = len(features["input_ids"])
     size = size or max(1, count)
-    return [rows_of(features, begin, begin + size) for begin in range(0, count, size)]
+    return [rows_of(features, slice(begin, begin + size)) for begin in range(0, count, size)]
 
 
-def rows_of(features: dict[str, object], begin: int, end: int) -> dict[str, object]:
+def rows_of(features: dict[str, object], rows: slice | Tensor) -> dict[str, object]:
     """Take some texts of a column. Features that are not one value per text, such as a scalar, are kept whole."""
     count = len(features["input_ids"])
 
-    def has_rows(value: object) -> bool:
+    def of(value: object) -> object:
         if isinstance(value, Tensor):
-            return value.shape[:1] == (count,)
-        return isinstance(value, list) and len(value) == count
+            return value[rows] if value.shape[:1] == (count,) else value
+        if not isinstance(value, list) or len(value) != count:
+            return value
+        return value[rows] if isinstance(rows, slice) else [value[row] for row in rows.tolist()]
 
-    return {key: value[begin:end] if has_rows(value) else value for key, value in features.items()}
+    return {key: of(value) for key, value in features.items()}
 
 
 def token_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:

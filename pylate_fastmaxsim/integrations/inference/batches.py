@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm.autonotebook import tqdm
 
+from pylate_fastmaxsim.integrations.encoding.plans import rows_of
 from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL, TokenCounts, has_gaps, take_total
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
 
@@ -74,7 +75,8 @@ def batches(
     ``batch_size`` bounds memory as in the hosts: a batch has at most the tokens of so many documents of the ``longest``
     length that the model takes, and at most 32,768, on a CPU 4,096. A single text may have more. ``tokenize`` gives
     features on the CPU, and runs in another thread. ``text_length`` estimates a length before. Texts are cut to the longest
-    of their batch, but not with a ``fixed_width``, as of queries. ``progress`` says what a bar shows, None shows none. Raises FallbackToHost where features say nothing of attention.
+    of their batch, but not with a ``fixed_width``, as of queries. ``progress`` says what a bar shows, None shows none. Raises
+    FallbackToHost where features say nothing of attention.
     """
     # Sentence Transformers 5 adds up the lengths of all characters of a string, which takes longer than to encode it.
     lengths = [len(text) if isinstance(text, str) else text_length(text) for text in texts]
@@ -101,7 +103,7 @@ def batches(
             while first < len(indices):
                 width = widths[first]
                 chosen = rows[first : first + max(1, budget // width)]
-                part = _texts(features, chosen, width)
+                part = _cut(rows_of(features, chosen), width)
                 if not gaps:
                     part[TOKEN_TOTAL] = TokenCounts.of(part["attention_mask"])
                 yield [indices[row] for row in chosen.tolist()], _pinned(part) if device.type == "cuda" else part
@@ -129,17 +131,13 @@ def _ahead(items: Iterator) -> Iterator:
             item = coming.popleft().result()
 
 
-def _texts(features: Features, rows: Tensor, width: int) -> Features:
-    """Some texts, cut to a width. Features that are not one value per text are kept whole."""
-    count, whole = features["input_ids"].shape
-
-    def of(value: object) -> object:
-        if torch.is_tensor(value) and value.shape[:1] == (count,):
-            value = value[rows]
-            return value[:, :width] if value.shape[1:2] == (whole,) else value
-        return [value[row] for row in rows.tolist()] if isinstance(value, list) and len(value) == count else value
-
-    return {key: of(value) for key, value in features.items()}
+def _cut(features: Features, width: int) -> Features:
+    """Texts without the padding behind a width."""
+    whole = features["input_ids"].shape[1:]
+    return {
+        key: value[:, :width] if torch.is_tensor(value) and value.shape[1:2] == whole else value
+        for key, value in features.items()
+    }
 
 
 def _pinned(features: Features) -> Features:
