@@ -9,6 +9,7 @@ import builtins
 import contextlib
 import fcntl
 import importlib
+import multiprocessing
 import os
 import pickle
 import runpy
@@ -86,6 +87,8 @@ class Forked(subprocess.Popen):
 
 def _main(asked: socket.socket) -> None:
     subprocess.Popen = Forked
+    # Of torch.multiprocessing.spawn().
+    multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")
     for name in IMPORTED.split():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
