@@ -50,8 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
-def pytest_collection_finish() -> None:
-    # What was imported stays, and transformers and torch ask again and again to look through it for garbage.
+@pytest.fixture(scope="module", autouse=True)
+def _looked_through() -> None:
+    # What is there by now stays, and transformers, torch and fast-plaid ask again and again to look through it for garbage.
     gc.collect()
     gc.freeze()
 

@@ -101,7 +101,8 @@ def check_shape(name: str, given: dict, number: int, device: str) -> None:
     if name in ("maxsim", "xtr 5") and draw.randrange(PLANT_EVERY) == 0 and plant(draw, case) is not None:
         check_planted(name, case.to(device))
     else:
-        check(name, case.to(device), slack=SLACK, may_be_unclear=True)
+        few = sum(given["documents"]) < 4  # the rounding of one vector is in all of its scores
+        check(name, case.to(device), slack=SLACK * (3 if few else 1), may_be_unclear=True)
 
 
 def main(arguments: list[str] | None = None, device: str = "cpu") -> int:

@@ -16,11 +16,14 @@ from pylate_fastmaxsim.codec import ResidualCodec
 from pylate_fastmaxsim.indexes.storage import Folder, Id, Storage
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 from pylate_fastmaxsim.retrieval.formats.format import STORED, Batch, format_of, require_chosen
-from pylate_fastmaxsim.retrieval.formats.reading import batch_to
+from pylate_fastmaxsim.retrieval.formats.reading import batch_to, joined
 from pylate_fastmaxsim.retrieval.formats.writer import live
-from pylate_fastmaxsim.retrieval.search import pair_scores, rounded, search, selected
+from pylate_fastmaxsim.retrieval.search import ordered, pair_scores, rounded, search, selected
 from pylate_fastmaxsim.retrieval.topk import largest
 from pylate_fastmaxsim.tokens import TokenBatch, as_batch
+
+# Of a batch that stays on a device, which is twice there while it is made.
+TOKENS_HELD = 1 << 24
 
 # A matrix [L, d], as of NumPy or PyTorch, for each text, padded texts [N, L, d], or the matrix of one text.
 Embeddings = Tensor | np.ndarray | Iterable[Tensor | np.ndarray]
@@ -50,15 +53,18 @@ class Exact:
         :class:`pylate_fastmaxsim.ResidualCodec`, as :func:`pylate_fastmaxsim.compress` takes them. By default that of the
         folder, or bfloat16.
     device
-        Where to search; by default the GPU if there is one. On a GPU all documents are kept there from the first search on.
+        Where to search; by default the GPU if there is one. On a GPU all documents are kept there from the first search on,
+        and divided where several are given, as ``["cuda:0", "cuda:1"]``.
     low_memory
-        Read the documents from the folder, or the memory of the CPU, in each search, as is always done on a CPU.
+        Read the documents from the folder, or the memory of the CPU, in each search, as is always done on one CPU. For one
+        device.
 
     Raises
     ------
     ValueError
-        The folder holds something else, documents of another ``format``, or damaged files, or ``format`` is another. Methods
-        raise it as well where the folder is damaged, or another process changes it.
+        The folder holds something else, documents of another ``format``, or damaged files, ``format`` is another, or
+        ``low_memory`` is for several devices. Methods raise it as well where the folder is damaged, or another process
+        changes it.
 
     Examples
     --------
@@ -81,18 +87,21 @@ class Exact:
         override: bool = False,
         *,
         format: str | ResidualCodec | None = None,
-        device: str | torch.device | None = None,
+        device: str | torch.device | Sequence[str | torch.device] | None = None,
         low_memory: bool = False,
     ) -> None:
         if not (format is None or isinstance(format, ResidualCodec) or format in STORED):
             raise ValueError(f"Exact: format must be one of {', '.join(STORED)} or a ResidualCodec, got {format!r}.")
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.devices = [*map(torch.device, [device] if isinstance(device, (str, torch.device)) else device)]
+        if low_memory and len(self.devices) > 1:
+            raise ValueError(f"Exact: low_memory is for one device, got {len(self.devices)}.")
         self._storage = Storage() if index_folder is None else Folder(Path(index_folder, index_name), override)
         self._chosen = format or "bfloat16"
         if format is not None and self._storage.format is not None:
             require_chosen(f"Exact: {index_folder}/{index_name} holds documents", self._storage.format, format)
-        # On the device, from the first on; None: they are read in each search.
-        self._on_device: list[Batch] | None = None if low_memory or self.device.type == "cpu" else []
+        # From the first document on, with the number of the device; None: they are read in each search.
+        self._held: list[tuple[int, Batch]] | None = None if low_memory or self.devices == [torch.device("cpu")] else []
 
     def __len__(self) -> int:
         return len(self._storage.positions)
@@ -182,12 +191,12 @@ class Exact:
             raise ValueError(
                 f"Exact: queries_embeddings must have the d = {corpus.dim} of the index, got {queries.dim}."
             )
-        queries = batch_to(rounded(queries, corpus), self.device)
+        queries = rounded(queries, corpus)
         ids = self._storage.ids
         if subset is None or len(subset) == 0 or not isinstance(subset[0], (list, tuple)):
             chosen = self._storage.live if subset is None else self._positions_of("Exact", subset).unique()
-            scores, places = (each.cpu() for each in search(queries, self._documents(chosen, subset is not None), k))
-            found = zip(scores.tolist(), chosen[places].tolist(), strict=True)
+            scores, positions = self._best(queries, chosen, subset is not None, k)
+            found = zip(scores.tolist(), positions.tolist(), strict=True)
         elif len(subset) != len(queries):
             raise ValueError(
                 f"Exact: subset must be ids or a list of ids for each of {len(queries)} queries, got {len(subset)}."
@@ -240,36 +249,72 @@ class Exact:
                 raise _unequal(where, ids, f"more than {len(ids)}")
         return self
 
+    def _best(self, queries: TokenBatch, chosen: Tensor, is_subset: bool, k: int) -> tuple[Tensor, Tensor]:
+        """Scores and positions of each query's best of the documents at ascending positions, on the CPU."""
+        if self._held is None:
+            documents = (batch for _, batch, _ in self._documents(chosen, is_subset))
+            scores, places = search(batch_to(queries, self.devices[0]), documents, k)
+            return scores.cpu(), chosen[places.cpu()]
+        documents, found = [*self._documents(chosen, is_subset)], []
+        for number, device in enumerate(self.devices):
+            mine = [(batch, at) for on, batch, at in documents if on == number]
+            if mine or not number:
+                batches, at = zip(*mine, strict=True) if mine else ((), (chosen,))
+                found.append((*search(batch_to(queries, device), batches, k), torch.cat(at) if len(at) > 1 else at[0]))
+        # Only now, since a copy waits for its device.
+        scores = torch.cat([each.cpu() for each, _, _ in found], dim=1)
+        positions = torch.cat([at[places.cpu()] for _, places, at in found], dim=1)
+        return (scores, positions) if len(found) == 1 else tuple(ordered(scores, positions, k))
+
     def _of_subsets(
         self, queries: TokenBatch, subsets: list[Tensor], k: int
     ) -> Iterator[tuple[list[float], list[int]]]:
         """Scores and positions of each query's best documents of its own positions, which ascend."""
-        counts = torch.tensor([len(each) for each in subsets], device="cpu")
+        device, counts = self.devices[0], torch.tensor([len(each) for each in subsets], device="cpu")
         documents, places = torch.cat(subsets).unique(return_inverse=True)
-        which = torch.arange(len(queries), device="cpu").repeat_interleave(counts).to(self.device)
-        scores = pair_scores(queries, which, places.to(self.device), self._documents(documents, True)).cpu()
+        which = torch.arange(len(queries), device="cpu").repeat_interleave(counts).to(device)
+        batches = (batch_to(batch, device) for _, batch, _ in self._documents(documents, True))
+        scores = pair_scores(batch_to(queries, device), which, places.to(device), batches).cpu()
         for row, positions in zip(scores.split(counts.tolist()), subsets, strict=True):
             best = largest(row[None], min(k, len(row)))[0]
             yield row[best].tolist(), positions[best].tolist()
 
-    def _documents(self, positions: Tensor, is_subset: bool) -> Iterator[Batch]:
-        """Documents at ascending positions, on the device."""
-        if self._on_device is None and is_subset:
-            yield from selected(self._corpus, positions, self.device)
+    def _documents(self, positions: Tensor, is_subset: bool) -> Iterator[tuple[int, Batch, Tensor]]:
+        """Documents at ascending positions, in batches: on which device each is, and its positions."""
+        if self._held is None and is_subset:
+            for batch in selected(self._corpus, positions, self.devices[0]):
+                yield 0, batch, positions
             return
-        batches, first = self._on_device, 0
-        if batches is None:
-            batches = self._corpus.batches(self.device)
-        elif sum(map(len, batches)) < len(self._corpus):
-            del batches[-1:]  # which may have room for what was added
-            batches += self._corpus.batches(self.device, begin=sum(map(len, batches)))
-        for batch in batches:
+        self._hold()
+        first = 0
+        for number, batch in self._held or ((0, each) for each in self._corpus.batches(self.devices[0])):
             begin, end = torch.searchsorted(positions, positions.new_tensor([first, first + len(batch)])).tolist()
+            at = positions[begin:end]
             if end - begin == len(batch):
-                yield batch
+                yield number, batch, at
             elif begin < end:
-                yield batch.select((positions[begin:end] - first).to(self.device))
+                yield number, batch.select((at - first).to(batch.device)), at
             first += len(batch)
+
+    def _hold(self) -> None:
+        """Copy those documents to the devices that are not there yet."""
+        held, part = self._held, self._corpus.parts[0]
+        if held is None:
+            return
+        tokens, last, begin = [0] * len(self.devices), 0, 0
+        for number, batch in held:
+            last, begin = int(part.bounds[begin + len(batch)] - part.bounds[begin]), begin + len(batch)
+            tokens[number] += last
+        # In few batches, since each is searched by itself, and as many on each device.
+        most = min(TOKENS_HELD, -(-(part.tokens - int(part.bounds[begin])) // len(self.devices)))
+        for first, end in part.cuts(max(1, most), begin, len(part)):
+            size = int(part.bounds[end] - part.bounds[first])
+            grows = first == begin and held and last + size <= TOKENS_HELD
+            number = held[-1][0] if grows else tokens.index(min(tokens))
+            batches = [held.pop()[1]] if grows else []
+            batches += self._corpus.batches(self.devices[number], begin=first, end=end)
+            held.append((number, joined(batches)))
+            tokens[number] += size
 
     def _positions_of(self, where: str, ids: Iterable[Id]) -> Tensor:
         try:

@@ -148,6 +148,6 @@ class SavedAsInt8(torch.autograd.Function):
 
 def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors as int8, and the scale of each."""
-    if runs_kernels(values) and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and runs_kernels(values):
         return kernels("compressed").round_rows(values.contiguous(), torch.int8)
     return rounded_queries(values, "int8")

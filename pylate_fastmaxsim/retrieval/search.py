@@ -148,7 +148,7 @@ def search(
         scores = _rescored(rounded(queries, rescore), positions, rescore, pooling)
     else:
         scores = _scores_of(rescore, positions)
-    return _ordered(scores, positions, k)
+    return ordered(scores, positions, k)
 
 
 def _require_same_length(rescore: Corpus, documents: int) -> None:
@@ -235,7 +235,7 @@ def _scores_of(rescore: Callable[[Tensor], Tensor], positions: Tensor) -> Tensor
     return scores.to(positions.device, sum_dtype(scores.dtype))
 
 
-def _ordered(scores: Tensor, positions: Tensor, k: int) -> SearchResult:
+def ordered(scores: Tensor, positions: Tensor, k: int) -> SearchResult:
     """The best ``k`` of candidates, whose order before is that of the columns."""
     # Of equal scores the lower position comes first.
     positions, columns = positions.sort(dim=1)

@@ -38,6 +38,7 @@ RUNS = {
         2,
         "| pylate | documents | fast bfloat16 256 |",
     ),
+    "exact_search": ("--share 0.002 --dim 16 --only fiqa/* million/add", 5, "| fiqa/bfloat16 | "),
     "corpus_search": (f"{CORPUS} --stock-passages 200 --check-passages 300", 23, "| PyLate |"),
 }
 NOT_HERE = {
@@ -137,6 +138,11 @@ def check_sparse(cells: dict[str, dict]) -> None:
     assert found["300/cusparse/k=10"]["recall"] > 0.99
 
 
+def check_exact(cells: dict[str, dict]) -> None:
+    recalls = [cells[f"fiqa/{name}"]["recall"] for name in ("bfloat16", "pylate")]
+    assert recalls == [1, pytest.approx(1, abs=0.1)] and cells["fiqa/int8"]["recall"] > 0.9
+
+
 def check_corpus(cells: dict[str, dict]) -> None:
     formats = ("bf16", "int8", "fp8", "residual-4", "residual-2")
     assert all(cells[f"{name}/resident"]["same_as_streamed"] for name in formats)
@@ -159,4 +165,5 @@ CHECKS = {
     "splade_step": check_turns,
     "sparse_search": check_sparse,
     "corpus_search": check_corpus,
+    "exact_search": check_exact,
 }

@@ -9,7 +9,7 @@ from pylate import rank, retrieve
 
 from pylate_fastmaxsim import SparseBatch, SparseIndex
 from pylate_fastmaxsim.files.lock import writing
-from pylate_fastmaxsim.indexes import Exact
+from pylate_fastmaxsim.indexes import Exact, exact
 from pylate_fastmaxsim.retrieval import corpus, search
 from pylate_fastmaxsim.retrieval.corpus import write_corpus
 from tests.support.case_tables import case_table
@@ -57,17 +57,22 @@ def assert_finds(index, held, format):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     ("place", "device"),
-    [("memory", "cpu"), ("disk", "cpu"), ("device", "cpu"), pytest.param("device", "cuda", marks=pytest.mark.cuda)],
+    [
+        *((place, "cpu") for place in ("memory", "disk", "device")),
+        ("device", ["cpu", "cpu", "cpu"]),
+        *(pytest.param("device", each, marks=pytest.mark.cuda) for each in ("cuda", ["cuda:0", "cuda:0"])),
+    ],
 )
 def test_pylate_finds_the_same_by_scoring_everything(place, device, format, tmp_path, monkeypatch):
     monkeypatch.setattr(search, "TOKENS_PER_BATCH", 40)
     monkeypatch.setattr(corpus.Corpus.batches, "__defaults__", ("cpu", 40, 0, None))
+    monkeypatch.setattr(exact, "TOKENS_HELD", 90)
     folder = None if place == "memory" else tmp_path
 
     def opened(**options):
         index = Exact(folder, device=device, **options)
         if place == "device":
-            index._on_device = []  # which a CPU does not need
+            index._held = []  # which a CPU does not need
         return index
 
     index = opened(format=FORMATS[format] or "bfloat16")

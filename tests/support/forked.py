@@ -8,6 +8,7 @@ import atexit
 import builtins
 import contextlib
 import fcntl
+import gc
 import importlib
 import multiprocessing
 import os
@@ -92,6 +93,7 @@ def _main(asked: socket.socket) -> None:
     for name in IMPORTED.split():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.freeze()  # as in conftest.py
     while True:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         request, files, *_ = socket.recv_fds(asked, 1 << 20, 64)

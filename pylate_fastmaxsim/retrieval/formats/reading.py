@@ -3,11 +3,13 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.retrieval.formats.format import Arrays, Batch, Format
 from pylate_fastmaxsim.retrieval.formats.part import Part
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -36,6 +38,25 @@ def batch_to(batch: Batch, device: torch.device) -> Batch:
     tensors = (tensor.to(device) for tensor in (batch.values, batch.starts, batch.lengths))
     keep = None if batch.keep is None else batch.keep.to(device)
     return TokenBatch(*tensors, batch.max_length, keep, batch.gapless)
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Batches of one format on one device, of documents without rows between them, as one."""
+    if len(batches) == 1:
+        return batches[0]
+    lengths, longest = torch.cat([batch.lengths for batch in batches]), max(batch.max_length for batch in batches)
+    starts = lengths.cumsum(0) - lengths
+
+    def rows(parts: Sequence[Any]) -> Any:
+        return torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
+
+    if isinstance(batches[0], TokenBatch):
+        return TokenBatch(rows([batch.values for batch in batches]), starts, lengths, longest, gapless=True)
+    parts = [batch.tokens for batch in batches]
+    tokens = replace(
+        parts[0], **{each.name: rows([getattr(part, each.name) for part in parts]) for each in fields(parts[0])}
+    )
+    return CompressedBatch(tokens, starts, lengths, longest, gapless=True)
 
 
 def streamed(device: torch.device, pieces: Sequence[Piece]) -> Iterator[Batch]:
