@@ -14,6 +14,8 @@ import pytest
 os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
 # What a child writes to stderr is counted; the line of enable() has tests of its own.
 os.environ.setdefault("PYLATE_FASTMAXSIM_QUIET", "1")
+# Of what Inductor compiles the numbers are tested; looking for vector instructions would take most of its time.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # Processes that tests start import tests.support as well.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):

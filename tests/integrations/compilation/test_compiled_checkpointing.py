@@ -59,7 +59,7 @@ def step(model, batch) -> tuple[torch.Tensor, int]:
 @pytest.mark.parametrize("family, reentrant", [("modernbert", False), ("bert", True)])
 def test_checkpoints_are_compiled_with_their_layers(encoder, packed, checkpoints, monkeypatch, family, reentrant):
     monkeypatch.setattr(modernbert, "rotary_is_faster", lambda *_: True)
-    model = load_model(encoder(family, num_hidden_layers=3))
+    model = load_model(encoder(family, num_hidden_layers=2))
     batches = [batch_of(model, seed=seed, queries=count) for seed, count in enumerate((6, 6, 9, 5))]
     expected = [step(model, batch)[0] for batch in batches]
     with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
