@@ -70,7 +70,8 @@ class Format:
     def encode(self, batch: TokenBatch) -> Arrays:
         if self.dtype is not None:
             rounded = batch.values.to(self.dtype)
-            if bool((rounded.isinf() & batch.values.isfinite()).any()):
+            # A sum takes a fraction of the time, and that of bfloat16 is seldom infinite otherwise.
+            if not rounded.sum().isfinite() and bool((rounded.isinf() & batch.values.isfinite()).any()):
                 raise ValueError(f"write_corpus: vectors hold numbers that are too large for {self.dtype}.")
             return {"values": rounded}
         if self.scale is not None:

@@ -168,7 +168,9 @@ def write(
 
 
 def live(batch: TokenBatch) -> TokenBatch:
-    """The tokens of a batch that count, back to back."""
+    """The tokens of a batch that count, back to back; its own where they are so."""
+    if batch.gapless and batch.keep is None and torch.equal(batch.starts, batch.lengths.cumsum(0) - batch.lengths):
+        return batch.with_values(batch.values.detach())
     found = live_tokens(batch.starts, batch.lengths, batch.keep)
     return TokenBatch(batch.values.detach()[found.row], found.first, found.count, batch.max_length, gapless=True)
 
