@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.indexes.storage import Folder, Id
+from pylate_fastmaxsim.indexes.storage import Folder
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.retrieval import sparse_files
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 from pylate_fastmaxsim.retrieval.formats import description
 from pylate_fastmaxsim.retrieval.formats.format import Batch
 from pylate_fastmaxsim.retrieval.formats.writer import live
+from pylate_fastmaxsim.retrieval.ids import Id
 from pylate_fastmaxsim.sparse import SparseBatch
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -107,7 +108,7 @@ def source_of(folder: Path) -> Dense | Sparse:
         else:
             index = Folder(folder, override=False)
             corpus, parts = index.corpus, [index._held]
-            ids, positions = [*index.positions], index.live
+            ids, positions = [*index.ids.positions], index.live
         found = Dense([[each.identity, each.generation] for each in parts], ids, positions, corpus)
     else:
         raise ValueError(
