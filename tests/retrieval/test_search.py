@@ -66,7 +66,7 @@ def test_without_documents_there_is_no_result():
     ("arguments", "error", "sentence"),
     [
         ((QUERIES, [], 0), ValueError, "k must be at least 1, got 0."),
-        ((torch.ones(2, 3), [QUERIES], 1), ValueError, r"padded queries must be \[N, L, d\], got .*\(2, 3\)"),
+        ((torch.ones(2, 3), [QUERIES], 1), ValueError, r"queries must be \[N, L, d\], got one text of shape \(2, 3\)"),
         ((QUERIES, 3, 1), TypeError, "documents must be batches of documents, as a list of TokenBatch, got int"),
         ((QUERIES, [QUERIES, "text"], 1), TypeError, r"documents\[1\] must be a TokenBatch, .* got str"),
     ],
