@@ -309,7 +309,7 @@ def as_batch(
         return tokens if isinstance(tokens, TokenBatch) else TokenBatch._of_list(where, name, tokens)
     if hasattr(tokens, "decompress"):
         raise TypeError(
-            f"{where}: {name} are a CompressedBatch, which only maxsim and search take, as documents; pass "
+            f"{where}: {name} are a CompressedBatch, which only maxsim, pooled_scores and search take, as documents; pass "
             f"{name}.decompress()."
         )
     tokens = _as_tensor(where, name, tokens)
