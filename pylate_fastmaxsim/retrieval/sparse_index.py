@@ -344,7 +344,7 @@ class SparseIndex:
         self._blocks.remove(where, replaced)
 
     @_exclusive
-    def remove(self, positions: Iterable[int] | Tensor | None = None, *, ids: Id | Iterable[Id] | None = None) -> None:
+    def remove(self, positions: Iterable[int] | Tensor | None = None, ids: Id | Iterable[Id] | None = None) -> None:
         """Remove documents: no search returns them any more. All others keep their positions.
 
         Their memory is freed by :meth:`compact`.
@@ -375,7 +375,7 @@ class SparseIndex:
 
     @_exclusive
     def vectors(
-        self, positions: Iterable[int] | Tensor | None = None, *, ids: Id | Iterable[Id] | None = None
+        self, positions: Iterable[int] | Tensor | None = None, ids: Id | Iterable[Id] | None = None
     ) -> SparseBatch:
         """A copy of the vectors of documents, as they are scored, in the order of their positions or ids.
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from pylate_fastmaxsim import SparseBatch, SparseIndex, reference, sparse_search
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.retrieval import sparse_search as module
-from tests.support.case_tables import case_table
 from tests.support.sparse_vectors import assert_same, scipy_products, sorted_scores, sparse_vectors
 
 
@@ -60,28 +59,21 @@ def test_equal_to_sorting_all(count, vocabulary, sizes, k, queries, every, dtype
         for _ in range(data.draw(st.integers(0, 4))):
             left = sorted({*range(len(documents))} - removed)
             gone = data.draw(st.lists(st.sampled_from(left), unique=True)) if left else []
-            if change := data.draw(st.sampled_from(["", "add", "update"])):
-                more = sparse_vectors(data.draw(st.integers(0, 20)), vocabulary, seed=len(index), dtype=dtypes[1])
-                new = [*itertools.islice(fresh, len(more))]
-                documents = SparseBatch.concatenate([documents, more])
-                if not with_ids:
-                    index.add(in_batches(more, sizes))
-                elif change == "add":
-                    index.add(in_batches(more, sizes), new)
-                else:
-                    gone = gone[: len(new)]
-                    new[: len(gone)] = [names[at] for at in gone]
-                    index.update(in_batches(more, sizes), new)
-                names = names + new
-            if not with_ids or change == "add":
-                index.remove(gone)
-            elif change != "update":
-                index.remove(ids=[names[at] for at in gone])
+            more = sparse_vectors(data.draw(st.integers(0, 20)), vocabulary, seed=len(index), dtype=dtypes[1])
+            new = [*itertools.islice(fresh, len(more))]
+            if with_ids and data.draw(st.booleans()):
+                gone = gone[: len(new)]
+                new[: len(gone)] = [names[at] for at in gone]
+                index.update(in_batches(more, sizes), new)
+            else:
+                index.add(in_batches(more, sizes), new if with_ids else None)
+                index.remove(**{"ids": [names[at] for at in gone]} if with_ids else {"positions": gone})
+            documents, names = SparseBatch.concatenate([documents, more]), names + new
             removed |= {*gone}
             if data.draw(st.booleans()):
                 kept = torch.tensor(sorted({*range(len(documents))} - removed), dtype=torch.int64)
                 assert torch.equal(index.compact(), kept)
-                documents, removed, names = documents.select(kept), set(), [names[at] for at in kept]
+                documents, names, removed = documents.select(kept), [names[at] for at in kept], set()
             if data.draw(st.booleans()):
                 folder = tmp_path_factory.mktemp("index")
                 index.save(folder)
@@ -164,6 +156,21 @@ ASKED = [
         ("remove", ([1.5],), TypeError, r"positions must be integers \[n\], got torch.float32"),
         ("remove", (3,), TypeError, r"positions must be integers, a list or a tensor \[n\], got 3"),
         ("remove", (), TypeError, "documents must be given by positions or by ids"),
+        ("remove of ids", ([2], [2]), TypeError, "documents must be given by positions or by ids"),
+        ("remove of ids", (None, [2, "a"]), ValueError, "the id 'a' is not in the index"),
+        ("remove of ids", (None, [2, 3]), ValueError, "the id 3 is not in the index"),
+        ("vectors of ids", (None, "a"), ValueError, "the id 'a' is not in the index"),
+        ("add of ids", ([HALF],), ValueError, "ids must be given, since the documents of the index have ids"),
+        ("add of ids", ([HALF], ["a"]), ValueError, "ids must be as many as documents, got 1 for 20"),
+        ("add of ids", ([HALF, OTHER], range(30, 70)), ValueError, "batches must have the vocabulary 30, got 31"),
+        (
+            "add of ids",
+            ([HALF], [*range(30, 49), 5]),
+            ValueError,
+            "the id 5 is in the index; SparseIndex.update replaces",
+        ),
+        ("add of ids", ([HALF], [1.5] * 20), TypeError, "an id must be an integer or a string, got 1.5"),
+        ("update of ids", ([HALF], "a"), ValueError, "ids must be as many as documents, got 1 for 20"),
         ("vectors", ([2, 17],), ValueError, "position 17 is removed already"),
         ("add", ([HALF], range(20)), ValueError, "the index has no ids, which SparseIndex.build takes"),
         ("update", ([HALF], range(20)), ValueError, "the index has no ids"),
@@ -171,38 +178,13 @@ ASKED = [
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(method, arguments, error, sentence):
-    index = SparseIndex.build([HALF])
+    method, _, of_ids = method.partition(" of ")
+    index = SparseIndex.build([HALF], ids=range(20) if of_ids else None)
     index.remove(torch.tensor([3, 17]))
     with pytest.raises(error, match=f"^SparseIndex.{method}: {sentence}"):
         getattr(index, method)(*arguments)
+    assert index.ids == ([each for each in range(20) if each not in (3, 17)] if of_ids else None)
     assert_same(index.search(WHOLE, 20), sorted_scores(WHOLE, HALF, 20, {3, 17}))
-
-
-# A call of an index of the documents 0 to 19, of which 3 is removed, and what is said.
-@case_table(r"""
-call | error | sentence
-add([HALF]) | ValueError | add: ids must be given, since the documents of the index have ids.
-add([HALF], ["a"]) | ValueError | add: ids must be as many as documents, got 1 for 20.
-add([HALF, OTHER], range(30, 70)) | ValueError | add: batches must have the vocabulary 30, got 31
-add([HALF], [*range(30, 49), 5]) | ValueError | add: the id 5 is in the index; SparseIndex.update replaces documents.
-add([HALF], [*range(30, 49), 30]) | ValueError | add: the id 30 is given twice.
-add([HALF], [1.5] * 20) | TypeError | add: an id must be an integer or a string, got 1.5
-update([HALF], "a") | ValueError | update: ids must be as many as documents, got 1 for 20.
-update([HALF, OTHER], range(40)) | ValueError | update: batches must have the vocabulary 30, got 31
-remove(ids=[2, "a"]) | ValueError | remove: the id 'a' is not in the index.
-remove(ids=[2, 3]) | ValueError | remove: the id 3 is not in the index.
-remove(ids=[2, 2]) | ValueError | remove: the id 2 is given twice.
-remove([2], ids=[2]) | TypeError | remove: documents must be given by positions or by ids
-vectors(ids="a") | ValueError | vectors: the id 'a' is not in the index.
-build([HALF], ids=range(19)) | ValueError | build: ids must be as many as documents, got 19 for 20.
-""")
-def test_what_ids_cannot_be_is_said_and_changes_nothing(call, error, sentence):
-    index = SparseIndex.build([HALF], ids=range(20))
-    index.remove([3])
-    with pytest.raises((TypeError, ValueError), match=f"^SparseIndex.{sentence}") as raised:
-        eval(f"index.{call}")
-    assert raised.typename == error and index.ids == [*range(3), *range(4, 20)]
-    assert_same(index.search(WHOLE, 20), sorted_scores(WHOLE, HALF, 20, {3}))
 
 
 def test_what_a_stream_cannot_be_asked_is_refused():

@@ -163,14 +163,10 @@ class Saved(Built):
         self.ids = [f"{'b' if backwards else 'a'}{number}" for number in range(COUNT)]
 
     def write_batches(self, folder: Path, batches: Callable) -> None:
-        index = SparseIndex.load(folder) if (folder / "index.json").exists() else None
-        held = 0 if index is None else len(index)
-        new = [*batches(held)]
-        ids = self.ids[held : held + sum(map(len, new))]
-        if index is None:
-            index = SparseIndex.build(new, ids=ids)
-        else:
-            index.add(new, ids)
+        begun = (folder / "index.json").exists()
+        index = SparseIndex.load(folder) if begun else SparseIndex.build(self.batch(0, 0), ids=[])
+        held, new = len(index), SparseBatch.concatenate(batches(len(index)))
+        index.add(new, self.ids[held : held + len(new)])
         index.remove(ids=[self.ids[position] for position in self.removed if position >= held])
         index.save(folder)
 
