@@ -165,7 +165,7 @@ class Saved(Built):
     def write_batches(self, folder: Path, batches: Callable) -> None:
         begun = (folder / "index.json").exists()
         index = SparseIndex.load(folder) if begun else SparseIndex.build(self.batch(0, 0), ids=[])
-        held, new = len(index), SparseBatch.concatenate(batches(len(index)))
+        held, new = len(index), SparseBatch.concatenate([self.batch(0, 0), *batches(len(index))])
         index.add(new, self.ids[held : held + len(new)])
         index.remove(ids=[self.ids[position] for position in self.removed if position >= held])
         index.save(folder)
