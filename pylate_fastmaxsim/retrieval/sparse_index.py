@@ -143,6 +143,7 @@ class SparseIndex:
         """
         where, folder = "SparseIndex.build", None if folder is None else Path(folder)
         device = None if device is None else _device(where, device)
+        ids = None if ids is None else as_ids(where, ids)
         with nullcontext() if folder is None else writing(where, folder):
             index, held = None, 0
             if folder is not None:
@@ -164,7 +165,7 @@ class SparseIndex:
                 index._folder, index._ids = folder, None if ids is None else Ids()
                 batches = chain([first], batches)
             if ids is not None:
-                ids, known = as_ids(where, ids), index._with_ids(where).all
+                known = index._with_ids(where).all
                 if ids[: len(known)] != known:
                     raise ValueError(f"{where}: ids must begin with those of the {len(known)} documents in {folder}.")
                 ids = ids[len(known) :]
@@ -398,8 +399,8 @@ class SparseIndex:
         """Free the memory of removed documents, and on disk with the next :meth:`save`. Nothing is encoded again.
 
         The other documents move up, so that their positions change; their ids do not. Takes memory for a copy of all
-        blocks from the first with a removed document on. A :meth:`build` with a function counts documents that it holds,
-        so that it goes on as before only where no document was removed.
+        blocks from the first with a removed document on. A later :meth:`build` with a function goes on behind as many
+        documents as are left, which with ``ids`` is refused where these are others.
 
         Returns
         -------
@@ -569,7 +570,10 @@ class SparseIndex:
 
     def _with_ids(self, where: str) -> Ids:
         if self._ids is None:
-            raise ValueError(f"{where}: the index has no ids, which SparseIndex.build takes as ids.")
+            raise ValueError(
+                f"{where}: documents of the index have no ids; SparseIndex.build(index.vectors(index.live_positions()), "
+                "ids=ids) makes one with ids."
+            )
         return self._ids
 
     def _new_ids(self, where: str, ids: Id | Iterable[Id] | None) -> list[Id] | None:

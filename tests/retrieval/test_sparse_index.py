@@ -172,9 +172,9 @@ ASKED = [
         ("add of ids", ([HALF], [1.5] * 20), TypeError, "an id must be an integer or a string, got 1.5"),
         ("update of ids", ([HALF], "a"), ValueError, "ids must be as many as documents, got 1 for 20"),
         ("vectors", ([2, 17],), ValueError, "position 17 is removed already"),
-        ("add", ([HALF], range(20)), ValueError, "the index has no ids, which SparseIndex.build takes"),
-        ("update", ([HALF], range(20)), ValueError, "the index has no ids"),
-        ("ids_of", (torch.tensor([[2]]),), ValueError, "the index has no ids"),
+        ("add", ([HALF], range(20)), ValueError, r"documents of the index have no ids; SparseIndex.build\(index"),
+        ("update", ([HALF], range(20)), ValueError, "documents of the index have no ids"),
+        ("ids_of", (torch.tensor([[2]]),), ValueError, "documents of the index have no ids"),
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(method, arguments, error, sentence):
