@@ -94,12 +94,12 @@ class TokenBatch:
             Token vectors, ``[N, L, d]``, floating point.
         mask
             Tokens that count, ``[N, L]``, bool or 0/1 of any dtype, in any pattern. A sequence ends with its last live
-            token, so that padding costs nothing. ``None``: all.
+            token, so that padding costs nothing. Or lengths of the sequences, ``[N]``, an integer dtype. ``None``: all.
 
         Raises
         ------
         ValueError
-            A shape or dtype is not the one above, or a mask on a CPU holds something else.
+            A shape or dtype is not the one above, or a mask or lengths on a CPU hold something else.
         TypeError
             An argument is not a tensor.
 
@@ -125,9 +125,17 @@ class TokenBatch:
         if mask is None:
             lengths = torch.full_like(starts, length)
             return cls(values.reshape(count * length, dim), starts, lengths, length, gapless=True)
-        require_tensor(where, mask_name, mask, "[N, L] = [{}, {}]", (count, length))
+        is_lengths = isinstance(mask, Tensor) and mask.dim() == 1 and mask.dtype in (torch.int32, torch.int64)
+        allowed = "[N] = [{}] as lengths" if is_lengths else "[N, L] = [{}, {}], or int64 lengths [N]"
+        require_tensor(where, mask_name, mask, allowed, (count,) if is_lengths else (count, length))
         if mask.is_meta and not values.is_meta:
             raise ValueError(f"{where}: {mask_name} is on the meta device, which holds no numbers.")
+        if is_lengths:
+            if has_numbers(mask) and bool((wrong := (mask < 0) | (mask > length)).any()):
+                raise ValueError(
+                    f"{where}: {mask_name} as lengths must be from 0 to L = {length}, got {mask[wrong][0]}."
+                )
+            return cls(values.reshape(count * length, dim), starts, mask.to(device, torch.int64), length)
         keep = as_mask(where, mask_name, mask, device)
         if length == 0:
             lengths = torch.zeros_like(starts)
@@ -281,7 +289,7 @@ class TokenBatch:
         return self.values[rows].masked_fill(~mask[..., None], 0), mask
 
 
-# What operators take: batches, padded vectors [N, L, d], or a matrix [L_i, d] for each text.
+# What operators take: batches, padded vectors [N, L, d], also of the layout torch.jagged, or a matrix [L_i, d] for each text.
 Tokens = TokenBatch | Tensor | np.ndarray | Sequence[Tensor | np.ndarray]
 
 
@@ -290,6 +298,10 @@ def as_batch(
 ) -> TokenBatch:
     """Token vectors of any form as a ragged batch; TypeError or ValueError unless they are one, padded, or a list."""
     mask_name = mask_name or f"{name}_mask"
+    if isinstance(tokens, Tensor) and tokens.layout == torch.jagged:
+        lengths = tokens.lengths()  # where there are rows between sequences
+        tokens = TokenBatch.from_packed(tokens.values(), tokens.offsets())
+        tokens = tokens if lengths is None else replace(tokens, lengths=lengths.long())
     if isinstance(tokens, (TokenBatch, list, tuple)):
         if mask is not None:
             form = "list has no padding" if isinstance(tokens, (list, tuple)) else "TokenBatch carries its own `keep`"
@@ -297,7 +309,7 @@ def as_batch(
         return tokens if isinstance(tokens, TokenBatch) else TokenBatch._of_list(where, name, tokens)
     if hasattr(tokens, "decompress"):
         raise TypeError(
-            f"{where}: {name} are a CompressedBatch, which only maxsim and search take, as documents; pass "
+            f"{where}: {name} are a CompressedBatch, which only maxsim, pooled_scores and search take, as documents; pass "
             f"{name}.decompress()."
         )
     tokens = _as_tensor(where, name, tokens)
@@ -305,6 +317,10 @@ def as_batch(
         raise TypeError(
             f"{where}: {name} must be a TokenBatch, a tensor [N, L, d] or a list of matrices [L, d], got "
             f"{type(tokens).__name__}."
+        )
+    if tokens.dim() == 2:
+        raise ValueError(
+            f"{where}: {name} must be [N, L, d], got one text of shape {tuple(tokens.shape)}; pass it as x[None]."
         )
     return TokenBatch._of_padded(where, name, tokens, mask_name, mask)
 

@@ -70,7 +70,7 @@ MAKERS: dict[str, Callable[[list[SparseBatch]], Engine]] = {
 def posting_bytes(engine: Engine) -> int:
     """Bytes of what is scanned; an index on a GPU keeps the exact rows beside it."""
     on_gpu = isinstance(engine, SparseIndex) and engine.device.type == "cuda"
-    return engine._searched.posting_bytes if on_gpu else engine.nbytes
+    return engine._blocks.searched.posting_bytes if on_gpu else engine.nbytes
 
 
 def exact(queries: SparseBatch, collection: list[SparseBatch], k: int) -> Found:

@@ -12,8 +12,8 @@ from pylate_fastmaxsim._install import install_command
 from pylate_fastmaxsim.export.source import Dense, Sparse, with_ids
 from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.files.resumed import resumed
-from pylate_fastmaxsim.indexes.storage import Id
 from pylate_fastmaxsim.retrieval.formats.format import Batch
+from pylate_fastmaxsim.retrieval.ids import Id
 from pylate_fastmaxsim.sparse import SparseBatch
 
 # Of a group of rows, which is held in memory: 16 MiB of 128 numbers of 16 bits, or of sparse vectors with 250 terms.

@@ -11,8 +11,8 @@ import torch
 
 from pylate_fastmaxsim._install import install_command
 from pylate_fastmaxsim.export.source import Dense, Sparse, with_ids
-from pylate_fastmaxsim.indexes.storage import Id
 from pylate_fastmaxsim.retrieval.formats.format import Batch
+from pylate_fastmaxsim.retrieval.ids import Id
 from pylate_fastmaxsim.sparse import SparseBatch
 
 VECTORS = "vectors"

@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.indexes.storage import Folder, Id
-from pylate_fastmaxsim.kernels.sparse import postings
+from pylate_fastmaxsim.indexes.storage import Folder
 from pylate_fastmaxsim.retrieval import sparse_files
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 from pylate_fastmaxsim.retrieval.formats import description
 from pylate_fastmaxsim.retrieval.formats.format import Batch
 from pylate_fastmaxsim.retrieval.formats.writer import live
+from pylate_fastmaxsim.retrieval.ids import Id
+from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.sparse import SparseBatch
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -68,19 +69,14 @@ class Dense(Source):
 
 @dataclass(frozen=True)
 class Sparse(Source):
-    """Vectors of a sparse index, of which a block at a time is read."""
+    """Vectors of a sparse index, which are mapped into memory."""
 
-    folder: Path
-    description: sparse_files.Description
+    index: SparseIndex
 
     def batches(self, begin: int, documents: int) -> Iterator[SparseBatch]:
         """The documents behind the first ``begin``, in order, in batches of at most so many."""
-        numbers = self.positions // postings.DOCUMENTS_PER_BLOCK
-        for number in numbers[begin:].unique_consecutive().tolist():
-            line = self.description.blocks[number]
-            block = sparse_files.read_block("export", self.folder, number, line, self.description.vocabulary)
-            places = self.positions[begin:][numbers[begin:] == number] - number * postings.DOCUMENTS_PER_BLOCK
-            yield from map(block.select, places.split(documents))
+        for at in range(begin, len(self), documents):
+            yield self.index.vectors(self.positions[at : at + documents])
 
 
 def with_ids(source: Source, batches: Iterable[T], begin: int) -> Iterator[tuple[Sequence[Id], T]]:
@@ -94,11 +90,9 @@ def source_of(folder: Path) -> Dense | Sparse:
     """The documents of a folder. ValueError if it has none, or is damaged."""
     folder = next((folder / name for name in _INSIDE if (folder / name).is_dir()), folder)
     if (folder / sparse_files.DESCRIPTION_FILE).exists():
-        index = sparse_files.read_description("export", folder)
-        kept = torch.ones(index.documents, dtype=torch.bool, device="cpu")
-        kept[index.removed] = False
-        positions = kept.nonzero().flatten()
-        found = Sparse([*index.state], positions.tolist(), positions, folder, index)
+        index = SparseIndex.load(folder)
+        positions = index.live_positions()
+        found = Sparse([*index._state], positions.tolist() if index.ids is None else index.ids, positions, index)
     elif (folder / description.DESCRIPTION_FILE).exists() or any(folder.glob("rank-*-of-*")):
         parts = [description.read(each) for each in description.folders(folder)]
         if parts[0].ids is None:
@@ -107,7 +101,7 @@ def source_of(folder: Path) -> Dense | Sparse:
         else:
             index = Folder(folder, override=False)
             corpus, parts = index.corpus, [index._held]
-            ids, positions = [*index.positions], index.live
+            ids, positions = [*index.ids.positions], index.live
         found = Dense([[each.identity, each.generation] for each in parts], ids, positions, corpus)
     else:
         raise ValueError(

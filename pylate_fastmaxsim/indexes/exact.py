@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -11,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import require_count, require_integer
+from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim.codec import ResidualCodec
-from pylate_fastmaxsim.indexes.storage import Folder, Id, Storage
+from pylate_fastmaxsim.indexes.storage import Folder, Storage
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 from pylate_fastmaxsim.retrieval.formats.format import STORED, Batch, format_of, require_chosen
 from pylate_fastmaxsim.retrieval.formats.reading import batch_to, joined
 from pylate_fastmaxsim.retrieval.formats.writer import live
+from pylate_fastmaxsim.retrieval.ids import Id, as_ids
 from pylate_fastmaxsim.retrieval.search import ordered, pair_scores, rounded, search, selected
 from pylate_fastmaxsim.retrieval.topk import largest
 from pylate_fastmaxsim.tokens import TokenBatch, as_batch
@@ -104,12 +106,12 @@ class Exact:
         self._held: list[tuple[int, Batch]] | None = None if low_memory or self.devices == [torch.device("cpu")] else []
 
     def __len__(self) -> int:
-        return len(self._storage.positions)
+        return len(self._storage.ids.positions)
 
     @property
     def ids(self) -> list[Id]:
         """Ids of all documents, in the order in which they were added."""
-        return [*self._storage.positions]
+        return [*self._storage.ids.positions]
 
     def add_documents(
         self, documents_ids: Id | Sequence[Id], documents_embeddings: Embeddings, batch_size: int = 2000
@@ -150,9 +152,9 @@ class Exact:
         ValueError if an id is given twice or not in the index; then none is removed. TypeError if it is none.
         """
         where = "Exact.remove_documents"
-        ids = _ids(where, documents_ids)
+        ids = as_ids(where, documents_ids)
         with self._storage.changing(where):
-            self._positions_of(where, ids)
+            self._storage.ids.positions_of(where, ids)
             if ids:
                 self._storage.remove(ids)
         return self
@@ -192,9 +194,9 @@ class Exact:
                 f"Exact: queries_embeddings must have the d = {corpus.dim} of the index, got {queries.dim}."
             )
         queries = rounded(queries, corpus)
-        ids = self._storage.ids
+        ids, positions_of = self._storage.ids.all, partial(self._storage.ids.positions_of, "Exact")
         if subset is None or len(subset) == 0 or not isinstance(subset[0], (list, tuple)):
-            chosen = self._storage.live if subset is None else self._positions_of("Exact", subset).unique()
+            chosen = self._storage.live if subset is None else positions_of(subset).unique()
             scores, positions = self._best(queries, chosen, subset is not None, k)
             found = zip(scores.tolist(), positions.tolist(), strict=True)
         elif len(subset) != len(queries):
@@ -202,14 +204,14 @@ class Exact:
                 f"Exact: subset must be ids or a list of ids for each of {len(queries)} queries, got {len(subset)}."
             )
         else:
-            found = self._of_subsets(queries, [self._positions_of("Exact", each).unique() for each in subset], k)
+            found = self._of_subsets(queries, [positions_of(each).unique() for each in subset], k)
         return [[{"id": ids[at], "score": score} for score, at in zip(*row, strict=True)] for row in found]
 
     def get_documents_embeddings(self, documents_ids: Sequence[Sequence[Id]]) -> list[list[np.ndarray]]:
         """Vectors of lists of documents, as they are scored: float32 ``[L, d]`` each. ValueError if an id is not in the index."""
         groups = []
         for ids in documents_ids:
-            batch = self._corpus.select(self._positions_of("Exact.get_documents_embeddings", ids))
+            batch = self._corpus.select(self._storage.ids.positions_of("Exact.get_documents_embeddings", ids))
             batch = batch if isinstance(batch, TokenBatch) else batch.decompress()
             groups.append([each.numpy() for each in batch.values.float().split(batch.lengths.tolist())])
         return groups
@@ -221,7 +223,7 @@ class Exact:
         return self._storage.corpus
 
     def _add(self, where: str, ids: object, embeddings: Embeddings, batch_size: int, replace: bool) -> Exact:
-        batch_size, ids = require_count(where, "batch_size", batch_size), _ids(where, ids)
+        batch_size, ids = require_count(where, "batch_size", batch_size), as_ids(where, ids)
         embeddings = _listed(embeddings)
         if not isinstance(embeddings, Iterable):
             raise TypeError(f"{where}: documents_embeddings must be a list of [L, d], got {type(embeddings).__name__}.")
@@ -229,9 +231,8 @@ class Exact:
         if given not in (None, len(ids)):
             raise _unequal(where, ids, given)
         with self._storage.changing(where):
-            known = next((each for each in ids if each in self._storage.positions), None)
-            if known is not None and not replace:
-                raise ValueError(f"{where}: the id {known!r} is in the index; update_documents replaces documents.")
+            if not replace:
+                self._storage.ids.require_new(where, ids, "update_documents")
             documents = iter(embeddings)
             for begin in range(0, len(ids), batch_size):
                 batch_ids = ids[begin : begin + batch_size]
@@ -316,25 +317,10 @@ class Exact:
             held.append((number, joined(batches)))
             tokens[number] += size
 
-    def _positions_of(self, where: str, ids: Iterable[Id]) -> Tensor:
-        try:
-            return torch.tensor([self._storage.positions[each] for each in ids], dtype=torch.int64, device="cpu")
-        except KeyError as error:
-            raise ValueError(f"{where}: the id {error.args[0]!r} is not in the index.") from None
-
 
 def _listed(embeddings: Embeddings) -> Embeddings:
     """The matrix of one text as a list."""
     return [embeddings] if getattr(embeddings, "ndim", None) == 2 else embeddings
-
-
-def _ids(where: str, ids: Id | Iterable[Id]) -> list[Id]:
-    ids = [ids] if isinstance(ids, (str, int)) else [*ids]
-    ids = [each if isinstance(each, str) else require_integer(f"{where}: an id", each, " or a string") for each in ids]
-    if len(seen := set(ids)) < len(ids):
-        twice = next(each for each in ids if each not in seen or seen.remove(each))
-        raise ValueError(f"{where}: the id {twice!r} is given twice.")
-    return ids
 
 
 def _unequal(where: str, ids: list[Id], given: int | str) -> ValueError:

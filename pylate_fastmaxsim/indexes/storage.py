@@ -1,6 +1,5 @@
 """Documents of an index with their ids: in memory, or in a folder as a corpus. A change is there as a whole or not at all."""
 
-import json
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -18,9 +17,8 @@ from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE, JO
 from pylate_fastmaxsim.retrieval.formats.format import BOUNDS, Format
 from pylate_fastmaxsim.retrieval.formats.part import Part, mapped_part
 from pylate_fastmaxsim.retrieval.formats.writer import Writer, empty
+from pylate_fastmaxsim.retrieval.ids import Id, Ids, to_lines
 from pylate_fastmaxsim.tokens import TokenBatch
-
-Id = str | int
 
 
 class OfOnePart(Corpus):
@@ -36,8 +34,7 @@ class Storage:
     corpus: Corpus | None = None  # None: nothing was added yet
 
     def __init__(self) -> None:
-        self.ids: list[Id] = []  # of all documents by position, also of those that are removed
-        self.positions: dict[Id, int] = {}  # of those that are not, ascending
+        self.ids = Ids()
         self._removed: set[int] = set()
         self._live: Tensor | None = None
         self._rows: dict[str, Tensor] = {}
@@ -50,7 +47,7 @@ class Storage:
     def live(self) -> Tensor:
         """Positions of the documents that are not removed, ascending, int64, on the CPU."""
         if self._live is None:
-            self._live = torch.tensor([*self.positions.values()], dtype=torch.int64, device="cpu")
+            self._live = torch.tensor([*self.ids.positions.values()], dtype=torch.int64, device="cpu")
         return self._live
 
     def changing(self, where: str) -> AbstractContextManager[None]:
@@ -58,20 +55,18 @@ class Storage:
         return nullcontext()
 
     def remove(self, ids: Sequence[Id]) -> None:
-        removed = self._removed | {self.positions[each] for each in ids}
+        removed = self._removed | {self.ids.positions[each] for each in ids}
         self._write_removed(removed)
         self._removed, self._live = removed, None
         for each in ids:
-            del self.positions[each]
+            del self.ids.positions[each]
 
-    def add(self, format: Format, batch: TokenBatch, ids: Sequence[Id]) -> None:
+    def add(self, format: Format, batch: TokenBatch, ids: list[Id]) -> None:
         """Add documents, whose tokens are all live, in the place of those with the same ids."""
-        removed = self._removed | {self.positions[each] for each in ids if each in self.positions}
+        positions = self.ids.positions
+        removed = self._removed | {positions[each] for each in ids if each in positions}
         self.corpus = self._written(format, batch, ids, removed)
-        for at, each in enumerate(ids, len(self.ids)):
-            self.positions.pop(each, None)  # so that positions ascend
-            self.positions[each] = at
-        self.ids += ids
+        self.ids.append(ids)
         self._removed, self._live = removed, None
 
     def _write_removed(self, removed: set[int]) -> None:
@@ -79,7 +74,7 @@ class Storage:
 
     def _written(self, format: Format, batch: TokenBatch, ids: Sequence[Id], removed: set[int]) -> Corpus:
         """The corpus with a batch behind it."""
-        held, tokens = len(self.ids), self.corpus.tokens if self.corpus else 0
+        held, tokens = len(self.ids.all), self.corpus.tokens if self.corpus else 0
         arrays = {name: array.cpu() for name, array in format.encode(batch).items()}
         if not self._rows:
             self._extend("bounds", 0, torch.zeros(1, dtype=torch.int64, device="cpu"))
@@ -118,9 +113,9 @@ class Folder(Storage):
         """Take over what is there, unless it is known. ValueError if that is no index, or is damaged."""
         found = read_again_if_replaced(self.folder / DESCRIPTION_FILE, self._found)
         if found is not None:
-            self._held, self.corpus, self.ids = found
+            self._held, self.corpus, ids = found
             self._removed, self._live = set(self._held.removed), None
-            self.positions = {each: at for at, each in enumerate(self.ids) if at not in self._removed}
+            self.ids = Ids(ids, self._removed)
 
     def _found(self) -> tuple[Held, Corpus, list[Id]] | None:
         held, known = self._require_index(), self._held
@@ -161,6 +156,6 @@ class Folder(Storage):
         held = self._held or Held(format, 0, 0, np.zeros(0, np.uint64), 0, secrets.token_hex(8), ids=0)
         with ExitStack() as files:
             writer = Writer(self.folder, held, files)
-            writer.append(batch, "".join(json.dumps(each) + "\n" for each in ids).encode())
+            writer.append(batch, to_lines(ids))
             self._held = writer.finish(sorted(removed))
         return OfOnePart(self.folder, mapped_part(self.folder, self._held))

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 from torch import Tensor
 
 from pylate_fastmaxsim._dtypes import float32_precision
@@ -35,18 +36,23 @@ def maxsim(
     Parameters
     ----------
     queries
-        Nq queries: a ``TokenBatch``, padded token vectors ``[Nq, Lq, d]``, or a list of matrices ``[L_i, d]`` as ``encode``
-        of a model returns it, tensors or arrays of NumPy; a list is copied. bfloat16, float16, float32 or float64.
+        Nq queries: a ``TokenBatch``, padded token vectors ``[Nq, Lq, d]``, a nested tensor of the layout ``torch.jagged``, or
+        a list of matrices ``[L_i, d]`` as ``encode`` of a model returns it, tensors or arrays of NumPy; a list is copied.
+        bfloat16, float16, float32 or float64. Or one query ``[Lq, d]``, which has no place in the shapes of masks,
+        candidates and scores.
     documents
-        Nd documents, likewise, of the same d, dtype and device. Or a ``CompressedBatch`` of the same d and device, which is
+        Nd documents, likewise, of the same d, dtype and device. Or K of each query, as in distillation,
+        ``[Nq, K, Ld, d]``, which stand for ``candidates``. Or a ``CompressedBatch`` of the same d and device, which is
         scored as it is stored, as :func:`pylate_fastmaxsim.reference.compressed_maxsim` defines it, and has no gradient.
     candidates
         Which documents each query scores, ``[Nq, K]``, int64, indices from 0 to Nd - 1 in any order, repeats allowed.
         ``None``: all. The range is checked on a CPU only; on a GPU the check would have to wait for the device.
     queries_mask
-        With padded queries: tokens that count, ``[Nq, Lq]``, bool or 0/1, any pattern. ``None``: all.
+        With padded queries: tokens that count, ``[Nq, Lq]``, bool or 0/1, any pattern; or lengths ``[Nq]``, int64 or int32,
+        the range of which is checked on a CPU only. ``None``: all.
     documents_mask
-        With padded documents: tokens that count, ``[Nd, Ld]``. ``None``: all.
+        With padded documents: tokens that count, ``[Nd, Ld]`` or ``[Nq, K, Ld]``; or lengths ``[Nd]`` or ``[Nq, K]``.
+        ``None``: all.
     zero_floor
         Documents whose maxima start at 0 instead of -inf, ``[Nd]``, bool. Set for documents with a masked token, it gives
         the scores of libraries that multiply masked tokens by 0 rather than leave them out.
@@ -58,7 +64,8 @@ def maxsim(
     Returns
     -------
     Tensor
-        Scores, ``[Nq, Nd]``, or ``[Nq, K]`` with candidates; float32, or float64 for float64 input.
+        Scores, ``[Nq, Nd]``, or ``[Nq, K]`` with candidates or documents of each query; of one query ``[Nd]`` or ``[K]``.
+        float32, or float64 for float64 input.
 
     Raises
     ------
@@ -88,7 +95,18 @@ def maxsim(
     tensor([[2., 2., 0.]])
     >>> maxsim(queries, documents, candidates=torch.tensor([[1, 1]]))
     tensor([[2., 2.]])
+    >>> maxsim(queries[0], torch.ones(3, 4, 2), documents_mask=torch.tensor([4, 1, 0]))
+    tensor([2., 2., 0.])
     """
+    if getattr(queries, "ndim", None) == 2:
+        batches = [
+            each[None] if isinstance(each, (Tensor, np.ndarray)) else each
+            for each in (queries, candidates, queries_mask)
+        ]
+        return maxsim(
+            batches[0], documents, batches[1], queries_mask=batches[2], documents_mask=documents_mask,
+            zero_floor=zero_floor, save_documents=save_documents,
+        )[0]  # fmt: skip
     if save_documents not in (None, "int8"):
         raise ValueError(f'maxsim: save_documents must be "int8" or None, got {save_documents!r}.')
     if isinstance(documents, CompressedBatch):

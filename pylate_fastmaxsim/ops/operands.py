@@ -5,6 +5,7 @@ import importlib
 import logging
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -91,6 +92,16 @@ def prepared(
     """
     refuse_transforms(operator)
     queries = as_batch(operator, "queries", queries, queries_mask)
+    if getattr(documents, "ndim", None) == 4:  # of each query, as in distillation
+        if candidates is not None:
+            raise ValueError(
+                f"{operator}: candidates go with documents [Nd, L, d], not with [Nq, K, L, d] of each query."
+            )
+        num_queries, ways = queries.starts.shape[0], documents.shape[1]
+        in_groups = functools.partial(_flattened, operator, num_queries, ways)
+        documents, documents_mask = in_groups("documents", documents), in_groups("documents_mask", documents_mask)
+        zero_floor = in_groups("zero_floor", zero_floor)
+        candidates = torch.arange(num_queries * ways, device=queries.device).view(num_queries, ways)
     documents = as_batch(operator, "documents", documents, documents_mask)
     q_values, d_values = queries.values, documents.values
     refuse_meta(operator, "queries", q_values)
@@ -103,6 +114,18 @@ def prepared(
     if q_values is not queries.values or d_values is not documents.values:
         operands = operands._replace(q_values=q_values, d_values=d_values)
     return operands
+
+
+def _flattened(operator: str, num_queries: int, ways: int, name: str, value: object) -> object:
+    """An array ``[Nq, K, ...]`` as ``[Nq * K, ...]``."""
+    if not isinstance(value, (Tensor, np.ndarray)):
+        return value
+    if tuple(value.shape[:2]) != (num_queries, ways):
+        raise ValueError(
+            f"{operator}: {name} of each query must begin with [Nq, K] = [{num_queries}, {ways}], got shape "
+            f"{tuple(value.shape)}."
+        )
+    return value.reshape(num_queries * ways, *value.shape[2:])
 
 
 def recording(operator: str, operands: ScoringOperands) -> bool:

@@ -1,6 +1,7 @@
 """Scores with another pooling over document tokens than the maximum, as differentiable operators."""
 
 import functools
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -9,17 +10,32 @@ from torch import Tensor
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim._operands import PoolingNumbers, ScoringOperands
 from pylate_fastmaxsim._winners import winner_dtype
+from pylate_fastmaxsim.compressed import CompressedBatch, Fp8, Int8
 from pylate_fastmaxsim.cpu import pooled as blocked
+from pylate_fastmaxsim.cpu.live_tokens import live_tokens
+from pylate_fastmaxsim.cpu.maxsim import require_candidates
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.ops.operands import check_numbers, fake_gradients, fake_scores, logger, path, prepared, recording
+from pylate_fastmaxsim.ops.operands import (
+    check_candidates,
+    check_numbers,
+    fake_gradients,
+    fake_scores,
+    logger,
+    path,
+    prepared,
+    recording,
+)
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
 from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, TopK, check_pooling
-from pylate_fastmaxsim.tokens import Tokens
+from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch
+
+# Numbers of documents that are decompressed at once: 256 MiB of float32.
+DECOMPRESSED_NUMBERS = 1 << 26
 
 
 def pooled_scores(
     queries: Tokens,
-    documents: Tokens,
+    documents: Tokens | CompressedBatch,
     candidates: Tensor | None = None,
     *,
     pooling: Pooling,
@@ -40,7 +56,10 @@ def pooled_scores(
     queries
         Nq queries: a ``TokenBatch``, or padded token vectors ``[Nq, Lq, d]``. bfloat16, float16, float32 or float64.
     documents
-        Nd documents, likewise, of the same d, dtype and device; with ``Max()`` also a ``CompressedBatch``.
+        Nd documents, likewise, of the same d, dtype and device, or as ``[Nq, K, Ld, d]`` K of each query. Or a
+        ``CompressedBatch``, which another pooling than ``Max()`` decompresses to the dtype of the queries: 256 MiB at a
+        time, which for each call takes as long as :meth:`~pylate_fastmaxsim.CompressedBatch.decompress`. A gradient of
+        the queries keeps all of these vectors.
     candidates
         Which documents each query scores, ``[Nq, K]``, int64, indices from 0 to Nd - 1 in any order, repeats allowed.
         ``None``: all. The range is checked on a CPU only.
@@ -94,9 +113,51 @@ def pooled_scores(
             queries, documents, candidates, queries_mask=queries_mask, documents_mask=documents_mask,
             zero_floor=zero_floor if isinstance(pooling, Max) else None,
         )  # fmt: skip
+    if isinstance(documents, CompressedBatch):
+        if documents_mask is not None:
+            raise ValueError("pooled_scores: documents_mask goes with documents that are not compressed.")
+        return _of_compressed(
+            as_batch("pooled_scores", "queries", queries, queries_mask), documents, candidates, pooling
+        )
     operands = prepared("pooled_scores", queries, documents, candidates, queries_mask, documents_mask, None)
     scores, _ = _scores_and_state(operands, numbers_of(pooling), recording("pooled_scores", operands))
     return scores
+
+
+def _of_compressed(
+    queries: TokenBatch, documents: CompressedBatch, candidates: Tensor | None, pooling: Pooling
+) -> Tensor:
+    """Scores of documents that are decompressed some at a time. Waits for the device."""
+    check_candidates("pooled_scores", queries, documents, candidates, None)
+    require_candidates("pooled_scores", candidates, len(documents))
+    dtype, device = queries.values.dtype, documents.device
+    at_once = max(1, DECOMPRESSED_NUMBERS // max(1, documents.max_length * documents.dim))
+    if candidates is None:
+        blocks = torch.arange(len(documents), device=device).split(at_once)
+        vectors = (_decompressed(documents, block, dtype) for block in blocks)
+        return torch.cat([pooled_scores(queries, each, pooling=pooling) for each in vectors], dim=1)
+    scores = []
+    for block in torch.arange(len(queries), device=device).split(max(1, at_once // max(1, candidates.shape[1]))):
+        chosen, own = candidates[block].unique(return_inverse=True)
+        vectors = _decompressed(documents, chosen, dtype)
+        scores.append(pooled_scores(queries.select(block), vectors, own, pooling=pooling))
+    return torch.cat(scores)
+
+
+def _decompressed(documents: CompressedBatch, index: Tensor, dtype: torch.dtype) -> TokenBatch:
+    """The live tokens of some documents, and no others."""
+    documents = documents.select(index)
+    live, tokens = live_tokens(documents.starts, documents.lengths, documents.keep), documents.tokens
+    if isinstance(tokens, Fp8):
+        # Float8 tensors cannot be indexed on every device.
+        tokens = replace(tokens, values=tokens.values.view(torch.uint8)[live.row].view(torch.float8_e4m3fn))
+    elif isinstance(tokens, Int8):
+        scales = tokens.scales[live.row] if tokens.per_token else tokens.scales
+        tokens = replace(tokens, values=tokens.values[live.row], scales=scales)
+    else:
+        scales = None if tokens.scales is None else tokens.scales[live.row]
+        tokens = replace(tokens, codes=tokens.codes[live.row], packed=tokens.packed[live.row], scales=scales)
+    return CompressedBatch(tokens, live.first, live.count, documents.max_length, gapless=True).decompress(dtype)
 
 
 def state_bytes(pooling: Pooling, max_d_length: int, dtype: torch.dtype) -> int:

@@ -203,8 +203,6 @@ def _problems_of_pooling(recipe: Recipe) -> Iterator[str]:
         yield f"loss.pooling.start must be an integer with top_k, got {pooling.start}."
     if recipe.fast.stock_masking:
         yield "fast.stock_masking must be false with loss.pooling: masked tokens are left out of every pooling but the maximum."
-    if recipe.evaluation.corpus_format is not None:
-        yield "loss.pooling must be max with evaluation.corpus_format: no other pools compressed documents."
 
 
 def _problems_of_evaluation(evaluation: EvaluationSection) -> Iterator[str]:

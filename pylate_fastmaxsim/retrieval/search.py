@@ -76,7 +76,7 @@ def search(
     k
         Number of documents to return for each query, at least 1.
     pooling
-        As in :func:`pylate_fastmaxsim.pooled_scores`. Compressed documents are scored with ``Max()`` alone.
+        As in :func:`pylate_fastmaxsim.pooled_scores`, which decompresses compressed documents with another than ``Max()``.
     rescore
         A corpus of the same documents in the same order. Of each document that is a candidate its tokens are read once,
         for all queries, in blocks of about a million tokens. Or a function, as of a cross-encoder: called once with the

@@ -1,6 +1,7 @@
 """A sparse index on disk: a safetensors file for each block, and a description that is written last."""
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,16 +10,19 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from pylate_fastmaxsim.files.record import read_record, write_record
 from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.kernels.sparse import postings
+from pylate_fastmaxsim.retrieval.ids import Id, to_lines
 from pylate_fastmaxsim.sparse import SparseBatch
 
 DESCRIPTION_FILE = "index.json"
 # Of a build or an addition that has not ended: the blocks that it has written.
 UNFINISHED_FILE = "unfinished.json"
-FORMAT = "pylate-fastmaxsim sparse index 2"
+# Of an index without ids, and with them, which older releases would take for damage.
+FORMATS = ("pylate-fastmaxsim sparse index 2", "pylate-fastmaxsim sparse index 3")
 _PARTS = ("offsets", "terms", "weights")
 
 
@@ -44,6 +48,7 @@ class Description:
     blocks: list[Block]
     removed: list[int]  # positions, ascending
     state: tuple[str, int]  # identity of the index, and how often it was written
+    has_ids: bool  # whether blocks hold ids of their documents
 
     @property
     def documents(self) -> int:
@@ -59,47 +64,53 @@ def new_state() -> tuple[str, int]:
     return secrets.token_hex(8), 0
 
 
-def described(block: SparseBatch) -> Block:
+def described(tensors: dict[str, Tensor]) -> Block:
     """A block's line of the description, with the checksum of its numbers."""
     digest = xxhash.xxh3_64()
-    for name in _PARTS:
-        digest.update(getattr(block, name).cpu().contiguous().view(torch.uint8).numpy())
-    return Block(len(block), len(block.terms), digest.hexdigest())
+    for tensor in tensors.values():
+        digest.update(tensor.view(torch.uint8).numpy())
+    return Block(len(tensors["offsets"]) - 1, len(tensors["terms"]), digest.hexdigest())
 
 
-def write_block(folder: Path, number: int, block: SparseBatch) -> Block:
-    """Write a block. The file appears when it is complete."""
-    line = described(block)
+def write_block(folder: Path, number: int, block: SparseBatch, ids: Sequence[Id] | None) -> Block:
+    """Write a block, with ids of its documents if there are any. The file appears when it is complete."""
+    tensors = {name: getattr(block, name).cpu().contiguous() for name in _PARTS}
+    if ids is not None:
+        tensors["ids"] = torch.frombuffer(bytearray(to_lines(ids)), dtype=torch.uint8)
+    line = described(tensors)
     # One key, since safetensors writes several in random order.
-    write = partial(save_file, {name: getattr(block, name).cpu() for name in _PARTS}, metadata={"format": FORMAT})
+    write = partial(save_file, tensors, metadata={"format": FORMATS[ids is not None]})
     replace_file(line.file(folder, number), write)
     return line
 
 
-def read_block(where: str, folder: Path, number: int, line: Block, vocabulary: int) -> SparseBatch:
-    """A block on the CPU, mapped into memory. ValueError, which names the file, if it is missing, truncated or damaged.
+def read_block(
+    where: str, folder: Path, number: int, line: Block, vocabulary: int
+) -> tuple[SparseBatch, Tensor | None]:
+    """A block on the CPU, mapped into memory, and its lines of ids, if it has some.
 
-    Numbers that are not those that were written must not reach native code.
+    ValueError, which names the file, if it is missing, truncated or damaged. Numbers that are not those that were written
+    must not reach native code.
     """
     file = line.file(folder, number)
     try:
         with safe_open(file, framework="pt") as opened:
-            tensors = [opened.get_tensor(name) for name in _PARTS]
+            names = [*_PARTS, *({"ids"} & {*opened.keys()})]
+            tensors = {name: opened.get_tensor(name) for name in names}
     except FileNotFoundError:  # also of a file without the permission to read it
         reason = "cannot be read" if file.exists() else "is missing; build the index again"
         raise ValueError(f"{where}: {file} {reason}.") from None
     except (SafetensorError, OSError, ValueError, AttributeError, RuntimeError, TypeError) as error:
         raise ValueError(f"{where}: {file} is truncated or damaged ({error}); build the index again.") from None
-    block = SparseBatch._trusted(*tensors, vocabulary)
-    if described(block) != line:
+    if described(tensors) != line:
         raise ValueError(f"{where}: {file} is damaged; build the index again.")
-    return block
+    return SparseBatch._trusted(*(tensors[name] for name in _PARTS), vocabulary), tensors.get("ids")
 
 
 def write_description(folder: Path, description: Description, *, unfinished: bool = False) -> None:
     """Write what makes the blocks an index. Deletes the blocks that neither it nor the description before names."""
     values = {
-        "format": FORMAT,
+        "format": FORMATS[description.has_ids],
         "state": description.state,
         "vocabulary": description.vocabulary,
         "weights": str(description.dtype).removeprefix("torch."),
@@ -164,7 +175,9 @@ def read_description(
     """Read a description; ValueError if it is of another format, or missing unless it may be."""
     file = folder / name
     try:
-        values = read_record(file, FORMAT)
+        values = read_record(file)
+        if values is not None and values.get("format") not in FORMATS:
+            raise ValueError
     except (ValueError, OSError):
         raise ValueError(
             f"{where}: {file} is damaged, or of another release; put it back, or build the index in another folder."
@@ -187,4 +200,5 @@ def read_description(
         [Block(*line) for line in values["blocks"]],
         values["removed"],
         tuple(values["state"]),
+        values["format"] == FORMATS[True],
     )

@@ -21,13 +21,9 @@ from pylate_fastmaxsim.files.record import read_again_if_replaced
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.ops.gathered import all_gather, rank_and_ranks
 from pylate_fastmaxsim.retrieval import sparse_files as files
-from pylate_fastmaxsim.retrieval.sparse_search import (
-    in_blocks,
-    require_device,
-    require_fitting,
-    search_blocks,
-    searchable,
-)
+from pylate_fastmaxsim.retrieval.ids import Id, Ids, as_ids, from_lines
+from pylate_fastmaxsim.retrieval.sparse_blocks import Blocks, all_live
+from pylate_fastmaxsim.retrieval.sparse_search import in_blocks, require_device, require_fitting, search_blocks
 from pylate_fastmaxsim.retrieval.topk import merge_results
 from pylate_fastmaxsim.sparse import SparseBatch, SparseVectors, as_sparse_batch, sparse_batches
 
@@ -48,9 +44,10 @@ def _exclusive(method: Callable) -> Callable:
 class SparseIndex:
     """Sparse documents, to be searched exactly by inner product.
 
-    Made by :meth:`build` or :meth:`load`. A document keeps its position, whatever is added or removed. ``len`` counts all
-    positions, also those of removed documents. The scores and their order are the same bits on a CPU (SciPy) and on a
-    CUDA GPU. Threads may share an index, of which one at a time searches or changes it.
+    Made by :meth:`build` or :meth:`load`. A document keeps its position, whatever is added or removed, until
+    :meth:`compact`. ``len`` counts all positions, also those of removed documents. Documents may have ids, strings or
+    integers, by which they are updated and removed. The scores and their order are the same bits on a CPU (SciPy) and on
+    a CUDA GPU. Threads may share an index, of which one at a time searches or changes it.
 
     Examples
     --------
@@ -69,14 +66,18 @@ class SparseIndex:
     ...     index.save(folder)
     ...     SparseIndex.load(folder).search(queries, k=4)
     (tensor([[3., 2., 2., 0.]]), tensor([[ 5,  0,  3, -1]]))
+    >>> index = SparseIndex.build(documents, ids=["a", "b", "c"])
+    >>> index.update(documents.select(torch.tensor([1])), ids="a")
+    >>> scores, positions = index.search(queries, k=2)
+    >>> positions, index.ids_of(positions), index.ids
+    (tensor([[ 2, -1]]), [['c']], ['b', 'c', 'a'])
     """
 
     def __init__(self, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
         """Use :meth:`build` or :meth:`load`."""
         self.vocabulary, self.dtype, self.device = vocabulary, dtype, device
-        self._blocks: list[SparseBatch] = []
-        self._live: list[Tensor | None] = []  # which documents are not removed; None: all
-        self._searched = searchable(vocabulary, device)
+        self._blocks = Blocks(vocabulary, device)
+        self._ids: Ids | None = None  # None: documents have none
         # Where the blocks are on disk, if anywhere: of a block there, its line of the description.
         self._folder: Path | None = None
         self._written: dict[int, files.Block] = {}
@@ -93,6 +94,7 @@ class SparseIndex:
         *,
         folder: str | os.PathLike | None = None,
         device: str | torch.device | None = None,
+        ids: Iterable[Id] | None = None,
     ) -> SparseIndex:
         """Make an index of documents, which may come in batches.
 
@@ -113,14 +115,18 @@ class SparseIndex:
         device
             Where to search, a CPU or a CUDA GPU. By default the CPU with a folder, and the device of the first batch
             without.
+        ids
+            A string or an integer for each document, all different, also of those that the folder holds already; by
+            default documents have positions only.
 
         Raises
         ------
         ValueError
             There is no batch, vocabularies differ, float32 weights follow float16 ones, ``folder`` holds something and
-            ``batches`` is no function, a file of an earlier build is damaged, or another process writes the folder.
+            ``batches`` is no function, a file of an earlier build is damaged, or another process writes the folder. Ids
+            are given twice, are not as many as documents, or not those of the documents that the folder holds.
         TypeError
-            Something in ``batches`` is no batch.
+            Something in ``batches`` is no batch, or an id is of another type.
         OSError
             Writing fails, as on a full disk.
 
@@ -137,6 +143,7 @@ class SparseIndex:
         """
         where, folder = "SparseIndex.build", None if folder is None else Path(folder)
         device = None if device is None else _device(where, device)
+        ids = None if ids is None else as_ids(where, ids)
         with nullcontext() if folder is None else writing(where, folder):
             index, held = None, 0
             if folder is not None:
@@ -155,9 +162,14 @@ class SparseIndex:
                 if first is None:
                     raise ValueError(f"{where}: there must be at least one batch, which says what the vocabulary is.")
                 index = cls(first.vocabulary, first.dtype, device or _device(where, first.device))
-                index._folder = folder
+                index._folder, index._ids = folder, None if ids is None else Ids()
                 batches = chain([first], batches)
-            index._append(where, batches, folder)
+            if ids is not None:
+                known = index._with_ids(where).all
+                if ids[: len(known)] != known:
+                    raise ValueError(f"{where}: ids must begin with those of the {len(known)} documents in {folder}.")
+                ids = ids[len(known) :]
+            index._append(where, batches, folder, index._new_ids(where, ids))
             if folder is not None:
                 index._describe(folder, index._written, index._state)
             return index
@@ -215,24 +227,29 @@ class SparseIndex:
         index._folder, index._first_block = folder, blocks.start
         index._state = description.state
         index._documents_of_all = description.documents
+        names: list[Id] = []
+        has_ids = description.has_ids and len(blocks) == len(description.blocks)  # a shard does without
         for number in blocks:
             line = description.blocks[number]
-            block = files.read_block(where, folder, number, line, description.vocabulary)
+            block, ids = files.read_block(where, folder, number, line, description.vocabulary)
+            names += from_lines(ids) if has_ids else []
             first = number * postings.DOCUMENTS_PER_BLOCK
             begin, end = (bisect_left(description.removed, first + each) for each in (0, line.documents))
             live = None
             if begin < end:
                 gone = torch.tensor(description.removed[begin:end], device=device) - first
-                live = _all_live(line.documents, device).index_fill_(0, gone, False)
-            index._written[len(index._blocks)] = line
-            index._set(len(index._blocks), block.to(device), live)
+                live = all_live(line.documents, device).index_fill_(0, gone, False)
+            index._written[len(index._blocks.all)] = line
+            index._blocks.set(len(index._blocks.all), block.to(device), live)
+        if has_ids:
+            index._ids = Ids(names, {*description.removed})
         return index
 
     def __len__(self) -> int:
-        return sum(map(len, self._blocks)) if self._shard is None else self._documents_of_all
+        return len(self._blocks) if self._shard is None else self._documents_of_all
 
     def __repr__(self) -> str:
-        removed = len(self._removed())
+        removed = len(self._blocks.removed())
         documents = f"{len(self)} documents{f', of which {removed} are removed' if removed else ''}"
         shard = f", shard {self._shard[0]} of {self._shard[1]}" if self._shard else ""
         dtype = str(self.dtype).removeprefix("torch.")
@@ -241,7 +258,7 @@ class SparseIndex:
     @property
     def nbytes(self) -> int:
         """Bytes of the documents that this process holds, mapped ones too, with their postings (a CPU has them after two searches)."""
-        return self._searched.nbytes
+        return self._blocks.searched.nbytes
 
     def live_positions(self) -> Tensor:
         """Positions of the documents that are not removed, ascending, int64, on the CPU.
@@ -251,64 +268,165 @@ class SparseIndex:
         ValueError
             The index is a shard, which knows only its own.
         """
-        if self._shard is not None:
-            raise ValueError("SparseIndex.live_positions: a shard does not know which documents of others are removed.")
-        return _all_live(len(self), torch.device("cpu")).index_fill_(0, self._removed(), False).nonzero().flatten()
+        self._require_unsharded("SparseIndex.live_positions", "knows only its own documents")
+        return self._blocks.live_positions()
+
+    @property
+    def ids(self) -> list[Id] | None:
+        """Ids of the documents that are not removed, in the order of :meth:`live_positions`; None of an index without ids.
+
+        Raises
+        ------
+        ValueError
+            The index is a shard, which knows only its own.
+        """
+        self._require_unsharded("SparseIndex.ids", "knows only its own documents")
+        return None if self._ids is None else [*self._ids.positions]
+
+    def ids_of(self, positions: Tensor) -> list[list[Id]]:
+        """Ids of the documents that :meth:`search` has found.
+
+        Parameters
+        ----------
+        positions
+            ``[Nq, k]``, int64, found since the index was made, loaded or compacted.
+
+        Returns
+        -------
+        list of lists
+            For each query its ids, best first, as many as it found: none for a position of -1.
+
+        Raises
+        ------
+        ValueError
+            Documents have no ids, or the index is a shard, which knows only its own.
+        """
+        self._require_unsharded("SparseIndex.ids_of", "knows only its own documents")
+        ids = self._with_ids("SparseIndex.ids_of").all
+        return [[ids[each] for each in row if each >= 0] for row in positions.tolist()]
 
     @_exclusive
-    def add(self, batches: Batches) -> None:
+    def add(self, batches: Batches, ids: Id | Iterable[Id] | None = None) -> None:
         """Add documents behind the last one, in any form that :meth:`build` takes.
 
         Changes the index in memory; :meth:`save` writes the blocks that are new or have grown. More documents than fit in
         memory are added by :meth:`build`, with a function.
 
+        Parameters
+        ----------
+        batches
+            Documents over the vocabulary of the index.
+        ids
+            An id for each document, of none that the index holds; of an index without ids, ``None``.
+
         Raises
         ------
         ValueError
-            A batch differs from the index in vocabulary, its weights are float32 and those of the index float16, or the
-            index is a shard. Batches before it have been added, in whole blocks.
+            A batch differs from the index in vocabulary, its weights are float32 and those of the index float16, ids are
+            given twice, are in the index or are not as many as documents, or the index is a shard. Then none is added.
         TypeError
-            Something in ``batches`` is no batch.
+            Something in ``batches`` is no batch, or an id is of another type.
         """
         self._require_unsharded("SparseIndex.add")
-        self._append("SparseIndex.add", sparse_batches("SparseIndex.add", "batches", batches), None)
+        new = self._new_ids("SparseIndex.add", ids)
+        self._append("SparseIndex.add", sparse_batches("SparseIndex.add", "batches", batches), None, new)
 
     @_exclusive
-    def remove(self, positions: Iterable[int] | Tensor) -> None:
+    def update(self, batches: Batches, ids: Id | Iterable[Id]) -> None:
+        """Replace documents, and add those that are new: as :meth:`add`, but ids may be in the index.
+
+        A document that is replaced gets a position behind the last, as a new one does.
+        """
+        where = "SparseIndex.update"
+        self._require_unsharded(where)
+        held, new = self._with_ids(where).positions, as_ids(where, ids)
+        replaced = torch.tensor([held[each] for each in new if each in held], dtype=torch.int64, device="cpu")
+        self._append(where, sparse_batches(where, "batches", batches), None, new)
+        self._blocks.remove(where, replaced)
+
+    @_exclusive
+    def remove(self, positions: Iterable[int] | Tensor | None = None, ids: Id | Iterable[Id] | None = None) -> None:
         """Remove documents: no search returns them any more. All others keep their positions.
 
-        Their memory is not freed.
+        Their memory is freed by :meth:`compact`.
 
         Parameters
         ----------
         positions
             Integers, in any order: a list, or an int64 tensor.
+        ids
+            Ids of the documents, in place of positions.
 
         Raises
         ------
         ValueError
-            A position is not in the index, is removed already or occurs twice, or the index is a shard. Then none is
-            removed.
+            A position or an id is not in the index, is removed already or occurs twice, or the index is a shard. Then
+            none is removed.
         TypeError
-            Positions are no integers; a mask is ``mask.nonzero().flatten()``.
+            Positions are no integers; a mask is ``mask.nonzero().flatten()``. Or both or neither are given.
         """
-        self._require_unsharded("SparseIndex.remove")
-        positions = require_positions("SparseIndex.remove", positions, len(self))
-        positions, counts = positions.unique(return_counts=True)
+        where = "SparseIndex.remove"
+        self._require_unsharded(where)
+        positions, counts = self._positions(where, positions, ids).unique(return_counts=True)
         if bool((counts > 1).any()):
-            raise ValueError(f"SparseIndex.remove: position {positions[counts > 1][0]} is given twice.")
-        numbers = positions // postings.DOCUMENTS_PER_BLOCK
-        changed = {}
-        for number in numbers.unique().tolist():
-            places = (positions[numbers == number] % postings.DOCUMENTS_PER_BLOCK).to(self.device)
-            live = self._live[number]
-            live = _all_live(len(self._blocks[number]), self.device) if live is None else live
-            if not bool((kept := live[places]).all()):
-                gone = places[~kept][0] + number * postings.DOCUMENTS_PER_BLOCK
-                raise ValueError(f"SparseIndex.remove: position {gone} is removed already.")
-            changed[number] = live.index_fill(0, places, False)
-        for number, live in changed.items():
-            self._set(number, self._blocks[number], live)
+            raise ValueError(f"{where}: position {positions[counts > 1][0]} is given twice.")
+        self._blocks.remove(where, positions)
+        for each in positions.tolist() if self._ids is not None else ():
+            del self._ids.positions[self._ids.all[each]]
+
+    @_exclusive
+    def vectors(
+        self, positions: Iterable[int] | Tensor | None = None, ids: Id | Iterable[Id] | None = None
+    ) -> SparseBatch:
+        """A copy of the vectors of documents, as they are scored, in the order of their positions or ids.
+
+        ValueError if one is not in the index or is removed, or the index is a shard; TypeError as of :meth:`remove`.
+
+        Examples
+        --------
+        >>> from pylate_fastmaxsim import SparseBatch, SparseIndex
+        >>> index = SparseIndex.build(SparseBatch.from_lists([[(0, 2.0)], [(1, 1.0)]], vocabulary=2), ids=["a", "b"])
+        >>> index.vectors(ids="b").weights, index.vectors(index.live_positions()).weights
+        (tensor([1.]), tensor([2., 1.]))
+        """
+        self._require_unsharded("SparseIndex.vectors", "knows only its own documents")
+        positions = self._positions("SparseIndex.vectors", positions, ids)
+        none = SparseBatch.from_torch(torch.empty(0, self.vocabulary, dtype=self.dtype, device=self.device))
+        return self._blocks.select("SparseIndex.vectors", positions) if len(positions) else none
+
+    @_exclusive
+    def compact(self) -> Tensor:
+        """Free the memory of removed documents, and on disk with the next :meth:`save`. Nothing is encoded again.
+
+        The other documents move up, so that their positions change; their ids do not. Takes memory for a copy of all
+        blocks from the first with a removed document on. A later :meth:`build` with a function goes on behind as many
+        documents as are left, which with ``ids`` is refused where these are others.
+
+        Returns
+        -------
+        Tensor
+            Position that each document had before, ascending, int64 ``[len(index)]``, on the CPU.
+
+        Raises
+        ------
+        ValueError
+            The index is a shard.
+
+        Examples
+        --------
+        >>> from pylate_fastmaxsim import SparseBatch, SparseIndex
+        >>> index = SparseIndex.build(SparseBatch.from_lists([[(0, 2.0)], [(1, 1.0)]], vocabulary=2))
+        >>> index.remove([0])
+        >>> index.compact(), index
+        (tensor([1]), SparseIndex(1 documents, vocabulary 2, float32, on cpu))
+        """
+        self._require_unsharded("SparseIndex.compact")
+        positions = self._blocks.live_positions()
+        self._blocks, kept = self._blocks.compacted()
+        self._written = {number: line for number, line in self._written.items() if number < kept}
+        if self._ids is not None:
+            self._ids = Ids(self._ids.positions)
+        return positions
 
     @_exclusive
     @torch.no_grad()
@@ -355,7 +473,7 @@ class SparseIndex:
             generation = (self._state[1], int(self._state[0], 16) >> 1)
             _require_same_on_all_ranks(where, self._shard, queries, k, generation)
         first = self._first_block * postings.DOCUMENTS_PER_BLOCK
-        found = search_blocks(self._searched, queries, k, first)
+        found = search_blocks(self._blocks.searched, queries, k, first)
         if self._shard is None or self._shard[1] == 1:
             return found
         # Ranks hold documents in their order.
@@ -392,10 +510,10 @@ class SparseIndex:
                     f"{where}: {folder} was written by others since this index was loaded or saved; load it again, or save "
                     "in another folder."
                 )
-            for number, block in enumerate(self._blocks):
+            for number, block in enumerate(self._blocks.all):
                 line = written.get(number)
                 if line is None or line.documents != len(block) or not line.file(folder, number).exists():
-                    written[number] = files.write_block(folder, number, block)
+                    written[number] = files.write_block(folder, number, block, self._ids_of_block(number))
             self._describe(folder, written, state)
 
     @_exclusive
@@ -408,55 +526,83 @@ class SparseIndex:
         for name in ("_folder", "_state", "_shard", "_first_block", "_documents_of_all"):
             setattr(index, name, getattr(self, name))
         index._written = dict(self._written)
-        for number, (block, live) in enumerate(zip(self._blocks, self._live, strict=True)):
-            index._set(number, block.to(device), None if live is None else live.to(device))
+        for number, (block, live) in enumerate(zip(self._blocks.all, self._blocks.live, strict=True)):
+            index._blocks.set(number, block.to(device), None if live is None else live.to(device))
+        if self._ids is not None:
+            index._ids = Ids(self._ids.all, {*self._blocks.removed().tolist()})
         return index
 
-    def _append(self, where: str, batches: Iterable[SparseBatch], folder: Path | None) -> None:
+    def _append(self, where: str, batches: Iterable[SparseBatch], folder: Path | None, ids: list[Id] | None) -> None:
         """Add documents, with a folder on disk."""
-        first = len(self._blocks)
+        held, first = len(self), len(self._blocks.all)
         begun, live = None, None
-        if first and len(self._blocks[-1]) < postings.DOCUMENTS_PER_BLOCK:
+        if first and len(self._blocks.all[-1]) < postings.DOCUMENTS_PER_BLOCK:
             first -= 1
-            begun, live = self._blocks[-1], self._live[-1]
-        fitting = require_fitting(where, "batches", batches, self.device, self.vocabulary, self.dtype)
-        for number, block in enumerate(in_blocks(fitting, begun), first):
-            line = None if folder is None else files.write_block(folder, number, block)
+            begun, live = self._blocks.all[-1], self._blocks.live[-1]
+        blocks = in_blocks(require_fitting(where, "batches", batches, self.device, self.vocabulary, self.dtype), begun)
+        if folder is None:  # all or none
+            blocks = [*blocks]
+            given = first * postings.DOCUMENTS_PER_BLOCK + sum(map(len, blocks)) - held if blocks else 0
+            if ids is not None and len(ids) != given:
+                raise _unequal(where, ids, given)
+        for number, block in enumerate(blocks, first):
+            if ids is not None:
+                new = number * postings.DOCUMENTS_PER_BLOCK + len(block) - held
+                if new > len(ids):
+                    raise _unequal(where, ids, f"more than {len(ids)}")
+                self._ids.append(ids[len(self._ids.all) - held : new])
+            line = None if folder is None else files.write_block(folder, number, block, self._ids_of_block(number))
             if line is not None and self.device.type == "cpu":
-                block = files.read_block(where, folder, number, line, self.vocabulary)
+                block, _ = files.read_block(where, folder, number, line, self.vocabulary)
             if live is not None:
                 live = torch.nn.functional.pad(live, (0, len(block) - len(live)), value=True)
-            self._set(number, block, live)
+            self._blocks.set(number, block, live)
             if line is not None:
                 self._written[number] = line
                 self._describe(folder, self._written, self._state, unfinished=True)
             live = None
+        if ids is not None and len(self) - held < len(ids):
+            raise _unequal(where, ids, len(self) - held)
 
-    def _set(self, number: int, block: SparseBatch, live: Tensor | None) -> None:
-        if number == len(self._blocks):
-            self._blocks.append(block)
-            self._live.append(live)
-        self._blocks[number], self._live[number] = block, live
-        self._searched.set(number, block.offsets, block.terms, block.weights, live)
+    def _ids_of_block(self, number: int) -> list[Id] | None:
+        begin = number * postings.DOCUMENTS_PER_BLOCK
+        return None if self._ids is None else self._ids.all[begin : begin + postings.DOCUMENTS_PER_BLOCK]
+
+    def _with_ids(self, where: str) -> Ids:
+        if self._ids is None:
+            raise ValueError(
+                f"{where}: documents of the index have no ids; SparseIndex.build(index.vectors(index.live_positions()), "
+                "ids=ids) makes one with ids."
+            )
+        return self._ids
+
+    def _new_ids(self, where: str, ids: Id | Iterable[Id] | None) -> list[Id] | None:
+        """Ids of documents to be added; None of an index without."""
+        if ids is None and self._ids is None:
+            return None
+        if ids is None:
+            raise ValueError(f"{where}: ids must be given, since the documents of the index have ids.")
+        new = as_ids(where, ids)
+        self._with_ids(where).require_new(where, new, "SparseIndex.update")
+        return new
+
+    def _positions(self, where: str, positions: Iterable[int] | Tensor | None, ids: Id | Iterable[Id] | None) -> Tensor:
+        if (positions is None) == (ids is None):
+            raise TypeError(f"{where}: documents must be given by positions or by ids.")
+        if ids is None:
+            return require_positions(where, positions, len(self))
+        return self._with_ids(where).positions_of(where, as_ids(where, ids))
 
     def _describe(
         self, folder: Path, written: dict[int, files.Block], state: tuple[str, int], unfinished: bool = False
     ) -> None:
         """Write the description of the generation after ``state``; if it is finished, ``index.json``."""
-        blocks, state = [written[number] for number in range(len(self._blocks))], (state[0], state[1] + 1)
-        description = files.Description(self.vocabulary, self.dtype, blocks, self._removed().tolist(), state)
+        blocks, state = [written[number] for number in range(len(self._blocks.all))], (state[0], state[1] + 1)
+        removed, has_ids = self._blocks.removed().tolist(), self._ids is not None
+        description = files.Description(self.vocabulary, self.dtype, blocks, removed, state, has_ids)
         files.write_description(folder, description, unfinished=unfinished)
         if not unfinished:
             self._folder, self._written, self._state = folder, dict(enumerate(blocks)), state
-
-    def _removed(self) -> Tensor:
-        """Positions of removed documents, ascending, on the CPU."""
-        removed = [
-            (~live).nonzero().flatten().cpu() + number * postings.DOCUMENTS_PER_BLOCK
-            for number, live in enumerate(self._live)
-            if live is not None
-        ]
-        return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *removed])
 
     def __getstate__(self) -> dict:
         with self._lock:
@@ -465,13 +611,13 @@ class SparseIndex:
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state, _lock=threading.RLock())
 
-    def _require_unsharded(self, where: str) -> None:
+    def _require_unsharded(self, where: str, what: str = "cannot be changed or saved") -> None:
         if self._shard is not None:
-            raise ValueError(f"{where}: an index that was loaded as a shard cannot be changed or saved; load it whole.")
+            raise ValueError(f"{where}: an index that was loaded as a shard {what}; load it whole.")
 
 
-def _all_live(documents: int, device: torch.device) -> Tensor:
-    return torch.ones(documents, dtype=torch.bool, device=device)
+def _unequal(where: str, ids: list[Id], documents: int | str) -> ValueError:
+    return ValueError(f"{where}: ids must be as many as documents, got {len(ids)} for {documents}.")
 
 
 def _device(where: str, device: str | torch.device) -> torch.device:

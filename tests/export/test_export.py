@@ -49,8 +49,9 @@ def given(name: str) -> Found:
     else:
         documents = kind.documents
         pairs = zip(documents.terms.tolist(), documents.weights.tolist(), strict=True)
-        found = {at: [next(pairs) for _ in range(n)] for at, n in enumerate(documents.offsets.diff().tolist())}
-    for removed in {"index": ["a3"], "saved": [3]}.get(name, []):
+        entries = [[next(pairs) for _ in range(n)] for n in documents.offsets.diff().tolist()]
+        found = dict(zip(getattr(kind, "ids", range(COUNT)), entries, strict=True))
+    for removed in ["a3"] if name in ("index", "saved") else []:
         del found[removed]
     return found
 

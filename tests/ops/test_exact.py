@@ -8,6 +8,7 @@ import torch
 from pylate_fastmaxsim import LogSumExp, Max, Softmax, TopK, maxsim, maxsim_from_hidden, pooled_scores, xtr_scores
 from pylate_fastmaxsim._dtypes import float32_precision  # which only kernels read: no result on a CPU shows it
 from pylate_fastmaxsim.cpu import maxsim as blocked
+from pylate_fastmaxsim.ops import pooled
 from tests.support.operators import (
     FORMATS,
     OPERATORS,
@@ -51,6 +52,23 @@ def test_formats(format, layout):
     name = format.split()[0].replace("plaid", "residual")
     for dtype in (torch.float64, torch.float32, torch.float16):
         check(name, problem(name, dim=24, dtype=dtype, layout=layout, format=format))
+
+
+@pytest.mark.parametrize("numbers", [1, 24 * 12, 1 << 26])
+@pytest.mark.parametrize("layout", ["all", "shared"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_compressed_documents_are_pooled_as_they_decompress(format, layout, numbers, monkeypatch):
+    monkeypatch.setattr(pooled, "DECOMPRESSED_NUMBERS", numbers)
+    case = problem(format.split()[0].replace("plaid", "residual"), dim=24, layout=layout, format=format)
+    queries, last = case.queries, torch.arange(len(case.documents)).flip(0)
+    values = queries.values.requires_grad_()
+    for documents, pooling in ((case.documents, TopK(3)), (case.documents.select(last), Softmax(0.2))):
+        found = [
+            pooled_scores(queries, each, case.candidates, pooling=pooling)
+            for each in (documents, documents.decompress(values.dtype))
+        ]
+        torch.testing.assert_close(*found)
+        torch.testing.assert_close(*(torch.autograd.grad(each.sum(), values)[0] for each in found))
 
 
 @pytest.mark.parametrize(

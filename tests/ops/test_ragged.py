@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pylate_fastmaxsim import TokenBatch, maxsim
+from pylate_fastmaxsim import TokenBatch, TopK, maxsim, pooled_scores
 from pylate_fastmaxsim.cpu import compressed as blocked_compressed
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.cpu import projection as blocked_projection
@@ -47,6 +47,33 @@ def test_layout_does_not_matter(name):
         (q, q_mask), (d, d_mask) = case.queries.to_padded(), case.documents.to_padded()
         masks = {"queries_mask": q_mask, "documents_mask": d_mask.to(torch.int64)}
         assert torch.equal(maxsim(q, d, case.candidates, **masks), scores)
+
+
+Q, D, LENGTHS = torch.randn(2, 3, 4), torch.randn(6, 5, 4, requires_grad=True), torch.tensor([5, 0, 1, 4, 2, 3])
+D_OWN = D.view(2, 3, 5, 4)
+OWN, KEEP = torch.arange(6).view(2, 3), torch.arange(5) < LENGTHS[:, None]
+JAGGED = torch.nested.nested_tensor_from_jagged(D.flatten(0, 1), torch.tensor([0, 7, 9, 30]), torch.tensor([3, 0, 21]))
+
+
+# What other kernels and PyLate take, and what it means.
+TAKEN = [
+    (lambda: maxsim(Q[0], D), lambda: maxsim(Q[:1], D)[0]),
+    (lambda: maxsim(Q[0].numpy(), D, OWN[0], queries_mask=KEEP[0, :3]), lambda: maxsim(Q[:1], D, OWN[:1], queries_mask=KEEP[:1, :3])[0]),
+    (lambda: maxsim(Q, D, documents_mask=LENGTHS), lambda: maxsim(Q, D, documents_mask=KEEP)),
+    (lambda: maxsim(Q, D, queries_mask=LENGTHS[1:3].int()), lambda: maxsim(Q, D, queries_mask=KEEP[1:3, :3])),
+    (lambda: maxsim(Q, D_OWN), lambda: pytest.importorskip("pylate.scores").colbert_kd_scores(Q, D_OWN, backend="torch")),
+    (lambda: maxsim(Q, D_OWN, documents_mask=KEEP.view(2, 3, 5)), lambda: maxsim(Q, D, OWN, documents_mask=KEEP)),
+    (lambda: maxsim(Q, D_OWN, documents_mask=LENGTHS.view(2, 3)), lambda: maxsim(Q, D, OWN, documents_mask=KEEP)),
+    (lambda: pooled_scores(Q, D_OWN, pooling=TopK(2)), lambda: pooled_scores(Q, D, OWN, pooling=TopK(2))),
+    (lambda: maxsim(Q, JAGGED), lambda: maxsim(Q, [D[0, :3], D[0, :0], D.flatten(0, 1)[9:]])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("taken", "meaning"), TAKEN)
+def test_what_others_take_has_their_meaning(taken, meaning):
+    scores, expected = taken(), meaning()
+    torch.testing.assert_close(scores, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(each.sum(), D, retain_graph=True) for each in (scores, expected)))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -34,7 +34,7 @@ from tests.support.ragged_batches import batches
 Q, D, ONE = torch.zeros(2, 3, 4), torch.zeros(5, 6, 4), torch.ones(1, 1, 1)
 TEXTS, WEIGHT, LOW = torch.ones(2, 3, 4), torch.ones(5, 4), torch.float8_e5m2
 INT8 = compress(TokenBatch.from_padded(D), "int8")
-JAGGED = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=torch.jagged)
+NESTED = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)])
 
 
 def wrong_rotary(place, value):
@@ -50,7 +50,11 @@ def hidden(**options):
 
 # Name of the call, the call, type of the error, and what it says behind the name.
 REFUSED = [
-    ("maxsim", lambda: maxsim(Q[0], D), ValueError, r"padded queries must be \[N, L, d\], got torch.float32 of shape \(3, 4\)"),
+    ("maxsim", lambda: maxsim(Q, D[0]), ValueError, r"documents must be \[N, L, d\], got one text of shape \(6, 4\); pass it as x.None."),
+    ("maxsim", lambda: maxsim(Q, D[None]), ValueError, r"documents of each query must begin with \[Nq, K\] = \[2, 5\], got shape \(1, 5"),
+    ("maxsim", lambda: maxsim(Q, D[None, :2], Q), ValueError, r"candidates go with documents \[Nd, L, d\], not with \[Nq, K, L, d\]"),
+    ("maxsim", lambda: maxsim(Q, D, documents_mask=torch.tensor([3, 7, 0, 1, 2])), ValueError, "documents_mask as lengths must be from 0 to L = 6, got 7"),
+    ("maxsim", lambda: maxsim(Q, D, documents_mask=torch.tensor([3, 7])), ValueError, r"documents_mask must be \[N\] = \[5\] as lengths, got torch.int64 of shape \(2,"),
     ("maxsim", lambda: maxsim(Q, D, queries_mask=torch.ones(2, 4)), ValueError, r"queries_mask must be \[N, L\] = \[2, 3\]"),
     ("maxsim", lambda: maxsim(Q, TokenBatch.from_padded(D), documents_mask=torch.ones(5, 6)), ValueError, "documents_mask goes with"),
     ("maxsim", lambda: maxsim(Q, D.to("meta")), ValueError, "queries are on cpu and documents on meta"),
@@ -64,17 +68,18 @@ REFUSED = [
     ("maxsim", lambda: maxsim([Q[0], Q[0, :, :3].numpy()], D), ValueError, r"each of queries must be \[L, d\], of the d, .* \(3, 4\) on cpu and torch.float32 \(3, 3\)"),
     ("maxsim", lambda: maxsim([Q[0], Q[0].double()], D), ValueError, r"each of queries must be .* torch.float32 .* and torch.float64"),
     ("maxsim", lambda: maxsim([Q[0].int().numpy()], D), ValueError, "each of queries must be floating point, got int32 of NumPy"),
-    ("maxsim", lambda: maxsim(Q[0].numpy(), D), ValueError, r"padded queries must be \[N, L, d\], got torch.float32 of shape \(3, 4\)"),
+    ("pooled_scores", lambda: pooled_scores(Q[0].numpy(), D, pooling=TopK(2)), ValueError, r"queries must be \[N, L, d\], got one text of shape \(3, 4\)"),
     ("maxsim", lambda: maxsim([*Q], D, queries_mask=torch.ones(2, 3)), ValueError, "queries_mask goes with padded queries; a list has no padding"),
     ("maxsim", lambda: maxsim(Q.to("meta"), D.to("meta")), ValueError, "queries are on the meta device"),
-    ("maxsim", lambda: maxsim(Q, JAGGED), ValueError, r"padded documents must be a plain tensor \[N, L, d\], got a nested one; .* x.offsets"),
+    ("maxsim", lambda: maxsim(Q, NESTED), ValueError, r"padded documents must be a plain tensor \[N, L, d\], got a nested one; .* x.offsets"),
     ("maxsim", lambda: maxsim(Q, D, save_documents="fp8"), ValueError, 'save_documents must be "int8" or None'),
     ("maxsim", lambda: maxsim(Q, INT8, zero_floor=torch.ones(5).bool()), ValueError, "zero_floor goes with documents that are not compressed"),
     ("maxsim", lambda: maxsim(Q, INT8, save_documents="int8"), ValueError, "save_documents goes with documents that are not compressed"),
     ("maxsim", lambda: maxsim(Q[..., :3], INT8), ValueError, "queries have d = 3 and documents d = 4; both must have one d"),
     ("maxsim", lambda: maxsim(Q, INT8, torch.full((2, 1), 5)), ValueError, "candidates must be from 0 to Nd - 1 = 4, got 5 to 5"),
     ("maxsim", lambda: maxsim(INT8, Q), TypeError, "queries are a CompressedBatch.*decompress"),
-    ("pooled_scores", lambda: pooled_scores(Q, INT8, pooling=TopK(2)), TypeError, "documents are a CompressedBatch.*decompress"),
+    ("pooled_scores", lambda: pooled_scores(Q, INT8, torch.full((2, 1), 5), pooling=TopK(2)), ValueError, "candidates must be from 0 to Nd - 1 = 4, got 5 to 5"),
+    ("xtr_scores", lambda: xtr_scores(Q, INT8, 1), TypeError, "documents are a CompressedBatch.*decompress"),
     ("xtr_scores", lambda: xtr_scores(Q, D, 0), ValueError, "k must be at least 1, got 0"),
     *(("xtr_scores", lambda k=k: xtr_scores(Q, D, k), TypeError, f"k must be an integer, at least 1, got {k!r}.") for k in (2.5, "3", True)),
     ("xtr_scores", lambda: xtr_scores(Q, D, 1, normalizer="paper"), ValueError, 'normalizer must be "positive" or "retrieved", got .paper'),
@@ -86,7 +91,7 @@ REFUSED = [
     ("LogSumExp", lambda: LogSumExp("1"), TypeError, "temperature must be a number from 1e-30 to 1e30, got '1'"),
     *(("pooled_scores", lambda p=p: pooled_scores(ONE, ONE, pooling=p), TypeError, r"pooling must be Max\(\)") for p in ("max", TopK)),
     ("PooledScores", lambda: PooledScores(own_documents=True)(Q, D[:3]), ValueError, "with own_documents=True there must be as many queries as documents .* got 2 and 3; a contrastive loss takes"),
-    ("splade_pool", lambda: splade_pool(TEXTS[0], WEIGHT), ValueError, "padded hidden states must be .N, L, d., got torch.float32 of shape .3, 4."),
+    ("splade_pool", lambda: splade_pool(TEXTS[0], WEIGHT), ValueError, "hidden states must be .N, L, d., got one text of shape .3, 4."),
     ("splade_pool", lambda: splade_pool(TEXTS, WEIGHT, mask=torch.full((2, 3), 2)), ValueError, "mask must hold 1 for tokens that count"),
     ("splade_pool", lambda: splade_pool(TEXTS, [1.0]), TypeError, "weight must be a tensor .V, d., got list"),
     ("splade_pool", lambda: splade_pool(TEXTS, WEIGHT.T), ValueError, "weight must be .V, d. with d = 4, got torch.float32 of shape .4, 5."),

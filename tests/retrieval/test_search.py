@@ -66,7 +66,7 @@ def test_without_documents_there_is_no_result():
     ("arguments", "error", "sentence"),
     [
         ((QUERIES, [], 0), ValueError, "k must be at least 1, got 0."),
-        ((torch.ones(2, 3), [QUERIES], 1), ValueError, r"padded queries must be \[N, L, d\], got .*\(2, 3\)"),
+        ((torch.ones(2, 3), [QUERIES], 1), ValueError, r"queries must be \[N, L, d\], got one text of shape \(2, 3\)"),
         ((QUERIES, 3, 1), TypeError, "documents must be batches of documents, as a list of TokenBatch, got int"),
         ((QUERIES, [QUERIES, "text"], 1), TypeError, r"documents\[1\] must be a TokenBatch, .* got str"),
     ],
@@ -180,7 +180,8 @@ def test_compressed_corpora_are_searched_and_rescored_from(format, corpora, tmp_
     read = write_corpus(tmp_path, grouped(sequences, 9), format=format)
     plain = write_corpus(tmp_path / "plain", grouped(sequences, 9))
     queries = TokenBatch.from_list(unit_documents(8, seed=3))
-    exact = compressed_maxsim(queries, compress(TokenBatch.from_list(sequences), format))
+    compressed = compress(TokenBatch.from_list(sequences), format)
+    exact = compressed_maxsim(queries, compressed)
     for found in (
         search(queries, read, 5),
         search(queries, read.batches(tokens_per_batch=20), 5),
@@ -188,8 +189,9 @@ def test_compressed_corpora_are_searched_and_rescored_from(format, corpora, tmp_
     ):
         for wanted in (exact.gather(1, found.positions), exact.topk(5).values):
             torch.testing.assert_close(found.scores.double(), wanted, rtol=1e-5, atol=1e-5)
-    with pytest.raises((TypeError, ValueError), match="decompress"):
-        search(queries, read, 5, pooling=TopK(2))
+    pooled = pooled_scores(queries, compressed.decompress(), pooling=TopK(2)).topk(5).values
+    for documents_, options in ((read, {}), (plain, {"rescore": read, "candidates_per_result": COUNT})):
+        torch.testing.assert_close(search(queries, documents_, 5, pooling=TopK(2), **options).scores, pooled)
 
 
 def test_progress_counts_documents_and_a_result_can_be_copied(corpora):

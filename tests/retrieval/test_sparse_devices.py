@@ -7,7 +7,7 @@ import torch
 
 from pylate_fastmaxsim import SparseBatch, SparseIndex, sparse_search
 from pylate_fastmaxsim.kernels.sparse import postings
-from pylate_fastmaxsim.retrieval import sparse_index
+from pylate_fastmaxsim.retrieval import sparse_blocks
 from pylate_fastmaxsim.retrieval import sparse_search as module
 from tests.support.cuda_emulator import emulated_engine
 from tests.support.sparse_vectors import assert_same, sorted_scores, sparse_vectors
@@ -33,7 +33,7 @@ def device(request, monkeypatch):
     engine = request.getfixturevalue("emulated")
     for place in (postings, launch):
         monkeypatch.setattr(place, "DOCUMENTS_PER_BLOCK", DOCUMENTS)
-    for place in (sparse_index, module):
+    for place in (sparse_blocks, module):
         monkeypatch.setattr(place, "searchable", partial(launch.DeviceBlocks, engine=engine))
     return torch.device("cpu")
 
@@ -68,6 +68,9 @@ def test_an_index_is_built_changed_saved_and_loaded(device, tmp_path):
     index.remove([len(documents) - 1])
     index.save(tmp_path / "saved")
     check(index)
+    kept = index.compact()
+    assert_same(index.search(queries.to(device), 40), sorted_scores(queries, documents.select(kept), 40))
+    index = SparseIndex.load(tmp_path / "saved", device=device)
     loaded = SparseIndex.load(tmp_path / "saved", device=device)
     check(loaded)
     check(SparseIndex.load(tmp_path / "saved").to(device))

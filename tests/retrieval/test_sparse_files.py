@@ -11,7 +11,9 @@ import torch
 
 from pylate_fastmaxsim import SparseBatch, SparseIndex
 from pylate_fastmaxsim.files.lock import writing
+from pylate_fastmaxsim.files.record import read_record
 from pylate_fastmaxsim.retrieval import sparse_files
+from tests.support.power_cut import states, written
 from tests.support.sparse_vectors import assert_same, sorted_scores, sparse_vectors
 from tests.support.stored import contents, files, interrupt, shrink
 
@@ -62,6 +64,8 @@ def test_what_is_loaded_is_what_was_saved(dtype, vocabulary, tmp_path):
     assert loaded.nbytes == len(documents.terms) * entry + (37 + 5) * 8
     SparseIndex.build([documents]).save(tmp_path / "again")
     assert contents(tmp_path / "again") == contents(tmp_path / "index")
+    # That of releases that know no ids.
+    assert read_record(tmp_path / "index" / "index.json")["format"] == "pylate-fastmaxsim sparse index 2"
     # Others may read it, though files of safetensors are for their owner only.
     (tmp_path / "plain").touch()
     assert len({file.stat().st_mode for file in [*(tmp_path / "index").iterdir(), tmp_path / "plain"]}) == 1
@@ -153,6 +157,44 @@ def test_a_build_goes_on_with_more_documents(documents, tmp_path):
     index.save(tmp_path)
     (tmp_path / "unfinished.json").write_bytes(begun)  # as a kill leaves it before it is removed
     assert_finds(SparseIndex.build(rest(more), folder=tmp_path), more, {0, 1, 36})
+
+
+def test_a_build_goes_on_with_ids(documents, tmp_path):
+    ids = [f"d{number}" for number in range(len(documents))]
+    with pytest.raises(KeyboardInterrupt):
+        SparseIndex.build(rest(documents.select(torch.arange(21)), fails=True), folder=tmp_path, ids=ids)
+    for wrong, sentence in (
+        (None, "ids must be given, since the documents of the index have ids"),
+        (ids[1:], f"ids must begin with those of the 16 documents in {tmp_path}."),
+        (ids[:20], "ids must be as many as documents, got 4 for more than 4."),
+        ([*ids, "more"], "ids must be as many as documents, got 22 for 21."),
+    ):
+        with pytest.raises(ValueError, match=f"^SparseIndex.build: {sentence}"):
+            SparseIndex.build(rest(documents), folder=tmp_path, ids=wrong)
+    assert_finds(index := SparseIndex.build(rest(documents), folder=tmp_path, ids=ids), documents)
+    assert index.ids == SparseIndex.load(tmp_path).ids == ids
+
+
+def _update(index: SparseIndex) -> None:
+    index.update(index.vectors(ids=[4, 9]), ids=[9, 4])
+
+
+@pytest.mark.parametrize("change", [_update, SparseIndex.compact])
+def test_a_kill_leaves_the_vectors_of_each_id(change, documents, tmp_path):
+    index = SparseIndex.build([documents], ids=range(37))
+    index.remove([0, 20, 36])
+    index.save(tmp_path / "root")
+    before = SparseIndex.build([documents], ids=range(37))
+    before.remove([0, 20, 36])
+    change(index)
+    seen = set()
+    for number, (_, left) in enumerate(states(tmp_path / "root", lambda: index.save(tmp_path / "root"), cuts=3)):
+        found = SparseIndex.load(written(left, tmp_path / str(number)))
+        expected = before if len(found) == 37 else index
+        seen.add(expected)
+        assert found.ids == expected.ids
+        assert_same(found.search(documents, 5), expected.search(documents, 5))
+    assert seen == {before, index}
 
 
 def test_threads_lose_no_documents_and_an_index_is_pickled(documents):

@@ -1,5 +1,7 @@
 """A sparse index and a stream of sparse batches return what sorting all of SciPy's scores returns."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -51,22 +53,42 @@ def test_equal_to_sorting_all(count, vocabulary, sizes, k, queries, every, dtype
             assert_same(index.search(asked, k), expected)
 
         removed: set[int] = set()
-        for _ in range(data.draw(st.integers(0, 3))):
-            if data.draw(st.booleans()):
-                more = sparse_vectors(data.draw(st.integers(0, 20)), vocabulary, seed=len(index), dtype=dtypes[1])
-                index.add(in_batches(more, sizes))
-                documents = SparseBatch.concatenate([documents, more])
+        names, fresh = [*range(0, -count, -1)], map(str, itertools.count())  # by position, and those of others
+        if with_ids := data.draw(st.booleans()):
+            index = SparseIndex.build(in_batches(documents, sizes), ids=names)
+        for _ in range(data.draw(st.integers(0, 4))):
             left = sorted({*range(len(documents))} - removed)
             gone = data.draw(st.lists(st.sampled_from(left), unique=True)) if left else []
-            index.remove(gone)
+            more = sparse_vectors(data.draw(st.integers(0, 20)), vocabulary, seed=len(index), dtype=dtypes[1])
+            new = [*itertools.islice(fresh, len(more))]
+            if with_ids and data.draw(st.booleans()):
+                gone = gone[: len(new)]
+                new[: len(gone)] = [names[at] for at in gone]
+                index.update(in_batches(more, sizes), new)
+            else:
+                index.add(in_batches(more, sizes), new if with_ids else None)
+                index.remove(**{"ids": [names[at] for at in gone]} if with_ids else {"positions": gone})
+            documents, names = SparseBatch.concatenate([documents, more]), names + new
             removed |= {*gone}
+            if data.draw(st.booleans()):
+                kept = torch.tensor(sorted({*range(len(documents))} - removed), dtype=torch.int64)
+                assert torch.equal(index.compact(), kept)
+                documents, names, removed = documents.select(kept), [names[at] for at in kept], set()
             if data.draw(st.booleans()):
                 folder = tmp_path_factory.mktemp("index")
                 index.save(folder)
                 index = SparseIndex.load(folder)
             assert len(index) == len(documents)
             expected = sorted_scores(asked, documents, k, removed)
-            assert_same(index.search(asked, k), [each[:, : len(documents)] for each in expected])
+            found = index.search(asked, k)
+            assert_same(found, [each[:, : len(documents)] for each in expected])
+            left = torch.tensor(sorted({*range(len(documents))} - removed), dtype=torch.int64).flip(0)
+            mine, theirs = index.vectors(left), documents.select(left)
+            for part in ("offsets", "terms", "weights"):
+                assert getattr(mine, part).tolist() == getattr(theirs, part).tolist() and mine.dtype == theirs.dtype
+            if with_ids:
+                assert index.ids == [names[at] for at in left.flip(0)]
+                assert index.ids_of(found[1]) == [[names[at] for at in row if at >= 0] for row in found[1].tolist()]
 
 
 def test_sums_keep_the_order_of_terms():
@@ -133,13 +155,35 @@ ASKED = [
         ("remove", (torch.ones(20, dtype=torch.bool),), TypeError, r"positions must be integers \[n\], got torch.bool"),
         ("remove", ([1.5],), TypeError, r"positions must be integers \[n\], got torch.float32"),
         ("remove", (3,), TypeError, r"positions must be integers, a list or a tensor \[n\], got 3"),
+        ("remove", (), TypeError, "documents must be given by positions or by ids"),
+        ("remove of ids", ([2], [2]), TypeError, "documents must be given by positions or by ids"),
+        ("remove of ids", (None, [2, "a"]), ValueError, "the id 'a' is not in the index"),
+        ("remove of ids", (None, [2, 3]), ValueError, "the id 3 is not in the index"),
+        ("vectors of ids", (None, "a"), ValueError, "the id 'a' is not in the index"),
+        ("add of ids", ([HALF],), ValueError, "ids must be given, since the documents of the index have ids"),
+        ("add of ids", ([HALF], ["a"]), ValueError, "ids must be as many as documents, got 1 for 20"),
+        ("add of ids", ([HALF, OTHER], range(30, 70)), ValueError, "batches must have the vocabulary 30, got 31"),
+        (
+            "add of ids",
+            ([HALF], [*range(30, 49), 5]),
+            ValueError,
+            "the id 5 is in the index; SparseIndex.update replaces",
+        ),
+        ("add of ids", ([HALF], [1.5] * 20), TypeError, "an id must be an integer or a string, got 1.5"),
+        ("update of ids", ([HALF], "a"), ValueError, "ids must be as many as documents, got 1 for 20"),
+        ("vectors", ([2, 17],), ValueError, "position 17 is removed already"),
+        ("add", ([HALF], range(20)), ValueError, r"documents of the index have no ids; SparseIndex.build\(index"),
+        ("update", ([HALF], range(20)), ValueError, "documents of the index have no ids"),
+        ("ids_of", (torch.tensor([[2]]),), ValueError, "documents of the index have no ids"),
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(method, arguments, error, sentence):
-    index = SparseIndex.build([HALF])
+    method, _, of_ids = method.partition(" of ")
+    index = SparseIndex.build([HALF], ids=range(20) if of_ids else None)
     index.remove(torch.tensor([3, 17]))
     with pytest.raises(error, match=f"^SparseIndex.{method}: {sentence}"):
         getattr(index, method)(*arguments)
+    assert index.ids == ([each for each in range(20) if each not in (3, 17)] if of_ids else None)
     assert_same(index.search(WHOLE, 20), sorted_scores(WHOLE, HALF, 20, {3, 17}))
 
 

@@ -70,6 +70,8 @@ def _what_a_shard_cannot_do(folder: str) -> None:
     for call, said in (
         (lambda: index.add([]), f"add: {changed}"),
         (lambda: index.remove([0]), f"remove: {changed}"),
+        (lambda: index.compact(), f"compact: {changed}"),
+        (lambda: index.vectors([0]), "vectors: an index that was loaded as a shard knows only its own documents; load"),
         (lambda: index.save(folder), f"save: {changed}"),
         (lambda: index.search(queries, 5), "search: the index was loaded for rank 0 of 99, but this is"),
         (lambda: _index(folder, 4.625, shard=(2, 2)), "load: shard must be a rank from 0 and a larger number of ranks"),

@@ -154,20 +154,26 @@ class Built(Kind):
 
 
 class Saved(Built):
-    """A sparse index that is loaded, added to and saved, without one document."""
+    """A sparse index with ids that is loaded, added to and saved, without one document."""
 
     goes_on, removed = False, (3,)
 
+    def __init__(self, backwards: bool = False) -> None:
+        super().__init__(backwards)
+        self.ids = [f"{'b' if backwards else 'a'}{number}" for number in range(COUNT)]
+
     def write_batches(self, folder: Path, batches: Callable) -> None:
-        held = 0
-        if (folder / "index.json").exists():
-            index = SparseIndex.load(folder)
-            held = len(index)
-            index.add(batches(held))
-        else:
-            index = SparseIndex.build(batches(held))
-        index.remove([position for position in self.removed if position >= held])
+        begun = (folder / "index.json").exists()
+        index = SparseIndex.load(folder) if begun else SparseIndex.build(self.batch(0, 0), ids=[])
+        held, new = len(index), SparseBatch.concatenate([self.batch(0, 0), *batches(len(index))])
+        index.add(new, self.ids[held : held + len(new)])
+        index.remove(ids=[self.ids[position] for position in self.removed if position >= held])
         index.save(folder)
+
+    def checked(self, index: SparseIndex) -> int:
+        count = super().checked(index)
+        assert index.ids == [each for at, each in enumerate(self.ids[:count]) if at not in self.removed]
+        return count
 
 
 class Model(Kind):

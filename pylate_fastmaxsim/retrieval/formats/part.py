@@ -1,6 +1,5 @@
 """Documents that lie back to back in arrays on disk."""
 
-import json
 import mmap
 import warnings
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pylate_fastmaxsim.files.record import read_again_if_replaced
 from pylate_fastmaxsim.retrieval.formats.checksums import WRITE_AGAIN, CheckedRows
 from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE, Held, file_of, folders, read
 from pylate_fastmaxsim.retrieval.formats.format import Arrays, Format
+from pylate_fastmaxsim.retrieval.ids import Id, from_lines
 
 # Of what is read to be looked at only.
 _TOKENS_AT_ONCE = 1 << 20
@@ -78,10 +78,10 @@ class Part:
         if self.ids is not None:
             self.read_ids()
 
-    def read_ids(self) -> list[str | int]:
+    def read_ids(self) -> list[Id]:
         """The ids of an index, by position."""
         self._require("ids", 0, len(self.ids))
-        return json.loads(b"[%s]" % self.ids.numpy().tobytes().strip().replace(b"\n", b","))
+        return from_lines(self.ids)
 
     def bounds_of(self, documents: Tensor) -> tuple[Tensor, Tensor]:
         """First row of tokens of some documents, and the one behind the last."""

@@ -67,8 +67,6 @@ colbert | evaluation.beir=some/data | evaluation must have at most one of rows, 
 colbert | evaluation={rows: 0, nano_beir: [nq, ms_marco]} | evaluation.nano_beir must
 colbert | evaluation={rows: 0, nano_beir: [nq, NQ]} | evaluation.nano_beir must
 colbert | evaluation.corpus_format=int8 | evaluation.corpus_format applies to evaluation.beir, which is missing.
-colbert | evaluation={beir: a/b, corpus_format: fp8} loss.pooling={top_k: 4}
-  | loss.pooling must be max with evaluation.corpus_format: no other pools
 colbert | mining={teacher: pairs.jsonl, pairs: {source: hub, name: a}} | mining.teacher must be a model on the Hub
 colbert | output_dir='' | output_dir must not be empty.
 colbert | output_dir=pairs.jsonl/below | output_dir must be a directory or a path yet to be made, but
