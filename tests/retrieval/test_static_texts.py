@@ -56,8 +56,8 @@ def test_threshold_1_ranks_as_bm25():
         # Where the library's scores are equal up to rounding, the order is any.
         torch.testing.assert_close(expected.gather(1, positions), scores.double(), rtol=1e-5, atol=0)
         torch.testing.assert_close(expected.sort(descending=True).values[:, :50], scores.double(), rtol=1e-5, atol=0)
-    with pytest.raises(ValueError, match="search: scores with BM25 weights are no bounds of MaxSim"):
-        of_vectors.search(asked, collection, 1, exact=True)
+    with pytest.raises(ValueError, match="bound: scores with BM25 weights are no bounds of MaxSim"):
+        of_vectors.bound(asked)
 
 
 def test_below_threshold_1_similar_tokens_count_by_their_similarity():

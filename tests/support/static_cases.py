@@ -1,4 +1,4 @@
-"""Static models of every kind that documents, bounds and certificates must be right for, on any device."""
+"""Static models of every kind that documents, bounds and searches must be right for, on any device."""
 
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def maxsim(model: StaticLateInteraction, queries: TokenIds, documents: TokenIds)
 
 
 def check(device: str, threshold: float | str, neighbours: int | None, positive: bool = False) -> None:
-    """Documents, scores, bounds and the certified top of one model beside the definitions."""
+    """Documents, scores, bounds and the best documents of one model beside the definitions."""
     model = StaticLateInteraction(*tables(device, positive), threshold=threshold, neighbours=neighbours)
     queries, documents = texts(12, 9, seed=1), texts(60, 25, seed=2)
     thresholds = model.thresholds.cpu()
@@ -81,10 +81,10 @@ def check(device: str, threshold: float | str, neighbours: int | None, positive:
     index = SparseIndex.build([model.documents(documents)])
     expected, places = exact.float().sort(dim=1, descending=True, stable=True)
     for k in (1, 10, 100):
-        for scores, positions in (
-            model.search(queries, documents, k, exact=True),
-            model.search(vectors, index, k, exact=True, tokens=documents),
-        ):
+        for asked in (queries, vectors):
+            scores, positions = model.search(asked, documents, k)
             assert scores.dtype == torch.float32 and scores.device.type == torch.device(device).type
             assert torch.equal(positions.cpu(), places[:, :k])
             torch.testing.assert_close(scores.cpu(), expected[:, :k], rtol=1e-6, atol=1e-6)
+        scores, positions = (each.cpu() for each in model.search(vectors, index, k))
+        torch.testing.assert_close(scores, bounds.gather(1, positions.clamp(min=0)).float() * (positions >= 0))

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.codec import chunks
-from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.retrieval.static.rows import row_maxima
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 from pylate_fastmaxsim.sparse import LARGEST_OF_UINT16, SparseBatch
-from pylate_fastmaxsim.tokens import TokenBatch
 
 # Weights of some documents for the whole vocabulary that are held at once: 128 MiB, or 256 MiB in float64.
 WEIGHTS_AT_ONCE = 1 << 25
@@ -80,21 +79,14 @@ def from_neighbours(
 
 def from_maxsim(tokens: TokenIds, query_vectors: Tensor, document_vectors: Tensor, thresholds: Tensor) -> SparseBatch:
     """Vectors of documents by MaxSim of all query tokens, less the query tokens' thresholds."""
-    vocabulary, dim = query_vectors.shape
-    numbers = torch.arange(vocabulary, device=query_vectors.device)
-    queries = TokenBatch(query_vectors.double(), numbers, torch.ones_like(numbers), 1, gapless=True)
+    vocabulary = len(query_vectors)
     batches = []
-    for part in _parts(tokens, vocabulary, torch.full((vocabulary,), dim, device="cpu")):
-        scores = maxsim(queries, token_vectors(part, document_vectors))
-        batches.append(_sparse((scores.T - thresholds).float().clamp(min=0)))
+    for part in _parts(tokens, vocabulary, torch.ones(vocabulary, dtype=torch.int64, device="cpu")):
+        dense = query_vectors.new_empty(len(part), vocabulary, dtype=torch.float32)
+        for terms, maxima in row_maxima(query_vectors, part, document_vectors):
+            dense[:, terms] = (maxima - thresholds[terms]).clamp(min=0)
+        batches.append(_sparse(dense))
     return SparseBatch.concatenate(batches)
-
-
-def token_vectors(tokens: TokenIds, vectors: Tensor) -> TokenBatch:
-    """The vectors of tokens, float64."""
-    ids, offsets = tokens.ids.to(vectors.device), tokens.offsets.to(vectors.device)
-    longest = int(tokens.lengths.max()) if len(tokens) else 0
-    return TokenBatch.from_packed(vectors[ids].double(), offsets, max_length=longest)
 
 
 def _parts(tokens: TokenIds, vocabulary: int, costs: Tensor) -> Iterator[TokenIds]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -17,7 +16,6 @@ from pylate_fastmaxsim._checks import require_count, require_tensor
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
 from pylate_fastmaxsim.retrieval.static import files
-from pylate_fastmaxsim.retrieval.static.certificate import certified_search
 from pylate_fastmaxsim.retrieval.static.documents import (
     Neighbours,
     equal_tokens,
@@ -27,6 +25,7 @@ from pylate_fastmaxsim.retrieval.static.documents import (
     neighbours_at_least,
     token_thresholds,
 )
+from pylate_fastmaxsim.retrieval.static.rows import rows_search
 from pylate_fastmaxsim.retrieval.static.tokens import (
     BM25,
     Statistics,
@@ -39,7 +38,7 @@ from pylate_fastmaxsim.sparse import SparseBatch
 
 Texts = Sequence[str] | TokenIds
 
-# Documents that are made vectors at once in a search.
+# Texts that are tokenized, or documents that are made vectors, at once in a search.
 BATCH = 16384
 
 
@@ -105,9 +104,9 @@ class StaticLateInteraction:
            [0. , 0.1, 0.5],
            [0.3, 0.5, 0.1]], dtype=float32)
     >>> model.search(TokenIds.from_lists([[0, 0, 2]]), documents, k=2)
-    (tensor([[2.5000, 2.2000]]), tensor([[0, 2]]))
-    >>> model.search(TokenIds.from_lists([[0, 0, 2]]), documents, k=2, exact=True)
     (tensor([[2.2000, 2.0000]]), tensor([[2, 0]]))
+    >>> model.search(TokenIds.from_lists([[0, 0, 2]]), model.documents(documents), k=2)
+    (tensor([[2.5000, 2.2000]]), tensor([[0, 2]]))
     """
 
     def __init__(
@@ -327,106 +326,64 @@ class StaticLateInteraction:
             The model's documents have BM25 weights, which bound nothing.
         """
         where = "StaticLateInteraction.bound"
-        self._require_bounds(where)
+        if self.bm25_weights is not None:
+            raise ValueError(f"{where}: scores with BM25 weights are no bounds of MaxSim; make the model without BM25.")
         queries = self._as_queries(where, queries)
-        return self._sums(queries, self.thresholds).to(queries.device)
-
-    def _sums(self, queries: SparseBatch, values: Tensor) -> Tensor:
-        """Sums of ``values [V]`` over the tokens of each query, times their weights, ``[Nq]``, float64, on the CPU."""
-        queries = queries.to("cpu")
+        device, queries = queries.device, queries.to("cpu")
         # One after the other, so that a sum depends neither on the device nor on other queries.
         rows = torch.repeat_interleave(torch.arange(len(queries), device="cpu"), queries.offsets.diff())
-        weighted = queries.weights.double() * values.to("cpu")[queries.terms.long()]
-        return torch.bincount(rows, weighted, minlength=len(queries))
+        weighted = queries.weights.double() * self.thresholds.to("cpu")[queries.terms.long()]
+        return torch.bincount(rows, weighted, minlength=len(queries)).to(device)
 
     @torch.no_grad()
     def search(
-        self,
-        queries: Texts | SparseBatch,
-        documents: Texts | SparseIndex | SparseBatch,
-        k: int,
-        *,
-        exact: bool = False,
-        tokens: TokenIds | None = None,
+        self, queries: Texts | SparseBatch, documents: Texts | SparseBatch | SparseIndex, k: int
     ) -> tuple[Tensor, Tensor]:
-        """The ``k`` best documents of each query.
+        """The ``k`` best documents of each query: by MaxSim, or by sparse scores of documents that are vectors.
 
         Parameters
         ----------
         queries
             Nq texts, their token ids, or what :meth:`queries` makes of them.
         documents
-            Texts, their token ids, what :meth:`documents` makes of them, or an index of that. Texts are made vectors in
-            batches, of which none is kept.
+            Texts or their token ids: the ranking is by MaxSim, exactly, whatever the threshold; with :class:`BM25` by its
+            weights. They are read in batches, of which none is kept. What :meth:`documents` makes of texts, or an index
+            of that: the ranking is by sparse scores.
         k
             Number of documents to return for each query, at least 1.
-        exact
-            Return the documents with the highest MaxSim: candidates are scored again from token ids, until the k-th score
-            is above the upper bound of all others.
-        tokens
-            Token ids of all documents, :meth:`token_ids`; needed with ``exact`` where ``documents`` are vectors.
 
         Returns
         -------
         scores
-            Best first, ``[Nq, min(k, Nd)]`` for Nd documents, float32: with ``exact`` MaxSim; otherwise upper bounds of
-            it, sparse scores plus :meth:`bound`; with BM25 sparse scores. 0 where there is no document.
+            Best first, ``[Nq, min(k, Nd)]`` for Nd documents, float32: MaxSim; of sparse vectors upper bounds of it,
+            sparse scores plus :meth:`bound`, and with BM25 sparse scores. 0 where there is no document.
         positions
-            Which document each score is of, ``[Nq, min(k, Nd)]``, int64; -1 where there is none. Of equal scores the
-            lower position comes first, without ``exact`` of equal sparse scores. Without ``exact`` only documents that
-            share a term with the query are found.
+            Which document each score is of, ``[Nq, min(k, Nd)]``, int64. Of equal scores the lower position comes first,
+            of sparse vectors of equal sparse scores. Among sparse vectors only documents that share a term with the query
+            are found, and -1 stands where there is none.
 
         Raises
         ------
         ValueError
-            ``exact`` with BM25 weights, without token ids, or with a shard of an index; vocabularies differ.
+            ``k`` is below 1, vocabularies differ, or a token id is not below V.
+        TypeError
+            An argument is none of these.
         """
         where = "StaticLateInteraction.search"
         k = require_count(where, "k", k)
         queries = self._as_queries(where, queries)
-        if exact:
-            return self._exact(where, queries, documents, k, tokens)
         if isinstance(documents, SparseIndex):
             scores, positions = documents.search(queries.to(documents.device), k)
+        elif isinstance(documents, SparseBatch):
+            scores, positions = sparse_search(queries, documents, k)
+        elif self.bm25_weights is not None:
+            return sparse_search(queries, map(self._documents, self._batches(where, documents)), k)
         else:
-            scores, positions = sparse_search(queries, self._batches(where, documents), k)
+            return rows_search(queries, self._batches(where, documents), self.query_vectors, self.document_vectors, k)
         if self.bm25_weights is None:
             scores = (scores.double() + self.bound(queries).to(scores.device)[:, None]).float()
             scores = scores.masked_fill(positions < 0, 0)
         return scores, positions
-
-    def _exact(
-        self, where: str, queries: SparseBatch, documents: object, k: int, tokens: TokenIds | None
-    ) -> tuple[Tensor, Tensor]:
-        self._require_bounds(where)
-        if not isinstance(documents, (SparseIndex, SparseBatch)):
-            tokens = documents = self._document_tokens(where, documents)
-        if tokens is None:
-            raise ValueError(f"{where}: exact=True needs tokens of all documents; pass tokens=model.token_ids(texts).")
-        tokens = self._document_tokens(where, tokens)
-        index = documents
-        if not isinstance(index, SparseIndex):
-            index = SparseIndex.build(self._batches(where, documents))
-        if len(index) != len(tokens):
-            raise ValueError(f"{where}: tokens must be of all {len(index)} documents, got those of {len(tokens)}.")
-        # Bound of the error of a similarity in float64, in up to 8,192 dimensions.
-        rounding = 2.0**-40 * math.prod(
-            table.norm(dim=1).amax().item() for table in (self.query_vectors, self.document_vectors)
-        )
-        scores, positions, _ = certified_search(
-            index.search,
-            queries.to(index.device),
-            self._sums(queries, self.thresholds + rounding),
-            tokens,
-            index.live_positions(),
-            self.query_vectors,
-            self.document_vectors,
-            k,
-        )
-        missing = min(k, len(index)) - scores.shape[1]
-        scores = torch.nn.functional.pad(scores, (0, missing))
-        positions = torch.nn.functional.pad(positions, (0, missing), value=-1)
-        return scores.to(index.device), positions.to(index.device)
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write the model to a folder, in place of a static model that is there.
@@ -540,13 +497,6 @@ class StaticLateInteraction:
             )
         return self.statistics
 
-    def _require_bounds(self, where: str) -> None:
-        if self.bm25_weights is not None:
-            raise ValueError(
-                f"{where}: scores with BM25 weights are no bounds of MaxSim; search without exact, or make the model "
-                "without BM25."
-            )
-
     def _tokens(self, where: str, texts: Texts) -> TokenIds:
         if isinstance(texts, TokenIds):
             return check_ids(where, texts, self.vocabulary)
@@ -566,16 +516,13 @@ class StaticLateInteraction:
             raise ValueError(f"{where}: queries must have the vocabulary {self.vocabulary}, got {queries.vocabulary}.")
         return queries
 
-    def _batches(self, where: str, documents: object) -> Iterator[SparseBatch]:
-        if isinstance(documents, SparseBatch):
-            yield documents
-            return
+    def _batches(self, where: str, documents: Texts) -> Iterator[TokenIds]:
         for begin in range(0, max(1, len(documents)), BATCH):
             if isinstance(documents, TokenIds):
                 part = documents.part(begin, min(begin + BATCH, len(documents)))
             else:
                 part = documents[begin : begin + BATCH]
-            yield self._documents(self._document_tokens(where, part))
+            yield self._document_tokens(where, part)
 
 
 def _are_texts(texts: object) -> bool:
