@@ -137,7 +137,8 @@ class Measured:
         Those of a higher threshold are among them, so that the product of the tables is made once.
         """
         model = self.static(FLOOR)
-        return timed(lambda: neighbours_above(model.query_vectors, model.document_vectors, model.thresholds))
+        tables = model.query_vectors, model.document_vectors, self.tokens.ids.unique().long()
+        return timed(lambda: neighbours_above(*tables, model.thresholds))
 
     def shifted(self, threshold: float) -> dict[str, Any]:
         """Documents that bound MaxSim, ranked by the bound."""
@@ -211,7 +212,10 @@ class Measured:
 def picked(table: Neighbours, kept: Tensor, less: float) -> Neighbours:
     """Some of the pairs, with weights that are so much lower."""
     ends = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
-    return Neighbours(ends[table.offsets], table.terms[kept], (table.weights[kept].double() - less).float())
+    first = ends[table.first.clamp(min=0)]
+    sizes = ends[table.first.clamp(min=0) + table.sizes] - first
+    weights = (table.weights[kept].double() - less).float()
+    return Neighbours(first.where(table.first >= 0, -1), sizes, table.terms[kept], weights)
 
 
 def require_data(options: argparse.Namespace) -> Path:

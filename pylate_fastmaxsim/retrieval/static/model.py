@@ -150,6 +150,7 @@ class StaticLateInteraction:
         with torch.no_grad():
             self._set_vectors(where, query_vectors, document_vectors, normalize, document_weights)
             self._set_query_weights(where, query_vectors, normalize, query_weights)
+        self._reset_table()
 
     def _set_vectors(self, where: str, queries: Tensor, documents: Tensor, normalize: bool, weights: object) -> None:
         factors = None
@@ -292,7 +293,7 @@ class StaticLateInteraction:
         return self._documents(self._document_tokens("StaticLateInteraction.documents", texts))
 
     def _documents(self, tokens: TokenIds) -> SparseBatch:
-        table = self.neighbour_table
+        table = self._table_of(tokens)
         if self.bm25_weights is not None:
             if table is None:
                 raise ValueError(
@@ -441,20 +442,20 @@ class StaticLateInteraction:
     def to(self, device: str | torch.device) -> StaticLateInteraction:
         """Copy the model to another device."""
         model = copy.copy(self)
-        model.__dict__.pop("neighbour_table", None)
         model.query_vectors = model.document_vectors = self.query_vectors.to(device)
         if self.document_vectors is not self.query_vectors:
             model.document_vectors = self.document_vectors.to(device)
         model.thresholds = self.thresholds.to(device)
         model.device = model.query_vectors.device
+        model._reset_table()
         return model
 
     def with_threshold(self, threshold: float | str) -> StaticLateInteraction:
         """Copy the model with another threshold."""
         model = copy.copy(self)
-        for made in ("thresholds", "neighbour_table"):
-            model.__dict__.pop(made, None)
+        model.__dict__.pop("thresholds", None)
         model._set_threshold("StaticLateInteraction.with_threshold", threshold)
+        model._reset_table()
         return model
 
     def _set_threshold(self, where: str, threshold: float | str) -> None:
@@ -477,18 +478,28 @@ class StaticLateInteraction:
         """Weight of each query token, ``[V]``, float64, on the CPU; ``None``: 1."""
         return self._fitted("idf").idf if self.uses_idf else self._query_weights
 
-    @cached_property
-    @torch.no_grad()
-    def neighbour_table(self) -> Neighbours | None:
-        """The query tokens that each document token matches; ``None``: so many that MaxSim of all is cheaper."""
-        if self.query_vectors.shape[1] == 0:
-            return equal_tokens(self.vocabulary, self.device)
+    def _table_of(self, tokens: TokenIds) -> Neighbours | None:
+        """The query tokens that each of the document tokens matches; ``None``: so many that MaxSim of all is cheaper."""
+        table = self._table
+        if table is None or len(missing := table.missing(tokens)) == 0:
+            return table
+        tables = self.query_vectors, self.document_vectors, missing
         if self.bm25_weights is not None:
             above = self.thresholds if self.neighbours is not None else self.thresholds - 1
-            return neighbours_at_least(self.query_vectors, self.document_vectors, self.threshold, above)
-        if self.threshold == -torch.inf and self.neighbours is None:
-            return None
-        return neighbours_above(self.query_vectors, self.document_vectors, self.thresholds)
+            found = neighbours_at_least(*tables, self.threshold, above)
+        else:
+            found = neighbours_above(*tables, self.thresholds)
+        # What another thread has added since is compared again when it is needed.
+        self._table = table = table.plus(found)
+        return table
+
+    def _reset_table(self) -> None:
+        if self.query_vectors.shape[1] == 0:
+            self._table = equal_tokens(self.vocabulary, self.device)
+        elif self.threshold == -torch.inf and self.neighbours is None:
+            self._table = None
+        else:
+            self._table = Neighbours.none(self.vocabulary, self.device)
 
     def _fitted(self, what: str) -> Statistics:
         if self.statistics is None:
