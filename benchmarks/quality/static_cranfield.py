@@ -126,7 +126,7 @@ class Measured:
     def queries(self) -> dict[str, SparseBatch]:
         """Queries by the weights of their tokens, which documents do not depend on."""
         return {
-            name: self.static(1.0, query_weights=weights).fit(self.tokens).queries(self.task.queries)
+            name: self.static(FLOOR, query_weights=weights).fit(self.tokens).queries(self.task.queries)
             for name, weights in QUERY_WEIGHTS.items()
         }
 

@@ -9,13 +9,15 @@ from pylate_fastmaxsim import BM25, SparseBatch, StaticLateInteraction
 from pylate_fastmaxsim.retrieval.static import documents, model, rows
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 from tests.support import static_cases as cases
-from tests.support.static_cases import CUTS, check, maxsim, tables, texts
+from tests.support.static_cases import CUTS, VALUES, check, maxsim, tables, texts
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize(("threshold", "cap"), CUTS)
-def test_vectors_bounds_and_exact_results_are_those_of_the_definition(threshold, cap, device):
-    check(device, threshold, cap)
+@pytest.mark.parametrize(
+    ("threshold", "cap", "keep"), [*((*cut, "excess") for cut in CUTS), *((*cut, "value") for cut in VALUES)]
+)
+def test_vectors_bounds_and_exact_results_are_those_of_the_definition(threshold, cap, keep, device):
+    check(device, threshold, cap, keep)
 
 
 def test_a_document_without_tokens_may_be_the_worst():
@@ -102,12 +104,17 @@ def test_what_cannot_be_is_refused(tmp_path):
         ({"query_weights": -weights}, r"query_weights must be \[V\] with V = 90, finite and at least 0"),
         ({"document_weights": weights[1:]}, r"document_weights must be .* got shape \(89,\)"),
         ({"document_weights": "idf"}, "document_weights must be None, a BM25"),
-        ({"document_weights": BM25(), "threshold": 0}, "with BM25 the threshold must be above 0, got 0"),
+        (
+            {"document_weights": BM25(), "threshold": 0},
+            'with BM25 or keep="value" the threshold must be above 0, got 0',
+        ),
+        ({"keep": "all"}, 'keep must be "excess" or "value", got \'all\''),
+        ({"threshold": 1}, 'threshold must be below 1, which only rounding exceeds; .* with keep="value", got 1'),
         ({"skiplist": [90]}, r"skiplist must be token ids from 0 to 89, got \[90\]"),
     ):
         with pytest.raises(ValueError, match=f"^StaticLateInteraction: {sentence}"):
             StaticLateInteraction(queries, **{"threshold": 0.5, **options})
-    for wrong in ({"k1": -1.0}, {"b": 1.5}):
+    for wrong in ({"k1": -1.0}, {"b": 1.5}, {"power": 0}):
         with pytest.raises(ValueError, match=r"^BM25: \w+ must be"):
             BM25(**wrong)
 

@@ -12,7 +12,8 @@ from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 VOCABULARY, DIM = 90, 8
 
 # (threshold, cap of neighbours)
-CUTS = [("lowest", None), (-0.3, None), (0.0, 7), (0.4, None), (0.7, 3), ("lowest", 12), (0.99, None), (1.5, None)]
+CUTS = [("lowest", None), (-0.3, None), (0.0, 7), (0.4, None), (0.7, 3), ("lowest", 12), (0.99, None)]
+VALUES = [(0.4, None), (0.7, 3), (1.0, None)]  # the same with keep="value"
 
 
 def tables(device: str, positive: bool = False) -> tuple[Tensor, Tensor]:
@@ -54,9 +55,11 @@ def maxsim(model: StaticLateInteraction, queries: TokenIds, documents: TokenIds)
     )
 
 
-def check(device: str, threshold: float | str, neighbours: int | None, positive: bool = False) -> None:
+def check(
+    device: str, threshold: float | str, neighbours: int | None, keep: str = "excess", positive: bool = False
+) -> None:
     """Documents, scores, bounds and the best documents of one model beside the definitions."""
-    model = StaticLateInteraction(*tables(device, positive), threshold=threshold, neighbours=neighbours)
+    model = StaticLateInteraction(*tables(device, positive), threshold=threshold, neighbours=neighbours, keep=keep)
     queries, documents = texts(12, 9, seed=1), texts(60, 25, seed=2)
     thresholds = model.thresholds.cpu()
     maxima = maxsim(model, TokenIds.from_lists([[token] for token in range(VOCABULARY)]), documents).T
@@ -68,7 +71,11 @@ def check(device: str, threshold: float | str, neighbours: int | None, positive:
 
     batch = model.documents(documents).to("cpu")
     stored = torch.from_numpy(batch.to_scipy().toarray())
-    assert float((stored.double() - (maxima - thresholds).clamp(min=0)).abs().max()) < 1e-6
+    expected = (maxima - thresholds).clamp(min=0)
+    if keep == "value":
+        rounded = (maxima * 2**20).round() / 2**20
+        expected = rounded.masked_fill(rounded < threshold if neighbours is None else maxima <= thresholds, 0)
+    assert float((stored.double() - expected).abs().max()) < 1e-6
 
     exact = maxsim(model, queries, documents)
     vectors = model.queries(queries)

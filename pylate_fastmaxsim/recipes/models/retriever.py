@@ -283,7 +283,7 @@ class StaticRetriever(SparseRetriever):
         model = self.model
         tokenizer = getattr(model.tokenizer, "backend_tokenizer", model.tokenizer)
         mean_length = model.statistics.mean_length if model.bm25_weights and model.statistics else None
-        settings = [model.threshold, model.neighbours, model.skiplist, model.bm25_weights, mean_length]
+        settings = [model.threshold, model.keep, model.neighbours, model.skiplist, model.bm25_weights, mean_length]
         tables = {"queries": model.query_vectors, "documents": model.document_vectors}
         return _digest([*settings, tokenizer.to_str()], tables)
 

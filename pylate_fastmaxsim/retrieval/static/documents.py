@@ -163,17 +163,17 @@ def neighbours_above(
 
 
 def neighbours_at_least(
-    query_vectors: Tensor, document_vectors: Tensor, tokens: Tensor, threshold: float, above: Tensor
+    query_vectors: Tensor, document_vectors: Tensor, tokens: Tensor, threshold: float, above: Tensor, power: float
 ) -> Neighbours | None:
-    """Pairs with the document ``tokens`` with a similarity of at least ``threshold`` that exceeds ``above [V]``, with it.
+    """Pairs with the document ``tokens`` with a similarity of at least ``threshold`` that exceeds ``above [V]``.
 
-    Similarities are rounded to multiples of 2**-20, so that the cosine of a vector with itself is 1. None if there are
-    too many.
+    Weights are similarities to a power. These are rounded to multiples of 2**-20, so that the cosine of a vector with
+    itself is 1. None if there are too many.
     """
 
     def rounded(rows: slice, similarities: Tensor) -> tuple[Tensor, Tensor]:
         weights = (similarities * 2**20).round() * 2.0**-20
-        return weights.float(), (similarities > above[rows, None]) & (weights >= threshold)
+        return (weights**power).float(), (similarities > above[rows, None]) & (weights >= threshold)
 
     return _table(query_vectors, document_vectors, tokens, rounded, LARGEST_TABLE)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -46,9 +48,9 @@ class StaticLateInteraction:
     """A late-interaction model whose tokens have the same vector in every text, as a sparse model.
 
     A document's weight for a token v of the vocabulary is the largest similarity of v to any of its tokens, and a query's
-    weight is how often v occurs in it. The inner product of the two is MaxSim. To keep documents sparse, similarities up
-    to a threshold are cut, and what is stored is by how much they exceed it. The sparse score plus :meth:`bound` then is
-    an upper bound of MaxSim; the constant does not change the ranking.
+    weight is how often v occurs in it. The inner product of the two is MaxSim, by which texts are searched. To keep such
+    vectors sparse, similarities up to a threshold are cut, and what is stored is by how much they exceed it. The sparse
+    score plus :meth:`bound` then is an upper bound of MaxSim; the constant does not change the ranking.
 
     Similarities are inner products of the float32 vectors in float64, whatever the precision of float32 products is set
     to; a stored weight is rounded to float32 once. Nothing but :meth:`fit` changes a model, so threads may share it.
@@ -65,6 +67,9 @@ class StaticLateInteraction:
     threshold
         Similarities up to it are cut. ``"lowest"``: none is; scores equal MaxSim to float32 rounding, and documents have
         an entry for each token of the vocabulary.
+    keep
+        What a sparse vector stores of a similarity that is not cut: ``"excess"``: by how much it exceeds the threshold;
+        ``"value"``: the similarity, from the threshold on, which is above 0. With both :meth:`bound` holds.
     neighbours
         Of how many document tokens at most a query token may exceed its threshold; a token with more gets a higher
         threshold. ``None``: any number.
@@ -80,8 +85,8 @@ class StaticLateInteraction:
     skiplist, query_skiplist
         Token ids that are left out of documents and of queries.
 
-    With :class:`BM25` a stored weight is the similarity itself, from the threshold on, multiplied with the saturation of
-    the document's token. With the threshold 1 only equal tokens match, and with ``query_weights="idf"`` the ranking is
+    With :class:`BM25` a stored weight is the similarity itself, or its power, multiplied with the saturation of the
+    document's token. With the threshold 1 only equal tokens match, and with ``query_weights="idf"`` the ranking is
     that of BM25. Such scores are no bound of MaxSim.
 
     Raises
@@ -116,6 +121,7 @@ class StaticLateInteraction:
         tokenizer: Callable | None = None,
         *,
         threshold: float | str,
+        keep: Literal["excess", "value"] = "excess",
         neighbours: int | None = None,
         query_weights: str | Tensor | None = None,
         document_weights: BM25 | str | Tensor | None = None,
@@ -143,14 +149,16 @@ class StaticLateInteraction:
         self.tokenizer = without_truncation(tokenizer)
         self.neighbours = None if neighbours is None else require_count(where, "neighbours", neighbours)
         self.bm25_weights = document_weights if isinstance(document_weights, BM25) else None
-        self._set_threshold(where, threshold)
+        if keep not in ("excess", "value"):
+            raise ValueError(f'{where}: keep must be "excess" or "value", got {keep!r}.')
+        self.keep = keep if self.bm25_weights is None else "value"
         self.skiplist = self._token_list(where, "skiplist", skiplist)
         self.query_skiplist = self._token_list(where, "query_skiplist", query_skiplist)
         self.statistics: Statistics | None = None
         with torch.no_grad():
             self._set_vectors(where, query_vectors, document_vectors, normalize, document_weights)
             self._set_query_weights(where, query_vectors, normalize, query_weights)
-        self._reset_table()
+            self._set_threshold(where, threshold)
 
     def _set_vectors(self, where: str, queries: Tensor, documents: Tensor, normalize: bool, weights: object) -> None:
         factors = None
@@ -294,11 +302,12 @@ class StaticLateInteraction:
 
     def _documents(self, tokens: TokenIds) -> SparseBatch:
         table = self._table_of(tokens)
+        if table is None and self.keep == "value":
+            raise ValueError(
+                'StaticLateInteraction: too many tokens match for BM25 or keep="value"; raise the threshold, or set '
+                "neighbours."
+            )
         if self.bm25_weights is not None:
-            if table is None:
-                raise ValueError(
-                    "StaticLateInteraction: too many tokens match for BM25; raise the threshold, or set neighbours."
-                )
             mean_length = self._fitted("BM25").mean_length
             return from_neighbours(tokens, table, None, lambda *each: self.bm25_weights.of_counts(*each, mean_length))
         if table is None:
@@ -401,6 +410,7 @@ class StaticLateInteraction:
             tensors["query_weights"] = self._query_weights
         values = {
             "threshold": "lowest" if self.threshold == -torch.inf else self.threshold,
+            "keep": self.keep,
             "neighbours": self.neighbours,
             "idf": self.uses_idf,
             "bm25": None if self.bm25_weights is None else asdict(self.bm25_weights),
@@ -427,6 +437,7 @@ class StaticLateInteraction:
             tensors.get("document_vectors"),
             tokenizer,
             threshold=values["threshold"],
+            keep=values.get("keep", "excess"),
             neighbours=values["neighbours"],
             query_weights="idf" if values["idf"] else tensors.get("query_weights"),
             document_weights=None if values["bm25"] is None else BM25(**values["bm25"]),
@@ -455,7 +466,6 @@ class StaticLateInteraction:
         model = copy.copy(self)
         model.__dict__.pop("thresholds", None)
         model._set_threshold("StaticLateInteraction.with_threshold", threshold)
-        model._reset_table()
         return model
 
     def _set_threshold(self, where: str, threshold: float | str) -> None:
@@ -464,8 +474,15 @@ class StaticLateInteraction:
         elif isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or threshold != threshold:
             raise ValueError(f'{where}: threshold must be a number or "lowest", got {threshold!r}.')
         self.threshold = float(threshold)
-        if self.bm25_weights is not None and self.threshold <= 0:
-            raise ValueError(f"{where}: with BM25 the threshold must be above 0, got {threshold}.")
+        if self.keep == "value" and self.threshold <= 0:
+            raise ValueError(f'{where}: with BM25 or keep="value" the threshold must be above 0, got {threshold}.')
+        largest = math.prod(float(each.norm(dim=1).max()) for each in (self.query_vectors, self.document_vectors))
+        if self.keep == "excess" and self.query_vectors.shape[1] and self.threshold > largest - 2.0**-20:
+            raise ValueError(
+                f"{where}: threshold must be below {largest:.6g}, which only rounding exceeds; equal tokens alone match "
+                f'with keep="value", got {threshold}.'
+            )
+        self._reset_table()
 
     @cached_property
     @torch.no_grad()
@@ -484,9 +501,10 @@ class StaticLateInteraction:
         if table is None or len(missing := table.missing(tokens)) == 0:
             return table
         tables = self.query_vectors, self.document_vectors, missing
-        if self.bm25_weights is not None:
+        if self.keep == "value":
             above = self.thresholds if self.neighbours is not None else self.thresholds - 1
-            found = neighbours_at_least(*tables, self.threshold, above)
+            power = 1.0 if self.bm25_weights is None else self.bm25_weights.power
+            found = neighbours_at_least(*tables, self.threshold, above, power)
         else:
             found = neighbours_above(*tables, self.thresholds)
         # What another thread has added since is compared again when it is needed.
