@@ -29,7 +29,9 @@ from pylate_fastmaxsim.retrieval.static.documents import Neighbours, from_neighb
 
 FLOOR = 0.2
 THRESHOLDS = (FLOOR, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-BM25_THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+VALUE_THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+# What similarities at least as large as the threshold become: by name, the power that BM25's saturation multiplies.
+VALUES = {"values": None, "BM25": 1, "BM25 of squares": 2}
 # Of query tokens, as StaticLateInteraction takes them.
 QUERY_WEIGHTS: dict[str, str | None] = {"none": None, "norms": "norms", "IDF": "idf"}
 BM25_CELL, ENCODER_CELL, MAXSIM_CELL = "BM25", "encoder", "MaxSim"
@@ -38,7 +40,13 @@ LINES = {
     "no weights": ("none", None, THRESHOLDS),
     "norms of model2vec": ("norms", None, THRESHOLDS),
     "IDF": ("IDF", None, THRESHOLDS),
-    "IDF and BM25's saturation": ("IDF", "BM25", BM25_THRESHOLDS),
+    "IDF and BM25's saturation": ("IDF", "BM25", VALUE_THRESHOLDS),
+}
+VALUE_ROWS = {
+    "values, no weights": ("none", "values"),
+    "values, IDF": ("IDF", "values"),
+    "IDF and BM25's saturation": ("IDF", "BM25"),
+    "the same of squares": ("IDF", "BM25 of squares"),
 }
 DIMENSIONS = 256
 SIF = 1e-4  # of model2vec
@@ -147,16 +155,17 @@ class Measured:
         cell = self.cell(lambda: from_neighbours(self.tokens, table, None, None), QUERY_WEIGHTS)
         return {**cell, "table_seconds": seconds}
 
-    def bm25(self, threshold: float) -> dict[str, Any]:
-        """Documents whose weights are similarities, with BM25's saturation."""
+    def values(self, threshold: float, power: float | None) -> dict[str, Any]:
+        """Documents whose weights are similarities, or with a power these with BM25's saturation."""
         table, seconds = self.above_floor
         # The cosine of a vector with itself is 1.
         similarities = ((table.weights.double() + FLOOR) * 2**20).round() * 2.0**-20
-        table = picked(replace(table, weights=similarities.float()), similarities >= threshold, 0.0)
-        bm25 = BM25()
+        weights = (similarities ** (power or 1)).float()
+        table = picked(replace(table, weights=weights), similarities >= threshold, 0.0)
         mean = len(self.tokens.ids) / len(self.tokens)
-        make = partial(bm25.of_counts, mean_length=mean)
-        cell = self.cell(lambda: from_neighbours(self.tokens, table, None, make), ["IDF"])
+        factor = None if power is None else partial(BM25().of_counts, mean_length=mean)
+        weights_of_queries = QUERY_WEIGHTS if power is None else ["IDF"]
+        cell = self.cell(lambda: from_neighbours(self.tokens, table, None, factor), weights_of_queries)
         return {**cell, "table_seconds": seconds}
 
     def plain_bm25(self) -> dict[str, Any]:
@@ -234,7 +243,7 @@ def cells(_: argparse.Namespace) -> dict[str, dict]:
         BM25_CELL: {},
         ENCODER_CELL: {},
         **{cell_name(each): {"threshold": each} for each in THRESHOLDS},
-        **{cell_name(each, "BM25"): {"threshold": each} for each in BM25_THRESHOLDS},
+        **{cell_name(each, name): {"threshold": each, "values": name} for name in VALUES for each in VALUE_THRESHOLDS},
         MAXSIM_CELL: {},
     }
 
@@ -248,7 +257,9 @@ def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator
         if name in named:
             yield name, named[name]()
         else:
-            yield name, (measured.bm25 if name.endswith("/BM25") else measured.shifted)(cell["threshold"])
+            values = cell.get("values")
+            make = measured.shifted if values is None else partial(measured.values, power=VALUES[values])
+            yield name, make(cell["threshold"])
 
 
 def cell_name(threshold: float, weights: str | None = None) -> str:
@@ -266,10 +277,14 @@ def markdown(content: dict) -> str:
     rows += [_row(f"{each:g}", cells[cell_name(each)]) for each in THRESHOLDS if cell_name(each) in cells]
     columns = ["threshold", "entries a document", *(f"nDCG@10, weights: {name}" for name in QUERY_WEIGHTS)]
     parts = [table([*columns, "a document", "a query"], rows)]
-    named = {f"{each:g}": cell_name(each, "BM25") for each in BM25_THRESHOLDS} | {"BM25": BM25_CELL}
-    rows = [_row(title, cells[name], ["IDF"]) for title, name in named.items() if name in cells]
-    parts.append("With IDF of query tokens and BM25's saturation of document tokens:")
-    parts.append(table(["threshold", "entries a document", "nDCG@10", "a document", "a query"], rows))
+    rows = [
+        [title, *(ndcg(cells.get(cell_name(each, name), {"metrics": {}}), weights) for each in VALUE_THRESHOLDS)]
+        for title, (weights, name) in VALUE_ROWS.items()
+    ]
+    parts.append(
+        f"nDCG@10 where similarities at least as large as the threshold are kept; BM25 has {ndcg(cells[BM25_CELL], 'IDF')}:"
+    )
+    parts.append(table(["", *(f"{each:g}" for each in VALUE_THRESHOLDS)], rows))
     return "\n\n".join(parts)
 
 

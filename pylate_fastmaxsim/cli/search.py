@@ -61,7 +61,7 @@ def add_encoding(parser: argparse.ArgumentParser, place: str = "") -> None:
         "--exact",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="rank a static model by MaxSim, or by the upper bounds of its sparse vectors, which an index keeps",
+        help="rank a static model by MaxSim, or by the upper bounds of its sparse vectors",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
 
