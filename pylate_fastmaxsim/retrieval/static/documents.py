@@ -19,7 +19,7 @@ from pylate_fastmaxsim.sparse import LARGEST_OF_UINT16, SparseBatch
 # Weights of some documents for the whole vocabulary that are held at once: 128 MiB, or 256 MiB in float64.
 WEIGHTS_AT_ONCE = 1 << 25
 
-# Entries of neighbours, or numbers of token vectors, that are held at once: up to 600 MiB with their places.
+# Entries of neighbours that are held at once: up to 600 MiB with their places.
 ENTRIES_AT_ONCE = 1 << 24
 
 # Similarities that are held at once: 256 MiB.
