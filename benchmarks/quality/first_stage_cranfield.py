@@ -73,7 +73,7 @@ def measure(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     encoded = {name: encoder.encode(each, 32, is_query=name in QUERIES) for name, each in texts.items()}
     wanted = {name: hard_negatives(encoded[name], encoded["documents"], positives[name]) for name in QUERIES}
     # Only tokens that occur are compared, renumbered from 0.
-    model = StaticLateInteraction(task.table, tokenizer=task.tokenizer, threshold=1.0)
+    model = StaticLateInteraction(task.table, tokenizer=task.tokenizer, threshold=0.5)
     tokens = {name: model.token_ids(each) for name, each in texts.items()}
     used = torch.cat([each.ids for each in tokens.values()]).unique()
     tokens = {name: TokenIds(torch.searchsorted(used, each.ids).int(), each.offsets) for name, each in tokens.items()}

@@ -24,13 +24,14 @@ from torch import Tensor
 
 from benchmarks.harness.tables import table
 from benchmarks.quality.cranfield import encoder_folder
-from pylate_fastmaxsim import BM25, SparseBatch, SparseIndex, StaticLateInteraction, TokenBatch
-from pylate_fastmaxsim.retrieval.search import search
+from pylate_fastmaxsim import BM25, SparseBatch, SparseIndex, StaticLateInteraction
 from pylate_fastmaxsim.retrieval.static.documents import Neighbours, from_neighbours, neighbours_above
 
 FLOOR = 0.2
 THRESHOLDS = (FLOOR, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-BM25_THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+VALUE_THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+# What similarities at least as large as the threshold become: by name, the power that BM25's saturation multiplies.
+VALUES = {"values": None, "BM25": 1, "BM25 of squares": 2}
 # Of query tokens, as StaticLateInteraction takes them.
 QUERY_WEIGHTS: dict[str, str | None] = {"none": None, "norms": "norms", "IDF": "idf"}
 BM25_CELL, ENCODER_CELL, MAXSIM_CELL = "BM25", "encoder", "MaxSim"
@@ -39,13 +40,18 @@ LINES = {
     "no weights": ("none", None, THRESHOLDS),
     "norms of model2vec": ("norms", None, THRESHOLDS),
     "IDF": ("IDF", None, THRESHOLDS),
-    "IDF and BM25's saturation": ("IDF", "BM25", BM25_THRESHOLDS),
+    "IDF and BM25's saturation": ("IDF", "BM25", VALUE_THRESHOLDS),
+}
+VALUE_ROWS = {
+    "values, no weights": ("none", "values"),
+    "values, IDF": ("IDF", "values"),
+    "IDF and BM25's saturation": ("IDF", "BM25"),
+    "the same of squares": ("IDF", "BM25 of squares"),
 }
 DIMENSIONS = 256
 SIF = 1e-4  # of model2vec
 LENGTHS = {"query_length": 64, "document_length": 256}  # tokens; the encoder was trained on up to 256
 FEW = 64  # documents of which the time is taken where nothing is cut
-CERTIFIED = 5  # queries of which the time is taken of a certified search
 DEPTH = 101  # of rankings; the metrics look at 100, and a document may be the query itself
 
 
@@ -128,7 +134,7 @@ class Measured:
     def queries(self) -> dict[str, SparseBatch]:
         """Queries by the weights of their tokens, which documents do not depend on."""
         return {
-            name: self.static(1.0, query_weights=weights).fit(self.tokens).queries(self.task.queries)
+            name: self.static(FLOOR, query_weights=weights).fit(self.tokens).queries(self.task.queries)
             for name, weights in QUERY_WEIGHTS.items()
         }
 
@@ -139,48 +145,51 @@ class Measured:
         Those of a higher threshold are among them, so that the product of the tables is made once.
         """
         model = self.static(FLOOR)
-        return timed(lambda: neighbours_above(model.query_vectors, model.document_vectors, model.thresholds))
+        tables = model.query_vectors, model.document_vectors, self.tokens.ids.unique().long()
+        return timed(lambda: neighbours_above(*tables, model.thresholds))
 
     def shifted(self, threshold: float) -> dict[str, Any]:
-        """Documents that bound MaxSim, ranked by the bound and by MaxSim."""
+        """Documents that bound MaxSim, ranked by the bound."""
         table, seconds = self.above_floor
         table = picked(table, table.weights > threshold - FLOOR, threshold - FLOOR)
-        cell, index = self.cell(lambda: from_neighbours(self.tokens, table, None, None), QUERY_WEIGHTS)
-        model, queries = self.static(threshold), self.queries["none"].select(torch.arange(CERTIFIED))
-        _, exact = timed(lambda: model.search(queries, index, 10, exact=True, tokens=self.tokens))
-        return {**cell, "table_seconds": seconds, "exact_ms": exact * 1e3 / len(queries)}
+        cell = self.cell(lambda: from_neighbours(self.tokens, table, None, None), QUERY_WEIGHTS)
+        return {**cell, "table_seconds": seconds}
 
-    def bm25(self, threshold: float) -> dict[str, Any]:
-        """Documents whose weights are similarities, with BM25's saturation."""
+    def values(self, threshold: float, power: float | None) -> dict[str, Any]:
+        """Documents whose weights are similarities, or with a power these with BM25's saturation."""
         table, seconds = self.above_floor
         # The cosine of a vector with itself is 1.
         similarities = ((table.weights.double() + FLOOR) * 2**20).round() * 2.0**-20
-        table = picked(replace(table, weights=similarities.float()), similarities >= threshold, 0.0)
-        bm25 = BM25()
+        weights = (similarities ** (power or 1)).float()
+        table = picked(replace(table, weights=weights), similarities >= threshold, 0.0)
         mean = len(self.tokens.ids) / len(self.tokens)
-        make = partial(bm25.of_counts, mean_length=mean)
-        cell, _ = self.cell(lambda: from_neighbours(self.tokens, table, None, make), ["IDF"])
+        factor = None if power is None else partial(BM25().of_counts, mean_length=mean)
+        weights_of_queries = QUERY_WEIGHTS if power is None else ["IDF"]
+        cell = self.cell(lambda: from_neighbours(self.tokens, table, None, factor), weights_of_queries)
         return {**cell, "table_seconds": seconds}
 
     def plain_bm25(self) -> dict[str, Any]:
         model = StaticLateInteraction.bm25(self.task.tokenizer, len(self.task.table)).fit(self.tokens)
-        return self.cell(lambda: model.documents(self.tokens), ["IDF"])[0]
+        return self.cell(lambda: model.documents(self.tokens), ["IDF"])
 
     def maxsim(self) -> dict[str, Any]:
         """MaxSim of the table over all documents, by weights of query tokens; and documents that nothing is cut of."""
         model = self.static("lowest")
-        documents = TokenBatch.from_packed(model.document_vectors[self.tokens.ids.long()], self.tokens.offsets)
         metrics = {}
         for name, queries in self.queries.items():
-            vectors = model.query_vectors[queries.terms.long()] * queries.weights[:, None]
-            found = search(TokenBatch.from_packed(vectors, queries.offsets), [documents], DEPTH)
+            found, searching = timed(lambda q=queries: model.search(q, self.tokens, DEPTH))
             metrics[name] = self.task.metrics(*found)
         few = self.tokens.part(0, FEW)
         made, seconds = timed(lambda: model.documents(few))
-        return {"metrics": metrics, "nonzeros": len(made.terms) / FEW, "documents_ms": seconds * 1e3 / FEW}
+        return {
+            "metrics": metrics,
+            "nonzeros": len(made.terms) / FEW,
+            "documents_ms": seconds * 1e3 / FEW,
+            "search_ms": searching * 1e3 / len(queries),
+        }
 
-    def cell(self, make: Callable[[], SparseBatch], weights: Iterable[str]) -> tuple[dict[str, Any], SparseIndex]:
-        """Quality by weights of query tokens, and times, of documents as ``make`` makes them; and their index."""
+    def cell(self, make: Callable[[], SparseBatch], weights: Iterable[str]) -> dict[str, Any]:
+        """Quality by weights of query tokens, and times, of documents as ``make`` makes them."""
         documents, seconds = timed(make)
         index = SparseIndex.build([documents])
         cell: dict[str, Any] = {
@@ -192,7 +201,7 @@ class Measured:
             found, searching = timed(lambda q=self.queries[name]: index.search(q, DEPTH))
             cell["metrics"][name] = self.task.metrics(*found)
             cell.setdefault("search_ms", searching * 1e3 / len(self.queries[name]))
-        return cell, index
+        return cell
 
     def encoder(self) -> dict[str, Any]:
         """The encoder's own late interaction: its outputs for whole texts."""
@@ -212,7 +221,10 @@ class Measured:
 def picked(table: Neighbours, kept: Tensor, less: float) -> Neighbours:
     """Some of the pairs, with weights that are so much lower."""
     ends = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
-    return Neighbours(ends[table.offsets], table.terms[kept], (table.weights[kept].double() - less).float())
+    first = ends[table.first.clamp(min=0)]
+    sizes = ends[table.first.clamp(min=0) + table.sizes] - first
+    weights = (table.weights[kept].double() - less).float()
+    return Neighbours(first.where(table.first >= 0, -1), sizes, table.terms[kept], weights)
 
 
 def require_data(options: argparse.Namespace) -> Path:
@@ -231,7 +243,7 @@ def cells(_: argparse.Namespace) -> dict[str, dict]:
         BM25_CELL: {},
         ENCODER_CELL: {},
         **{cell_name(each): {"threshold": each} for each in THRESHOLDS},
-        **{cell_name(each, "BM25"): {"threshold": each} for each in BM25_THRESHOLDS},
+        **{cell_name(each, name): {"threshold": each, "values": name} for name in VALUES for each in VALUE_THRESHOLDS},
         MAXSIM_CELL: {},
     }
 
@@ -245,7 +257,9 @@ def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator
         if name in named:
             yield name, named[name]()
         else:
-            yield name, (measured.bm25 if name.endswith("/BM25") else measured.shifted)(cell["threshold"])
+            values = cell.get("values")
+            make = measured.shifted if values is None else partial(measured.values, power=VALUES[values])
+            yield name, make(cell["threshold"])
 
 
 def cell_name(threshold: float, weights: str | None = None) -> str:
@@ -262,16 +276,20 @@ def markdown(content: dict) -> str:
     rows = [_row("none is cut: MaxSim", cells[MAXSIM_CELL])] if MAXSIM_CELL in cells else []
     rows += [_row(f"{each:g}", cells[cell_name(each)]) for each in THRESHOLDS if cell_name(each) in cells]
     columns = ["threshold", "entries a document", *(f"nDCG@10, weights: {name}" for name in QUERY_WEIGHTS)]
-    parts = [table([*columns, "a document", "a query", "a query, certified top-10"], rows)]
-    named = {f"{each:g}": cell_name(each, "BM25") for each in BM25_THRESHOLDS} | {"BM25": BM25_CELL}
-    rows = [_row(title, cells[name], ["IDF"])[:-1] for title, name in named.items() if name in cells]
-    parts.append("With IDF of query tokens and BM25's saturation of document tokens:")
-    parts.append(table(["threshold", "entries a document", "nDCG@10", "a document", "a query"], rows))
+    parts = [table([*columns, "a document", "a query"], rows)]
+    rows = [
+        [title, *(ndcg(cells.get(cell_name(each, name), {"metrics": {}}), weights) for each in VALUE_THRESHOLDS)]
+        for title, (weights, name) in VALUE_ROWS.items()
+    ]
+    parts.append(
+        f"nDCG@10 where similarities at least as large as the threshold are kept; BM25 has {ndcg(cells[BM25_CELL], 'IDF')}:"
+    )
+    parts.append(table(["", *(f"{each:g}" for each in VALUE_THRESHOLDS)], rows))
     return "\n\n".join(parts)
 
 
 def _row(title: str, cell: dict, weights: list[str] | None = None) -> list[str]:
-    times = [_ms(cell[key]) if key in cell else "" for key in ("documents_ms", "search_ms", "exact_ms")]
+    times = [_ms(cell[key]) if key in cell else "" for key in ("documents_ms", "search_ms")]
     return [title, f"{cell['nonzeros']:,.0f}", *(ndcg(cell, name) for name in weights or QUERY_WEIGHTS), *times]
 
 

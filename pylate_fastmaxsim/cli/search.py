@@ -41,17 +41,11 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
         "search finds",
     )
     add("--batch-size", type=at_least(1), default=32, help="texts encoded at once (%(default)s)")
-    add(
-        "--exact",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="rank a static model by MaxSim, or by the upper bounds of its sparse vectors",
-    )
     add("--json", type=path, metavar="FILE", help="write metrics and times as JSON")
 
 
 def add_encoding(parser: argparse.ArgumentParser, place: str = "") -> None:
-    """Add ``--index``, ``--format`` and ``--trust-remote-code``."""
+    """Add ``--index``, ``--format``, ``--exact`` and ``--trust-remote-code``."""
     parser.add_argument(
         "--index",
         type=path,
@@ -62,6 +56,12 @@ def add_encoding(parser: argparse.ArgumentParser, place: str = "") -> None:
         "--format",
         help="of token embeddings in the index: float32 (the default), bfloat16, float16, int8, fp8, residual-1, residual-2 or "
         "residual-4",
+    )
+    parser.add_argument(
+        "--exact",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="rank a static model by MaxSim, or by the upper bounds of its sparse vectors",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
 

@@ -1,27 +1,23 @@
-"""Static late interaction: its sparse vectors are MaxSim's maxima, bounds bound, and certified results are MaxSim's."""
+"""Static late interaction: its sparse vectors are MaxSim's maxima, bounds bound, and exact results are MaxSim's."""
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
 
-from pylate_fastmaxsim import BM25, SparseBatch, SparseIndex, StaticLateInteraction
-from pylate_fastmaxsim.retrieval.static import certificate, documents, model
+from pylate_fastmaxsim import BM25, SparseBatch, StaticLateInteraction
+from pylate_fastmaxsim.retrieval.static import documents, model, rows
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 from tests.support import static_cases as cases
-from tests.support.static_cases import CUTS, check, maxsim, tables, texts
-
-
-@pytest.fixture(autouse=True)
-def few_candidates(monkeypatch):
-    monkeypatch.setattr(certificate, "MORE_THAN_ASKED", 1)
+from tests.support.static_cases import CUTS, VALUES, check, maxsim, tables, texts
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize(("threshold", "cap"), CUTS)
-def test_vectors_bounds_and_certified_results_are_those_of_the_definition(threshold, cap, device):
-    check(device, threshold, cap)
+@pytest.mark.parametrize(
+    ("threshold", "cap", "keep"), [*((*cut, "excess") for cut in CUTS), *((*cut, "value") for cut in VALUES)]
+)
+def test_vectors_bounds_and_exact_results_are_those_of_the_definition(threshold, cap, keep, device):
+    check(device, threshold, cap, keep)
 
 
 def test_a_document_without_tokens_may_be_the_worst():
@@ -36,16 +32,18 @@ def same(ours: SparseBatch, other: SparseBatch) -> bool:
 def test_sizes_of_blocks_and_the_way_do_not_matter(threshold, cap, monkeypatch):
     made = StaticLateInteraction(*tables("cpu"), threshold=threshold, neighbours=cap)
     asked, collection = texts(6, 9, seed=1), texts(30, 20, seed=2)
-    batch, found = made.documents(collection), made.search(asked, collection, 7, exact=True)
+    batch, found = made.documents(collection), made.search(asked, collection, 7)
     for share, size in itertools.product((0.0, 1.0), (1, 1000)):
         monkeypatch.setattr(documents, "LARGEST_SHARE", share)
         for name in ("SIMILARITIES_AT_ONCE", "WEIGHTS_AT_ONCE", "ENTRIES_AT_ONCE"):
             monkeypatch.setattr(documents, name, size)
-        for name in ("ENTRIES_AT_ONCE", "PAIRS_AT_ONCE", "MORE_THAN_ASKED"):
-            monkeypatch.setattr(certificate, name, size)
+        for name in ("ROWS_AT_ONCE", "DOCUMENTS_AT_ONCE", "TOKENS_AT_ONCE", "QUERIES_AT_ONCE", "DISTINCT_FROM"):
+            monkeypatch.setattr(rows, name, size)
         monkeypatch.setattr(model, "BATCH", 1 + size % 50)
         made = StaticLateInteraction(*tables("cpu"), threshold=threshold, neighbours=cap)
-        again, results = made.documents(collection), made.search(asked, collection, 7, exact=True)
+        # A table of neighbours grows with the tokens that occur.
+        parts = [made.documents(collection.part(at, min(at + size, 32))) for at in range(0, 32, size)]
+        again, results = SparseBatch.concatenate(parts), made.search(asked, collection, 7)
         # float64 rounds in the order of a block, which float32 seldom shows.
         assert torch.equal(again.terms, batch.terms) and torch.equal(again.offsets, batch.offsets)
         torch.testing.assert_close(again.weights, batch.weights, rtol=2e-7, atol=1e-9)
@@ -63,32 +61,11 @@ def test_a_model_at_another_threshold_is_that_of_the_threshold():
     assert same(made.documents(collection), before)
 
 
-def test_removed_documents_are_not_found_where_all_are_scored():
-    made = StaticLateInteraction(*tables("cpu"), threshold=1.5)
-    asked, collection = texts(12, 9, seed=1), texts(60, 25, seed=2)
-    index = SparseIndex.build([made.documents(collection)])
-    index.remove([0, 3, 17])
-    _, positions = made.search(asked, index, 70, exact=True, tokens=collection)
-    left = sorted({*range(len(collection))} - {0, 3, 17})
-    for row in positions.tolist():
-        assert sorted(row[: len(left)]) == left and row[len(left) :] == [-1] * 3
-    assert int(made.search(asked, index, 5)[1].max()) == -1
-
-
 def test_equal_scores_come_in_the_order_of_positions_however_many_there_are():
     made = StaticLateInteraction(tables("cpu")[0], threshold=0.4)
     collection = TokenIds.from_lists([[7, 8], [1, 2, 3]] * 100)
-    scores, positions = made.search(TokenIds.from_lists([[7]]), collection, 3, exact=True)
+    scores, positions = made.search(TokenIds.from_lists([[7]]), collection, 3)
     assert positions.tolist() == [[0, 2, 4]] and len({*scores[0].tolist()}) == 1
-
-
-def test_a_document_that_shares_no_term_and_scores_the_same_comes_first():
-    """Its similarities equal the threshold, so that its score is the bound of what is not found."""
-    made = StaticLateInteraction(torch.eye(2), torch.tensor([[0.5, 0.5], [1.0, 0.0]]), threshold=0.5, normalize=False)
-    asked, collection = (TokenIds.from_lists(rows) for rows in ([[0, 1]], [[0], [1]]))
-    assert made.documents(collection).offsets.tolist() == [0, 0, 1]
-    scores, positions = made.search(asked, collection, 1, exact=True)
-    assert (scores.tolist(), positions.tolist()) == ([[1.0]], [[0]])
 
 
 def test_weights_of_both_sides_are_those_of_maxsim_with_scaled_vectors():
@@ -103,7 +80,7 @@ def test_weights_of_both_sides_are_those_of_maxsim_with_scaled_vectors():
         options = {"query_weights": of_queries, "document_weights": of_documents}
         for threshold in ("lowest", 0.3):
             made = StaticLateInteraction(*raw, threshold=threshold, **options)
-            scores, positions = made.search(asked, collection, 62, exact=True)
+            scores, positions = made.search(asked, collection, 62)
             torch.testing.assert_close(scores, expected.gather(1, positions).float(), rtol=1e-5, atol=1e-5)
             assert bool((scores.diff(dim=1) <= 0).all()) and positions.sort().values.tolist() == [[*range(62)]] * 14
 
@@ -127,27 +104,29 @@ def test_what_cannot_be_is_refused(tmp_path):
         ({"query_weights": -weights}, r"query_weights must be \[V\] with V = 90, finite and at least 0"),
         ({"document_weights": weights[1:]}, r"document_weights must be .* got shape \(89,\)"),
         ({"document_weights": "idf"}, "document_weights must be None, a BM25"),
-        ({"document_weights": BM25(), "threshold": 0}, "with BM25 the threshold must be above 0, got 0"),
+        (
+            {"document_weights": BM25(), "threshold": 0},
+            'with BM25 or keep="value" the threshold must be above 0, got 0',
+        ),
+        ({"keep": "all"}, 'keep must be "excess" or "value", got \'all\''),
+        ({"threshold": 1}, 'threshold must be below 1, which only rounding exceeds; .* with keep="value", got 1'),
         ({"skiplist": [90]}, r"skiplist must be token ids from 0 to 89, got \[90\]"),
     ):
         with pytest.raises(ValueError, match=f"^StaticLateInteraction: {sentence}"):
             StaticLateInteraction(queries, **{"threshold": 0.5, **options})
-    for wrong in ({"k1": -1.0}, {"b": 1.5}):
+    for wrong in ({"k1": -1.0}, {"b": 1.5}, {"power": 0}):
         with pytest.raises(ValueError, match=r"^BM25: \w+ must be"):
             BM25(**wrong)
 
     made = StaticLateInteraction(queries, threshold=0.5)
     tokens = texts(3, 5, seed=0)
-    index, of_other = SparseIndex.build([made.documents(tokens)]), SparseBatch.from_lists([], 3)
-    exact = partial(made.search, tokens, index, 1, exact=True)
+    of_other = SparseBatch.from_lists([], 3)
     for call, sentence in (
         (lambda: made.documents(["a"]), "documents: the model has no tokenizer"),
         (lambda: made.save(tmp_path), "save: the tokenizer must be of the tokenizers library .* got NoneType"),
         (lambda: made.queries(TokenIds.from_lists([[90]])), "queries: token ids must be from 0 to 89"),
         (lambda: made.bound(of_other), "bound: queries must have the vocabulary 90, got 3"),
-        (lambda: made.search(tokens, index, 0), "search: k must be at least 1, got 0"),
-        (exact, "search: exact=True needs tokens"),
-        (lambda: exact(tokens=tokens.part(0, 2)), "search: tokens must be of all 5 documents, got those of 2"),
+        (lambda: made.search(tokens, tokens, 0), "search: k must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=rf"^StaticLateInteraction.{sentence}"):
             call()

@@ -56,21 +56,21 @@ def test_threshold_1_ranks_as_bm25():
         # Where the library's scores are equal up to rounding, the order is any.
         torch.testing.assert_close(expected.gather(1, positions), scores.double(), rtol=1e-5, atol=0)
         torch.testing.assert_close(expected.sort(descending=True).values[:, :50], scores.double(), rtol=1e-5, atol=0)
-    with pytest.raises(ValueError, match="search: scores with BM25 weights are no bounds of MaxSim"):
-        of_vectors.search(asked, collection, 1, exact=True)
+    with pytest.raises(ValueError, match="bound: scores with BM25 weights are no bounds of MaxSim"):
+        of_vectors.bound(asked)
 
 
 def test_below_threshold_1_similar_tokens_count_by_their_similarity():
-    """The largest of similarity times saturation over the tokens of a document, where both count."""
+    """The largest of the similarity's power times saturation over the tokens of a document, where both count."""
     queries, stored = tables("cpu")
-    model = StaticLateInteraction(queries, stored, threshold=0.6, document_weights=BM25(1.2, 0.5))
+    model = StaticLateInteraction(queries, stored, threshold=0.6, document_weights=BM25(1.2, 0.5, power=2))
     with pytest.raises(ValueError, match="BM25 needs counts of tokens; call fit with all documents first"):
         model.documents(texts(3, 5, seed=0))
     collection = texts(30, 25, seed=0)
     found = torch.from_numpy(model.fit(collection).documents(collection).to_scipy().toarray()).double()
     mean = len(collection.ids) / len(collection)
     similarities = model.query_vectors.double() @ model.document_vectors.double().T
-    similarities = similarities.masked_fill(similarities < 0.6, 0)
+    similarities = similarities.masked_fill(similarities < 0.6, 0) ** 2
     for row, ids in zip(found, collection.ids.long().split(collection.lengths.tolist()), strict=True):
         counts = torch.bincount(ids, minlength=VOCABULARY).double()
         saturated = counts / (counts + 1.2 * (0.5 + 0.5 * len(ids) / mean))
@@ -115,7 +115,7 @@ def test_the_table_of_a_model2vec_encodes_as_it_does(quantized):
     [
         {"threshold": 0.3, "query_weights": "idf", "document_weights": BM25(1.2, 0.3)},
         {"threshold": "lowest", "query_weights": torch.rand(6), "document_weights": torch.rand(6)},
-        {"threshold": 0.1, "neighbours": 2, "skiplist": [4], "query_skiplist": [1]},
+        {"threshold": 0.1, "neighbours": 2, "skiplist": [4], "query_skiplist": [1], "keep": "value"},
     ],
     ids=["bm25", "own", "cap"],
 )

@@ -1,4 +1,4 @@
-"""Static models of every kind that documents, bounds and certificates must be right for, on any device."""
+"""Static models of every kind that documents, bounds and searches must be right for, on any device."""
 
 from pathlib import Path
 
@@ -12,7 +12,8 @@ from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 VOCABULARY, DIM = 90, 8
 
 # (threshold, cap of neighbours)
-CUTS = [("lowest", None), (-0.3, None), (0.0, 7), (0.4, None), (0.7, 3), ("lowest", 12), (0.99, None), (1.5, None)]
+CUTS = [("lowest", None), (-0.3, None), (0.0, 7), (0.4, None), (0.7, 3), ("lowest", 12), (0.99, None)]
+VALUES = [(0.4, None), (0.7, 3), (1.0, None)]  # the same with keep="value"
 
 
 def tables(device: str, positive: bool = False) -> tuple[Tensor, Tensor]:
@@ -54,9 +55,11 @@ def maxsim(model: StaticLateInteraction, queries: TokenIds, documents: TokenIds)
     )
 
 
-def check(device: str, threshold: float | str, neighbours: int | None, positive: bool = False) -> None:
-    """Documents, scores, bounds and the certified top of one model beside the definitions."""
-    model = StaticLateInteraction(*tables(device, positive), threshold=threshold, neighbours=neighbours)
+def check(
+    device: str, threshold: float | str, neighbours: int | None, keep: str = "excess", positive: bool = False
+) -> None:
+    """Documents, scores, bounds and the best documents of one model beside the definitions."""
+    model = StaticLateInteraction(*tables(device, positive), threshold=threshold, neighbours=neighbours, keep=keep)
     queries, documents = texts(12, 9, seed=1), texts(60, 25, seed=2)
     thresholds = model.thresholds.cpu()
     maxima = maxsim(model, TokenIds.from_lists([[token] for token in range(VOCABULARY)]), documents).T
@@ -68,7 +71,11 @@ def check(device: str, threshold: float | str, neighbours: int | None, positive:
 
     batch = model.documents(documents).to("cpu")
     stored = torch.from_numpy(batch.to_scipy().toarray())
-    assert float((stored.double() - (maxima - thresholds).clamp(min=0)).abs().max()) < 1e-6
+    expected = (maxima - thresholds).clamp(min=0)
+    if keep == "value":
+        rounded = (maxima * 2**20).round() / 2**20
+        expected = rounded.masked_fill(rounded < threshold if neighbours is None else maxima <= thresholds, 0)
+    assert float((stored.double() - expected).abs().max()) < 1e-6
 
     exact = maxsim(model, queries, documents)
     vectors = model.queries(queries)
@@ -81,10 +88,10 @@ def check(device: str, threshold: float | str, neighbours: int | None, positive:
     index = SparseIndex.build([model.documents(documents)])
     expected, places = exact.float().sort(dim=1, descending=True, stable=True)
     for k in (1, 10, 100):
-        for scores, positions in (
-            model.search(queries, documents, k, exact=True),
-            model.search(vectors, index, k, exact=True, tokens=documents),
-        ):
+        for asked in (queries, vectors):
+            scores, positions = model.search(asked, documents, k)
             assert scores.dtype == torch.float32 and scores.device.type == torch.device(device).type
             assert torch.equal(positions.cpu(), places[:, :k])
             torch.testing.assert_close(scores.cpu(), expected[:, :k], rtol=1e-6, atol=1e-6)
+        scores, positions = (each.cpu() for each in model.search(vectors, index, k))
+        torch.testing.assert_close(scores, bounds.gather(1, positions.clamp(min=0)).float() * (positions >= 0))

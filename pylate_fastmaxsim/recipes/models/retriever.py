@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import sentence_transformers
@@ -64,45 +64,7 @@ class PageModel:
         self.processor.save_pretrained(directory)
 
 
-@dataclass(frozen=True, eq=False)
-class StaticDocuments:
-    """Documents as token ids and as sparse vectors."""
-
-    tokens: TokenIds
-    vectors: SparseBatch
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-
-@dataclass(frozen=True, eq=False)
-class StaticQueries:
-    """Queries as sparse vectors, with the model that scores them: by MaxSim, or with BM25 weights by sparse scores.
-
-    ``tokens`` are the token ids of all documents, if they are known before the search. Without ``exact`` MaxSim is not
-    certified: the ranking is that of its upper bounds.
-    """
-
-    model: StaticLateInteraction
-    vectors: SparseBatch
-    tokens: TokenIds | None = None
-    exact: bool = True
-
-    def __len__(self) -> int:
-        return len(self.vectors)
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Tell whether a search scores candidates again."""
-        return self.exact and self.model.bm25_weights is None
-
-    def search(self, index: SparseIndex, k: int) -> tuple[Tensor, Tensor]:
-        """Scores and positions ``[Nq, k]`` of the best documents of an index; -1 where there is none."""
-        exact = self.needs_tokens
-        return self.model.search(self.vectors, index, k, exact=exact, tokens=self.tokens if exact else None)
-
-
-Encoded = TokenBatch | SparseBatch | StaticQueries | StaticDocuments
+Encoded = TokenBatch | SparseBatch | TokenIds
 
 
 class NotFiniteError(Exception):
@@ -113,23 +75,24 @@ class Retriever:
     """A loaded model of late interaction, a ColBERT of PyLate by default.
 
     With ``finite`` it raises NotFiniteError for embeddings that are NaN or infinite, of which an order would look like any
-    other.
+    other. Without ``exact`` a static model ranks by upper bounds of MaxSim; every other is exact.
     """
 
     kind = "late interaction"  # in reports
     has_token_embeddings = True  # whether documents are token embeddings, and not sparse vectors
+    has_vectors = True  # whether documents are vectors, which an index keeps, and not token ids
     # Attributes of the host that change documents beside its modules.
     settings: tuple[str, ...] = ("document_length", "document_prefix", "skiplist_words")
 
-    def __init__(self, model: Any, finite: bool = False) -> None:
-        self.model, self._finite = model, finite
+    def __init__(self, model: Any, finite: bool = False, exact: bool = True) -> None:
+        self.model, self._finite, self.exact = model, finite, exact
 
     def encode(
         self, texts: Sequence[Any], batch_size: int, is_query: bool, show_progress: bool = False, **options: Any
     ) -> Encoded:
         """Texts as the model makes them: one vector for each token, without padding and skipped tokens, or a sparse one.
 
-        Of a static model token ids and sparse vectors; documents of a model of pages are images. ``options`` are more of
+        Of a static model token ids, or sparse vectors; documents of a model of pages are images. ``options`` are more of
         those that ``encode`` of the host takes.
         """
         options |= {"batch_size": batch_size, "show_progress_bar": show_progress}
@@ -158,8 +121,7 @@ class Retriever:
     ) -> tuple[Tensor, Tensor]:
         """Scores and positions ``[Nq, K]`` of the best documents of a stream of batches, or of an index.
 
-        K is ``k``; with late interaction no more than there are documents. Those of a static model are ranked by MaxSim,
-        which is certified, or with BM25 weights by its sparse scores. ``progress`` is told how many documents have been
+        K is ``k``; with late interaction no more than there are documents. ``progress`` is told how many documents have been
         scored since, of sparse vectors those of an index.
         """
         return search(queries, documents, k, pooling=pooling, progress=progress)
@@ -274,61 +236,60 @@ class SparseRetriever(SentenceTransformersRetriever):
             raise RecipeError(
                 "loss.pooling must be max for a sparse or static model, which has no similarities of tokens to pool."
             )
-        if not isinstance(documents, SparseIndex):
-            return self._search_stream(queries, documents, k)
-        found = queries.search(documents, k) if isinstance(queries, StaticQueries) else documents.search(queries, k)
-        if progress is not None:
+        found = self._search(queries, documents, k)
+        if isinstance(documents, SparseIndex) and progress is not None:
             progress(len(documents))
         return found
 
-    def _search_stream(self, queries: SparseBatch, documents: Iterable[SparseBatch], k: int) -> tuple[Tensor, Tensor]:
+    def _search(
+        self, queries: SparseBatch, documents: Iterable[Encoded] | SparseIndex, k: int
+    ) -> tuple[Tensor, Tensor]:
+        if isinstance(documents, SparseIndex):
+            return documents.search(queries, k)
         return sparse_search(queries, documents, k)
 
 
 class StaticRetriever(SparseRetriever):
-    """A StaticLateInteraction."""
+    """A StaticLateInteraction, which ranks token ids by MaxSim, or without ``exact`` and with BM25 sparse vectors."""
 
     kind = "static late interaction"
     document_length = None
 
-    def _host_output(
-        self, texts: Sequence[str], is_query: bool, options: dict[str, Any]
-    ) -> StaticQueries | StaticDocuments:
+    @property
+    def has_vectors(self) -> bool:
+        return not self.exact or self.model.bm25_weights is not None
+
+    def _host_output(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> SparseBatch | TokenIds:
         # It may lack counts of tokens, or its tokenizer give ids beyond its tables.
         with as_recipe_error("The static model cannot encode"):
             tokens = self.model.token_ids(texts)
-            if is_query:
-                return StaticQueries(self.model, self.model.queries(tokens))
-            return StaticDocuments(tokens, self.model.documents(tokens))
+            if is_query or self.has_vectors:
+                vectors = (self.model.queries if is_query else self.model.documents)(tokens)
+            return vectors if self.has_vectors else tokens
 
-    def _batch(self, output: StaticQueries | StaticDocuments) -> StaticQueries | StaticDocuments:
+    def _batch(self, output: SparseBatch | TokenIds) -> SparseBatch | TokenIds:
         return output  # whose vectors are finite
 
-    def _search_stream(
-        self, queries: StaticQueries, documents: Iterable[StaticDocuments], k: int
+    def _search(
+        self, queries: SparseBatch | TokenIds, documents: Iterable[Encoded] | SparseIndex, k: int
     ) -> tuple[Tensor, Tensor]:
-        tokens: list[TokenIds] = []  # of all documents, which are scored again
-
-        def vectors() -> Iterator[SparseBatch]:
-            for batch in documents:
-                if queries.needs_tokens:
-                    tokens.append(batch.tokens)
-                yield batch.vectors
-
-        index = SparseIndex.build(vectors())
-        return replace(queries, tokens=TokenIds.concatenate(tokens)).search(index, k)
+        if not self.has_vectors:
+            documents = TokenIds.concatenate(list(documents))
+        elif not isinstance(documents, SparseIndex):
+            documents = SparseIndex.build(documents)
+        return self.model.search(queries, documents, k)
 
     def digest(self) -> str:
         model = self.model
         tokenizer = getattr(model.tokenizer, "backend_tokenizer", model.tokenizer)
         mean_length = model.statistics.mean_length if model.bm25_weights and model.statistics else None
-        settings = [model.threshold, model.neighbours, model.skiplist, model.bm25_weights, mean_length]
+        settings = [model.threshold, model.keep, model.neighbours, model.skiplist, model.bm25_weights, mean_length]
         tables = {"queries": model.query_vectors, "documents": model.document_vectors}
         return _digest([*settings, tokenizer.to_str()], tables)
 
 
-def retriever_of(model: Any, finite: bool = False) -> Retriever:
-    """The retriever of a loaded model, which refuses embeddings that are not ``finite``, if it is asked to."""
+def retriever_of(model: Any, finite: bool = False, exact: bool = True) -> Retriever:
+    """The :class:`Retriever` of a loaded model."""
     classes = {
         StaticLateInteraction: StaticRetriever,
         PageModel: PagesRetriever,
@@ -336,7 +297,8 @@ def retriever_of(model: Any, finite: bool = False) -> Retriever:
         # Which Sentence Transformers has from release 6 on.
         getattr(sentence_transformers, "MultiVectorEncoder", Retriever): MultiVectorRetriever,
     }
-    return next((retriever for host, retriever in classes.items() if isinstance(model, host)), Retriever)(model, finite)
+    kind = next((retriever for host, retriever in classes.items() if isinstance(model, host)), Retriever)
+    return kind(model, finite, exact)
 
 
 def _rules(tokenizer: object) -> object:

@@ -18,13 +18,14 @@ from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import inputs_of, prepare_file, write_json
 from pylate_fastmaxsim.recipes.load import is_recipe
-from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, StaticDocuments, retriever_of
+from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, retriever_of
 from pylate_fastmaxsim.recipes.robustness.lengthen import Lengthened, encode
 from pylate_fastmaxsim.recipes.robustness.task import Append, Settings, Task, collection_task, texts_trained_on
 from pylate_fastmaxsim.recipes.search.run import best_device
 from pylate_fastmaxsim.recipes.targets import find_collection, find_targets
 from pylate_fastmaxsim.reporting.environment import environment
 from pylate_fastmaxsim.reporting.numbers import without_nan
+from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 from pylate_fastmaxsim.tokens import TokenBatch
 
 DEFAULT_POOLINGS = (Max(), TopK(4), Softmax(0.1), LogSumExp(0.1))
@@ -189,9 +190,9 @@ def vector_length_sweep(
         scores = found.new_full((len(grades), len(batch) + 1), -torch.inf)
         scores = scores.scatter(1, positions.where(positions >= 0, len(batch)).to(found.device), found)[:, :-1]
         metrics = retrieval_metrics(scores, grades.to(scores.device))
-        vectors = batch.vectors if isinstance(batch, StaticDocuments) else batch
+        entries = batch.ids if isinstance(batch, TokenIds) else batch.terms
         means = {name: values.mean().item() for name, values in metrics.items()}
-        rows.append({"times": times, "tokens": len(vectors.terms) / len(batch), "pooling": Max(), **means})
+        rows.append({"times": times, "tokens": len(entries) / len(batch), "pooling": Max(), **means})
     return rows
 
 

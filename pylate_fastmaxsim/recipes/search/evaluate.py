@@ -73,11 +73,13 @@ def _evaluate(
     target: Target, collection: Collection, options: Options, progress: Progress
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """The summary of a model, and its metrics by query."""
-    model = retriever_of(target.load(best_device(), options.trust_remote_code), finite=True)
+    model = target.load(best_device(), options.trust_remote_code)
+    model = retriever_of(model, finite=True, exact=options.exact)
     options = replace(
         options,
         k=max(METRICS_BY_DEPTH.values()),
         run=None if options.run is None else _run_file(options.run, target),
+        index=options.index if model.has_vectors else None,
         format=options.format if model.has_token_embeddings else None,
         batch_size=options.batch_size or target.batch_size,
         pooling=target.pooling,

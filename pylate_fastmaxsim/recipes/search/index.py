@@ -13,13 +13,12 @@ from pylate_fastmaxsim.files.record import read_record, write_record
 from pylate_fastmaxsim.recipes.compression import needs_codec, train_codec
 from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
 from pylate_fastmaxsim.recipes.files import hold_lock
-from pylate_fastmaxsim.recipes.models.retriever import Encoded, Retriever, StaticDocuments
+from pylate_fastmaxsim.recipes.models.retriever import Encoded, Retriever
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE as CORPUS_FILE
 from pylate_fastmaxsim.retrieval.formats.format import CODEC_FILE, DTYPES
 from pylate_fastmaxsim.retrieval.sparse_files import DESCRIPTION_FILE as SPARSE_FILE
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
-from pylate_fastmaxsim.sparse import SparseBatch
 
 DESCRIPTION_FILE = "search.json"  # written first
 LOCK_FILE = "lock"
@@ -72,7 +71,7 @@ def open_or_build(
         with hold_lock("--index", folder, LOCK_FILE, building):
             _describe(folder, description)
             if description.is_sparse:
-                return SparseIndex.build(_vectors(encode_from), folder=folder / SPARSE_FOLDER, device=device)
+                return SparseIndex.build(encode_from, folder=folder / SPARSE_FOLDER, device=device)
             return _build(folder, description.stored, encode_from, encode_sample)
 
 
@@ -113,16 +112,6 @@ def _require_same(folder: Path, description: Description) -> None:
             raise RecipeError(
                 f"--index: {folder} was made with {other}; choose another folder, or remove it to build it anew."
             )
-
-
-def _vectors(encode_from: EncodeFrom) -> Callable[[int], Iterator[SparseBatch]]:
-    """The sparse vectors of documents from a position on."""
-
-    def batches(begin: int) -> Iterator[SparseBatch]:
-        for batch in encode_from(begin):
-            yield batch.vectors if isinstance(batch, StaticDocuments) else batch
-
-    return batches
 
 
 def _build(folder: Path, stored: str, encode_from: EncodeFrom, encode_sample: EncodeSample) -> Corpus:

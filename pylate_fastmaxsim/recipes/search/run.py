@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, get_args
@@ -18,7 +18,7 @@ from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import SAMPLE_DOCUMENTS
 from pylate_fastmaxsim.recipes.config.schema import CompressedFormat
-from pylate_fastmaxsim.recipes.data.collection import IDS_AT_ONCE, Collection, corpus_digest, document_texts
+from pylate_fastmaxsim.recipes.data.collection import Collection, corpus_digest
 from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
 from pylate_fastmaxsim.recipes.evaluation.ranking import (
     Ranking,
@@ -35,7 +35,6 @@ from pylate_fastmaxsim.recipes.models.retriever import (
     Encoded,
     NotFiniteError,
     Retriever,
-    StaticQueries,
     StaticRetriever,
     retriever_of,
 )
@@ -43,7 +42,6 @@ from pylate_fastmaxsim.recipes.search.index import Description, open_or_build
 from pylate_fastmaxsim.recipes.search.plaid import open_plaid, overlap
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
-from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 
 # The tasks, in the order of the report. INDEX is to write the index, and to open it.
 ENCODE_QUERIES, ENCODE_DOCUMENTS, INDEX, SEARCH = "encode queries", "encode documents", "index", "search"
@@ -86,7 +84,9 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
     if options.run is not None:
         require_ids_of_one_word(collection)
         prepare_file("--run", options.run, options.inputs)
-    model = retriever_of(load_retriever(name, best_device(), options.trust_remote_code), finite=True)
+    model = load_retriever(name, best_device(), options.trust_remote_code)
+    model = retriever_of(model, finite=True, exact=options.exact)
+    _check_options(options, model)
     task = Search(name, model, collection, options, progress)
     found = task.ranking()
     if options.run is not None:
@@ -110,6 +110,10 @@ def best_device() -> torch.device:
 def _check_options(options: Options, retriever: Retriever) -> None:
     if not options.exact and not isinstance(retriever, StaticRetriever):
         raise RecipeError("--no-exact is for a static model; every other is searched exactly.")
+    if options.index is not None and not retriever.has_vectors:
+        raise RecipeError(
+            "--index keeps vectors, of which a static model needs none for MaxSim; leave it out, or add --no-exact."
+        )
     if options.plaid is not None and (options.index is not None or not retriever.has_token_embeddings):
         raise RecipeError("--plaid is an index of its own; it needs a ColBERT and no --index.")
     if options.format is not None:
@@ -175,7 +179,6 @@ class Search:
     def __init__(
         self, name: str, model: Retriever, collection: Collection, options: Options, progress: Progress
     ) -> None:
-        _check_options(options, model)
         self.name, self.model, self.options, self.progress = name, model, options, progress
         self.clock, self.encoded = Clock(best_device()), 0
         self.plaid = None if options.plaid is None else open_plaid(options.plaid)
@@ -228,8 +231,6 @@ class Search:
                 return self.model.search(queries, self._encode_from(0), depth, self.options.pooling)
         with self.clock.during(INDEX):
             documents = self._open_index() if self.plaid is None else self.plaid.documents_for(queries)
-            if isinstance(queries, StaticQueries) and queries.needs_tokens:
-                queries = replace(queries, tokens=self._tokens())
         searched = self.progress(SEARCH, len(documents))
         # A damaged file may be read late.
         with as_recipe_error("--index" if self.plaid is None else "--plaid"), self.clock.during(SEARCH):
@@ -256,12 +257,7 @@ class Search:
         with self.clock.during(ENCODE_QUERIES):
             queries = self.model.encode(texts, self.options.batch_size, is_query=True)
         encoded(len(queries))
-        return replace(queries, exact=self.options.exact) if isinstance(queries, StaticQueries) else queries
-
-    def _tokens(self) -> TokenIds:
-        """Token ids of all documents, which an index does not hold."""
-        parts = self.collection.corpus.iter(IDS_AT_ONCE)
-        return TokenIds.concatenate([self.model.model.token_ids(document_texts(rows)) for rows in parts])
+        return queries
 
     def _encode_from(self, begin: int) -> Iterator[Encoded]:
         corpus = self.collection.corpus

@@ -3,23 +3,23 @@
 A table of neighbours says which query tokens are similar enough to each document token, without a V x V matrix.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.codec import chunks
-from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.retrieval.static.rows import row_maxima
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 from pylate_fastmaxsim.sparse import LARGEST_OF_UINT16, SparseBatch
-from pylate_fastmaxsim.tokens import TokenBatch
 
 # Weights of some documents for the whole vocabulary that are held at once: 128 MiB, or 256 MiB in float64.
 WEIGHTS_AT_ONCE = 1 << 25
 
-# Entries of neighbours, or numbers of token vectors, that are held at once: up to 600 MiB with their places.
+# Entries of neighbours that are held at once: up to 600 MiB with their places.
 ENTRIES_AT_ONCE = 1 << 24
 
 # Similarities that are held at once: 256 MiB.
@@ -36,16 +36,35 @@ BELOW_ALL = 2.0**-20
 
 @dataclass(frozen=True, eq=False)
 class Neighbours:
-    """For each document token the query tokens that it matches, back to back."""
+    """The query tokens that document tokens match, back to back, of the document tokens that have been compared."""
 
-    offsets: Tensor  # [V + 1], int64
-    terms: Tensor  # query tokens, ascending, [E], int32
+    first: Tensor  # of each document token its first entry, -1: not compared yet, [V], int64
+    sizes: Tensor  # and how many it has, [V], int64
+    terms: Tensor  # query tokens, of a document token ascending, [E], int32
     weights: Tensor  # above 0, [E], float32
 
-    @cached_property
-    def sizes(self) -> Tensor:
-        """Entries of each document token, ``[V]``, int64, on the CPU."""
-        return self.offsets.diff().cpu()
+    @classmethod
+    def none(cls, vocabulary: int, device: torch.device) -> Neighbours:
+        """The table before any document token is compared."""
+        sizes = torch.zeros(vocabulary, dtype=torch.int64, device=device)
+        return cls(sizes - 1, sizes, sizes[:0].int(), sizes[:0].float())
+
+    def missing(self, tokens: TokenIds) -> Tensor:
+        """The document tokens of some texts that are not compared yet, ascending."""
+        occurs = torch.zeros_like(self.first, dtype=torch.bool)
+        occurs[tokens.ids.long().to(occurs.device)] = True
+        return (occurs & (self.first < 0)).nonzero().flatten()
+
+    def plus(self, other: Neighbours | None) -> Neighbours | None:
+        """The table of both, which are of different document tokens; None if that is too large, or if the other is."""
+        if other is None or len(self.terms) + len(other.terms) > LARGEST_TABLE:
+            return None
+        return Neighbours(
+            self.first.where(other.first < 0, other.first + len(self.terms)),
+            self.sizes + other.sizes,
+            torch.cat([self.terms, other.terms]),
+            torch.cat([self.weights, other.weights]),
+        )
 
 
 def from_neighbours(
@@ -58,11 +77,10 @@ def from_neighbours(
     """
     vocabulary = len(table.sizes)
     batches = []
-    for part in _parts(tokens, vocabulary, table.sizes):
-        lengths = part.lengths.to(table.offsets.device)
+    for part in _parts(tokens, vocabulary, table.sizes.cpu()):
+        lengths = part.lengths.to(table.first.device)
         rows, ids, counts = part.counts(vocabulary, lengths.device)
-        first = table.offsets[ids]
-        sizes = table.offsets[ids + 1] - first
+        first, sizes = table.first[ids], table.sizes[ids]
         places = torch.repeat_interleave(first - (sizes.cumsum(0) - sizes), sizes)
         places += torch.arange(len(places), device=places.device)
         weights = table.weights[places]
@@ -80,21 +98,14 @@ def from_neighbours(
 
 def from_maxsim(tokens: TokenIds, query_vectors: Tensor, document_vectors: Tensor, thresholds: Tensor) -> SparseBatch:
     """Vectors of documents by MaxSim of all query tokens, less the query tokens' thresholds."""
-    vocabulary, dim = query_vectors.shape
-    numbers = torch.arange(vocabulary, device=query_vectors.device)
-    queries = TokenBatch(query_vectors.double(), numbers, torch.ones_like(numbers), 1, gapless=True)
+    vocabulary = len(query_vectors)
     batches = []
-    for part in _parts(tokens, vocabulary, torch.full((vocabulary,), dim, device="cpu")):
-        scores = maxsim(queries, token_vectors(part, document_vectors))
-        batches.append(_sparse((scores.T - thresholds).float().clamp(min=0)))
+    for part in _parts(tokens, vocabulary, torch.ones(vocabulary, dtype=torch.int64, device="cpu")):
+        dense = query_vectors.new_empty(len(part), vocabulary, dtype=torch.float32)
+        for terms, maxima in row_maxima(query_vectors, part, document_vectors):
+            dense[:, terms] = (maxima - thresholds[terms]).clamp(min=0)
+        batches.append(_sparse(dense))
     return SparseBatch.concatenate(batches)
-
-
-def token_vectors(tokens: TokenIds, vectors: Tensor) -> TokenBatch:
-    """The vectors of tokens, float64."""
-    ids, offsets = tokens.ids.to(vectors.device), tokens.offsets.to(vectors.device)
-    longest = int(tokens.lengths.max()) if len(tokens) else 0
-    return TokenBatch.from_packed(vectors[ids].double(), offsets, max_length=longest)
 
 
 def _parts(tokens: TokenIds, vocabulary: int, costs: Tensor) -> Iterator[TokenIds]:
@@ -134,8 +145,10 @@ def token_thresholds(query_vectors: Tensor, document_vectors: Tensor, threshold:
     return thresholds
 
 
-def neighbours_above(query_vectors: Tensor, document_vectors: Tensor, thresholds: Tensor) -> Neighbours | None:
-    """Pairs of tokens whose similarity exceeds the query token's threshold, with what it exceeds it by.
+def neighbours_above(
+    query_vectors: Tensor, document_vectors: Tensor, tokens: Tensor, thresholds: Tensor
+) -> Neighbours | None:
+    """Pairs with the document ``tokens`` whose similarity exceeds the query token's threshold, with what it exceeds it by.
 
     None if they are so many that the product of tables and documents is cheaper.
     """
@@ -145,30 +158,30 @@ def neighbours_above(query_vectors: Tensor, document_vectors: Tensor, thresholds
         return weights, weights > 0
 
     # Of a small vocabulary a token matches at least itself.
-    largest = min(LARGEST_TABLE, int(LARGEST_SHARE * len(thresholds) ** 2) + len(thresholds))
-    return _table(query_vectors, document_vectors, excess, largest)
+    largest = min(LARGEST_TABLE, int(LARGEST_SHARE * len(thresholds) * len(tokens)) + len(thresholds))
+    return _table(query_vectors, document_vectors, tokens, excess, largest)
 
 
 def neighbours_at_least(
-    query_vectors: Tensor, document_vectors: Tensor, threshold: float, above: Tensor
+    query_vectors: Tensor, document_vectors: Tensor, tokens: Tensor, threshold: float, above: Tensor, power: float
 ) -> Neighbours | None:
-    """Pairs of tokens with a similarity of at least ``threshold`` that exceeds ``above [V]``, with the similarity.
+    """Pairs with the document ``tokens`` with a similarity of at least ``threshold`` that exceeds ``above [V]``.
 
-    Similarities are rounded to multiples of 2**-20, so that the cosine of a vector with itself is 1. None if there are
-    too many.
+    Weights are similarities to a power. These are rounded to multiples of 2**-20, so that the cosine of a vector with
+    itself is 1. None if there are too many.
     """
 
     def rounded(rows: slice, similarities: Tensor) -> tuple[Tensor, Tensor]:
         weights = (similarities * 2**20).round() * 2.0**-20
-        return weights.float(), (similarities > above[rows, None]) & (weights >= threshold)
+        return (weights**power).float(), (similarities > above[rows, None]) & (weights >= threshold)
 
-    return _table(query_vectors, document_vectors, rounded, LARGEST_TABLE)
+    return _table(query_vectors, document_vectors, tokens, rounded, LARGEST_TABLE)
 
 
 def equal_tokens(vocabulary: int, device: torch.device) -> Neighbours:
     """Each token matches itself, with the weight 1."""
-    numbers = torch.arange(vocabulary + 1, device=device)
-    return Neighbours(numbers, numbers[:-1].int(), torch.ones(vocabulary, device=device))
+    numbers = torch.arange(vocabulary, device=device)
+    return Neighbours(numbers, torch.ones_like(numbers), numbers.int(), torch.ones(vocabulary, device=device))
 
 
 def _similarities(query_vectors: Tensor, document_vectors: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -184,12 +197,13 @@ def _similarities(query_vectors: Tensor, document_vectors: Tensor) -> Iterator[t
 def _table(
     query_vectors: Tensor,
     document_vectors: Tensor,
+    tokens: Tensor,
     weights_of: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
     largest: int,
 ) -> Neighbours | None:
     """Pairs of tokens of which ``weights_of`` returns the weights and which to keep; None if more than ``largest``."""
     parts, entries = [], 0
-    for block, similarities in _similarities(query_vectors, document_vectors):
+    for block, similarities in _similarities(query_vectors, document_vectors[tokens]):
         weights, kept = weights_of(block, similarities)
         rows, columns = kept.nonzero(as_tuple=True)
         parts.append(((rows + block.start).int(), columns.int(), weights[rows, columns]))
@@ -198,5 +212,8 @@ def _table(
             return None
     query_tokens, document_tokens, weights = (torch.cat(each) for each in zip(*parts, strict=True))
     document_tokens, order = document_tokens.sort(stable=True)
-    ends = torch.arange(len(document_vectors) + 1, device=order.device, dtype=torch.int32)
-    return Neighbours(torch.searchsorted(document_tokens, ends), query_tokens[order], weights[order])
+    table = Neighbours.none(len(document_vectors), order.device)
+    numbers = torch.arange(len(tokens), device=order.device, dtype=torch.int32)
+    table.first[tokens] = torch.searchsorted(document_tokens, numbers)
+    table.sizes[tokens] = document_tokens.long().bincount(minlength=len(tokens))
+    return Neighbours(table.first, table.sizes, query_tokens[order], weights[order])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from pylate_fastmaxsim._checks import require_count, require_tensor
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
 from pylate_fastmaxsim.retrieval.static import files
-from pylate_fastmaxsim.retrieval.static.certificate import certified_search
 from pylate_fastmaxsim.retrieval.static.documents import (
     Neighbours,
     equal_tokens,
@@ -27,6 +27,7 @@ from pylate_fastmaxsim.retrieval.static.documents import (
     neighbours_at_least,
     token_thresholds,
 )
+from pylate_fastmaxsim.retrieval.static.rows import rows_search
 from pylate_fastmaxsim.retrieval.static.tokens import (
     BM25,
     Statistics,
@@ -39,7 +40,7 @@ from pylate_fastmaxsim.sparse import SparseBatch
 
 Texts = Sequence[str] | TokenIds
 
-# Documents that are made vectors at once in a search.
+# Texts that are tokenized, or documents that are made vectors, at once in a search.
 BATCH = 16384
 
 
@@ -47,9 +48,9 @@ class StaticLateInteraction:
     """A late-interaction model whose tokens have the same vector in every text, as a sparse model.
 
     A document's weight for a token v of the vocabulary is the largest similarity of v to any of its tokens, and a query's
-    weight is how often v occurs in it. The inner product of the two is MaxSim. To keep documents sparse, similarities up
-    to a threshold are cut, and what is stored is by how much they exceed it. The sparse score plus :meth:`bound` then is
-    an upper bound of MaxSim; the constant does not change the ranking.
+    weight is how often v occurs in it. The inner product of the two is MaxSim, by which texts are searched. To keep such
+    vectors sparse, similarities up to a threshold are cut, and what is stored is by how much they exceed it. The sparse
+    score plus :meth:`bound` then is an upper bound of MaxSim; the constant does not change the ranking.
 
     Similarities are inner products of the float32 vectors in float64, whatever the precision of float32 products is set
     to; a stored weight is rounded to float32 once. Nothing but :meth:`fit` changes a model, so threads may share it.
@@ -66,6 +67,9 @@ class StaticLateInteraction:
     threshold
         Similarities up to it are cut. ``"lowest"``: none is; scores equal MaxSim to float32 rounding, and documents have
         an entry for each token of the vocabulary.
+    keep
+        What a sparse vector stores of a similarity that is not cut: ``"excess"``: by how much it exceeds the threshold;
+        ``"value"``: the similarity, from the threshold on, which is above 0. With both :meth:`bound` holds.
     neighbours
         Of how many document tokens at most a query token may exceed its threshold; a token with more gets a higher
         threshold. ``None``: any number.
@@ -81,8 +85,8 @@ class StaticLateInteraction:
     skiplist, query_skiplist
         Token ids that are left out of documents and of queries.
 
-    With :class:`BM25` a stored weight is the similarity itself, from the threshold on, multiplied with the saturation of
-    the document's token. With the threshold 1 only equal tokens match, and with ``query_weights="idf"`` the ranking is
+    With :class:`BM25` a stored weight is the similarity itself, or its power, multiplied with the saturation of the
+    document's token. With the threshold 1 only equal tokens match, and with ``query_weights="idf"`` the ranking is
     that of BM25. Such scores are no bound of MaxSim.
 
     Raises
@@ -105,9 +109,9 @@ class StaticLateInteraction:
            [0. , 0.1, 0.5],
            [0.3, 0.5, 0.1]], dtype=float32)
     >>> model.search(TokenIds.from_lists([[0, 0, 2]]), documents, k=2)
-    (tensor([[2.5000, 2.2000]]), tensor([[0, 2]]))
-    >>> model.search(TokenIds.from_lists([[0, 0, 2]]), documents, k=2, exact=True)
     (tensor([[2.2000, 2.0000]]), tensor([[2, 0]]))
+    >>> model.search(TokenIds.from_lists([[0, 0, 2]]), model.documents(documents), k=2)
+    (tensor([[2.5000, 2.2000]]), tensor([[0, 2]]))
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class StaticLateInteraction:
         tokenizer: Callable | None = None,
         *,
         threshold: float | str,
+        keep: Literal["excess", "value"] = "excess",
         neighbours: int | None = None,
         query_weights: str | Tensor | None = None,
         document_weights: BM25 | str | Tensor | None = None,
@@ -144,13 +149,16 @@ class StaticLateInteraction:
         self.tokenizer = without_truncation(tokenizer)
         self.neighbours = None if neighbours is None else require_count(where, "neighbours", neighbours)
         self.bm25_weights = document_weights if isinstance(document_weights, BM25) else None
-        self._set_threshold(where, threshold)
+        if keep not in ("excess", "value"):
+            raise ValueError(f'{where}: keep must be "excess" or "value", got {keep!r}.')
+        self.keep = keep if self.bm25_weights is None else "value"
         self.skiplist = self._token_list(where, "skiplist", skiplist)
         self.query_skiplist = self._token_list(where, "query_skiplist", query_skiplist)
         self.statistics: Statistics | None = None
         with torch.no_grad():
             self._set_vectors(where, query_vectors, document_vectors, normalize, document_weights)
             self._set_query_weights(where, query_vectors, normalize, query_weights)
+            self._set_threshold(where, threshold)
 
     def _set_vectors(self, where: str, queries: Tensor, documents: Tensor, normalize: bool, weights: object) -> None:
         factors = None
@@ -293,12 +301,13 @@ class StaticLateInteraction:
         return self._documents(self._document_tokens("StaticLateInteraction.documents", texts))
 
     def _documents(self, tokens: TokenIds) -> SparseBatch:
-        table = self.neighbour_table
+        table = self._table_of(tokens)
+        if table is None and self.keep == "value":
+            raise ValueError(
+                'StaticLateInteraction: too many tokens match for BM25 or keep="value"; raise the threshold, or set '
+                "neighbours."
+            )
         if self.bm25_weights is not None:
-            if table is None:
-                raise ValueError(
-                    "StaticLateInteraction: too many tokens match for BM25; raise the threshold, or set neighbours."
-                )
             mean_length = self._fitted("BM25").mean_length
             return from_neighbours(tokens, table, None, lambda *each: self.bm25_weights.of_counts(*each, mean_length))
         if table is None:
@@ -327,106 +336,64 @@ class StaticLateInteraction:
             The model's documents have BM25 weights, which bound nothing.
         """
         where = "StaticLateInteraction.bound"
-        self._require_bounds(where)
+        if self.bm25_weights is not None:
+            raise ValueError(f"{where}: scores with BM25 weights are no bounds of MaxSim; make the model without BM25.")
         queries = self._as_queries(where, queries)
-        return self._sums(queries, self.thresholds).to(queries.device)
-
-    def _sums(self, queries: SparseBatch, values: Tensor) -> Tensor:
-        """Sums of ``values [V]`` over the tokens of each query, times their weights, ``[Nq]``, float64, on the CPU."""
-        queries = queries.to("cpu")
+        device, queries = queries.device, queries.to("cpu")
         # One after the other, so that a sum depends neither on the device nor on other queries.
         rows = torch.repeat_interleave(torch.arange(len(queries), device="cpu"), queries.offsets.diff())
-        weighted = queries.weights.double() * values.to("cpu")[queries.terms.long()]
-        return torch.bincount(rows, weighted, minlength=len(queries))
+        weighted = queries.weights.double() * self.thresholds.to("cpu")[queries.terms.long()]
+        return torch.bincount(rows, weighted, minlength=len(queries)).to(device)
 
     @torch.no_grad()
     def search(
-        self,
-        queries: Texts | SparseBatch,
-        documents: Texts | SparseIndex | SparseBatch,
-        k: int,
-        *,
-        exact: bool = False,
-        tokens: TokenIds | None = None,
+        self, queries: Texts | SparseBatch, documents: Texts | SparseBatch | SparseIndex, k: int
     ) -> tuple[Tensor, Tensor]:
-        """The ``k`` best documents of each query.
+        """The ``k`` best documents of each query: by MaxSim, or by sparse scores of documents that are vectors.
 
         Parameters
         ----------
         queries
             Nq texts, their token ids, or what :meth:`queries` makes of them.
         documents
-            Texts, their token ids, what :meth:`documents` makes of them, or an index of that. Texts are made vectors in
-            batches, of which none is kept.
+            Texts or their token ids: the ranking is by MaxSim, exactly, whatever the threshold; with :class:`BM25` by its
+            weights. They are read in batches, of which none is kept. What :meth:`documents` makes of texts, or an index
+            of that: the ranking is by sparse scores.
         k
             Number of documents to return for each query, at least 1.
-        exact
-            Return the documents with the highest MaxSim: candidates are scored again from token ids, until the k-th score
-            is above the upper bound of all others.
-        tokens
-            Token ids of all documents, :meth:`token_ids`; needed with ``exact`` where ``documents`` are vectors.
 
         Returns
         -------
         scores
-            Best first, ``[Nq, min(k, Nd)]`` for Nd documents, float32: with ``exact`` MaxSim; otherwise upper bounds of
-            it, sparse scores plus :meth:`bound`; with BM25 sparse scores. 0 where there is no document.
+            Best first, ``[Nq, min(k, Nd)]`` for Nd documents, float32: MaxSim; of sparse vectors upper bounds of it,
+            sparse scores plus :meth:`bound`, and with BM25 sparse scores. 0 where there is no document.
         positions
-            Which document each score is of, ``[Nq, min(k, Nd)]``, int64; -1 where there is none. Of equal scores the
-            lower position comes first, without ``exact`` of equal sparse scores. Without ``exact`` only documents that
-            share a term with the query are found.
+            Which document each score is of, ``[Nq, min(k, Nd)]``, int64. Of equal scores the lower position comes first,
+            of sparse vectors of equal sparse scores. Among sparse vectors only documents that share a term with the query
+            are found, and -1 stands where there is none.
 
         Raises
         ------
         ValueError
-            ``exact`` with BM25 weights, without token ids, or with a shard of an index; vocabularies differ.
+            ``k`` is below 1, vocabularies differ, or a token id is not below V.
+        TypeError
+            An argument is none of these.
         """
         where = "StaticLateInteraction.search"
         k = require_count(where, "k", k)
         queries = self._as_queries(where, queries)
-        if exact:
-            return self._exact(where, queries, documents, k, tokens)
         if isinstance(documents, SparseIndex):
             scores, positions = documents.search(queries.to(documents.device), k)
+        elif isinstance(documents, SparseBatch):
+            scores, positions = sparse_search(queries, documents, k)
+        elif self.bm25_weights is not None:
+            return sparse_search(queries, map(self._documents, self._batches(where, documents)), k)
         else:
-            scores, positions = sparse_search(queries, self._batches(where, documents), k)
+            return rows_search(queries, self._batches(where, documents), self.query_vectors, self.document_vectors, k)
         if self.bm25_weights is None:
             scores = (scores.double() + self.bound(queries).to(scores.device)[:, None]).float()
             scores = scores.masked_fill(positions < 0, 0)
         return scores, positions
-
-    def _exact(
-        self, where: str, queries: SparseBatch, documents: object, k: int, tokens: TokenIds | None
-    ) -> tuple[Tensor, Tensor]:
-        self._require_bounds(where)
-        if not isinstance(documents, (SparseIndex, SparseBatch)):
-            tokens = documents = self._document_tokens(where, documents)
-        if tokens is None:
-            raise ValueError(f"{where}: exact=True needs tokens of all documents; pass tokens=model.token_ids(texts).")
-        tokens = self._document_tokens(where, tokens)
-        index = documents
-        if not isinstance(index, SparseIndex):
-            index = SparseIndex.build(self._batches(where, documents))
-        if len(index) != len(tokens):
-            raise ValueError(f"{where}: tokens must be of all {len(index)} documents, got those of {len(tokens)}.")
-        # Bound of the error of a similarity in float64, in up to 8,192 dimensions.
-        rounding = 2.0**-40 * math.prod(
-            table.norm(dim=1).amax().item() for table in (self.query_vectors, self.document_vectors)
-        )
-        scores, positions, _ = certified_search(
-            index.search,
-            queries.to(index.device),
-            self._sums(queries, self.thresholds + rounding),
-            tokens,
-            index.live_positions(),
-            self.query_vectors,
-            self.document_vectors,
-            k,
-        )
-        missing = min(k, len(index)) - scores.shape[1]
-        scores = torch.nn.functional.pad(scores, (0, missing))
-        positions = torch.nn.functional.pad(positions, (0, missing), value=-1)
-        return scores.to(index.device), positions.to(index.device)
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write the model to a folder, in place of a static model that is there.
@@ -443,6 +410,7 @@ class StaticLateInteraction:
             tensors["query_weights"] = self._query_weights
         values = {
             "threshold": "lowest" if self.threshold == -torch.inf else self.threshold,
+            "keep": self.keep,
             "neighbours": self.neighbours,
             "idf": self.uses_idf,
             "bm25": None if self.bm25_weights is None else asdict(self.bm25_weights),
@@ -469,6 +437,7 @@ class StaticLateInteraction:
             tensors.get("document_vectors"),
             tokenizer,
             threshold=values["threshold"],
+            keep=values.get("keep", "excess"),
             neighbours=values["neighbours"],
             query_weights="idf" if values["idf"] else tensors.get("query_weights"),
             document_weights=None if values["bm25"] is None else BM25(**values["bm25"]),
@@ -484,19 +453,18 @@ class StaticLateInteraction:
     def to(self, device: str | torch.device) -> StaticLateInteraction:
         """Copy the model to another device."""
         model = copy.copy(self)
-        model.__dict__.pop("neighbour_table", None)
         model.query_vectors = model.document_vectors = self.query_vectors.to(device)
         if self.document_vectors is not self.query_vectors:
             model.document_vectors = self.document_vectors.to(device)
         model.thresholds = self.thresholds.to(device)
         model.device = model.query_vectors.device
+        model._reset_table()
         return model
 
     def with_threshold(self, threshold: float | str) -> StaticLateInteraction:
         """Copy the model with another threshold."""
         model = copy.copy(self)
-        for made in ("thresholds", "neighbour_table"):
-            model.__dict__.pop(made, None)
+        model.__dict__.pop("thresholds", None)
         model._set_threshold("StaticLateInteraction.with_threshold", threshold)
         return model
 
@@ -506,8 +474,15 @@ class StaticLateInteraction:
         elif isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or threshold != threshold:
             raise ValueError(f'{where}: threshold must be a number or "lowest", got {threshold!r}.')
         self.threshold = float(threshold)
-        if self.bm25_weights is not None and self.threshold <= 0:
-            raise ValueError(f"{where}: with BM25 the threshold must be above 0, got {threshold}.")
+        if self.keep == "value" and self.threshold <= 0:
+            raise ValueError(f'{where}: with BM25 or keep="value" the threshold must be above 0, got {threshold}.')
+        largest = math.prod(float(each.norm(dim=1).max()) for each in (self.query_vectors, self.document_vectors))
+        if self.keep == "excess" and self.query_vectors.shape[1] and self.threshold > largest - 2.0**-20:
+            raise ValueError(
+                f"{where}: threshold must be below {largest:.6g}, which only rounding exceeds; equal tokens alone match "
+                f'with keep="value", got {threshold}.'
+            )
+        self._reset_table()
 
     @cached_property
     @torch.no_grad()
@@ -520,18 +495,29 @@ class StaticLateInteraction:
         """Weight of each query token, ``[V]``, float64, on the CPU; ``None``: 1."""
         return self._fitted("idf").idf if self.uses_idf else self._query_weights
 
-    @cached_property
-    @torch.no_grad()
-    def neighbour_table(self) -> Neighbours | None:
-        """The query tokens that each document token matches; ``None``: so many that MaxSim of all is cheaper."""
-        if self.query_vectors.shape[1] == 0:
-            return equal_tokens(self.vocabulary, self.device)
-        if self.bm25_weights is not None:
+    def _table_of(self, tokens: TokenIds) -> Neighbours | None:
+        """The query tokens that each of the document tokens matches; ``None``: so many that MaxSim of all is cheaper."""
+        table = self._table
+        if table is None or len(missing := table.missing(tokens)) == 0:
+            return table
+        tables = self.query_vectors, self.document_vectors, missing
+        if self.keep == "value":
             above = self.thresholds if self.neighbours is not None else self.thresholds - 1
-            return neighbours_at_least(self.query_vectors, self.document_vectors, self.threshold, above)
-        if self.threshold == -torch.inf and self.neighbours is None:
-            return None
-        return neighbours_above(self.query_vectors, self.document_vectors, self.thresholds)
+            power = 1.0 if self.bm25_weights is None else self.bm25_weights.power
+            found = neighbours_at_least(*tables, self.threshold, above, power)
+        else:
+            found = neighbours_above(*tables, self.thresholds)
+        # What another thread has added since is compared again when it is needed.
+        self._table = table = table.plus(found)
+        return table
+
+    def _reset_table(self) -> None:
+        if self.query_vectors.shape[1] == 0:
+            self._table = equal_tokens(self.vocabulary, self.device)
+        elif self.threshold == -torch.inf and self.neighbours is None:
+            self._table = None
+        else:
+            self._table = Neighbours.none(self.vocabulary, self.device)
 
     def _fitted(self, what: str) -> Statistics:
         if self.statistics is None:
@@ -539,13 +525,6 @@ class StaticLateInteraction:
                 f"StaticLateInteraction: {what} needs counts of tokens; call fit with all documents first."
             )
         return self.statistics
-
-    def _require_bounds(self, where: str) -> None:
-        if self.bm25_weights is not None:
-            raise ValueError(
-                f"{where}: scores with BM25 weights are no bounds of MaxSim; search without exact, or make the model "
-                "without BM25."
-            )
 
     def _tokens(self, where: str, texts: Texts) -> TokenIds:
         if isinstance(texts, TokenIds):
@@ -566,16 +545,13 @@ class StaticLateInteraction:
             raise ValueError(f"{where}: queries must have the vocabulary {self.vocabulary}, got {queries.vocabulary}.")
         return queries
 
-    def _batches(self, where: str, documents: object) -> Iterator[SparseBatch]:
-        if isinstance(documents, SparseBatch):
-            yield documents
-            return
+    def _batches(self, where: str, documents: Texts) -> Iterator[TokenIds]:
         for begin in range(0, max(1, len(documents)), BATCH):
             if isinstance(documents, TokenIds):
                 part = documents.part(begin, min(begin + BATCH, len(documents)))
             else:
                 part = documents[begin : begin + BATCH]
-            yield self._documents(self._document_tokens(where, part))
+            yield self._document_tokens(where, part)
 
 
 def _are_texts(texts: object) -> bool:

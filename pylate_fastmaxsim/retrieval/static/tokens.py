@@ -143,22 +143,28 @@ class BM25:
         How late repeated tokens saturate, finite, at least 0.
     b
         How much the length counts, from 0 to 1.
+    power
+        To which power the similarity of a token is taken, finite, above 0. With 2 similar tokens count less beside equal
+        ones, whose similarity is 1.
 
     Examples
     --------
     >>> from pylate_fastmaxsim import BM25
     >>> BM25(k1=0.9, b=0.4)
-    BM25(k1=0.9, b=0.4)
+    BM25(k1=0.9, b=0.4, power=1.0)
     """
 
     k1: float = 1.5
     b: float = 0.75
+    power: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.k1 < float("inf"):
             raise ValueError(f"BM25: k1 must be finite and at least 0, got {self.k1}.")
         if not 0 <= self.b <= 1:
             raise ValueError(f"BM25: b must be from 0 to 1, got {self.b}.")
+        if not 0 < self.power < float("inf"):
+            raise ValueError(f"BM25: power must be finite and above 0, got {self.power}.")
 
     def of_counts(self, counts: Tensor, lengths: Tensor, mean_length: float) -> Tensor:
         """Weights of tokens that occur ``counts`` times in documents of ``lengths`` tokens, float64."""

@@ -19,7 +19,7 @@ from tests.support.case_tables import case_table
 from tests.support.command_line import Done, fastmaxsim
 from tests.support.recipe_kinds import LATE as HOST
 from tests.support.recipe_kinds import tiny_of
-from tests.support.saved_models import LATE, SPARSE, save_retriever
+from tests.support.saved_models import LATE, SPARSE, STATIC, save_retriever
 from tests.support.searches import assert_same, search
 from tests.support.tiny_recipe import write
 
@@ -86,6 +86,15 @@ def test_several_models_on_one_collection(saved, encoder, data, tmp_path, monkey
     assert [float(row["mrr@10"]) for row in rows] == [row["mrr@10"] for row in own[labels[2]]]
     done = evaluate(saved(SPARSE), other, *options, "--format", "float16", "--test", "fisher")
     assert len(list(index.iterdir())) == 4 and "Fisher's randomisation test over 6 queries" in done.stdout
+
+
+@pytest.mark.parametrize("options", [[], ["--no-exact"]])
+def test_static_models_rank_by_maxsim_or_by_bounds_and_only_vectors_are_kept(options, saved, data, tmp_path):
+    runs, index = tmp_path / "runs", tmp_path / "index"
+    evaluate(saved(STATIC), saved(SPARSE), "--beir", data, "--run", runs, "--index", index, *options)
+    search(saved(STATIC), "--beir", data, "--run", tmp_path / "run", *options)
+    assert_same(runs / f"{Path(saved(STATIC)).name}.trec", tmp_path / "run")
+    assert len(list(index.iterdir())) == 1 + len(options)
 
 
 @pytest.fixture

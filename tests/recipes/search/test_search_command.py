@@ -62,7 +62,12 @@ def test_the_run_file_has_the_ranking_and_the_scores_of_the_host(kind, saved, fi
 def test_an_interrupted_index_goes_on_and_is_not_built_again(kind, stored, saved, files, tmp_path, monkeypatch):
     kept = 112 if kind == LATE else 96
     folder, plain, again = tmp_path / "index", tmp_path / "plain.trec", tmp_path / "again.trec"
-    command = [saved(kind), *files, *(["--format", stored] if stored else [])]
+    command = [
+        saved(kind),
+        *files,
+        *(["--format", stored] if stored else []),
+        *([] if kind != STATIC else ["--no-exact"]),
+    ]
     search(*command, *(["--index", tmp_path / "whole"] if stored else []), "--run", plain)
     encoded, encode, sample = [], Retriever.encode, 150 if stored else 0  # documents that train a codec
 
@@ -92,13 +97,16 @@ def test_a_static_model_ranks_by_bounds_where_it_is_asked_to(saved, files, tmp_p
     for run, *options in ((exact,), (bounds, "--no-exact"), (indexed, "--no-exact", "--index", tmp_path / "index")):
         search(saved(STATIC), *files, "--k", 150, "--run", run, *options)
     assert_same(indexed, bounds)
-    upper, positions = load_retriever(saved(STATIC), "cpu").search(QUERIES, DOCUMENTS, 150)
+    model = load_retriever(saved(STATIC), "cpu")
+    upper, positions = model.search(QUERIES, model.documents(DOCUMENTS), 150)
     different = 0
     for row, (found, scores) in enumerate(zip(read_run(bounds).values(), read_run(exact).values(), strict=True)):
         assert list(found.values()) == pytest.approx(upper[row][positions[row] >= 0].tolist(), rel=1e-5)
         assert len(scores) == 150 and all(scores[name] <= found[name] + 1e-5 for name in found)
         different += list(found) != list(scores)[: len(found)]
     assert different
+    done = search(saved(STATIC), *files, "--index", tmp_path / "index", code=2)
+    assert done.stderr.startswith("fastmaxsim: --index keeps vectors, of which a static model needs none for MaxSim;")
 
 
 @pytest.mark.parametrize("name", ["float16", "int8", "fp8", "residual-2"])
@@ -160,7 +168,7 @@ def test_a_digest_is_that_of_weights_settings_and_tokenizer(encoder, saved, tmp_
 def test_one_command_at_a_time_builds_an_index_and_several_read_it(kind, saved, files, tmp_path):
     folder = tmp_path / "index"
     folder.mkdir()
-    command = [saved(kind), *files, "--index", folder]
+    command = [saved(kind), *files, "--index", folder, *([] if kind != STATIC else ["--no-exact"])]
     with FileLock(folder / index.LOCK_FILE):
         assert f"--index: {folder} is being built by another command" in search(*command, code=2).stderr
     search(*command)
