@@ -172,13 +172,13 @@ def _best(
     for batch in documents:
         if len(batch) == 0:
             continue
-        new = torch.arange(seen, seen + len(batch), device=queries.device)
-        rows = torch.arange(len(queries), device=queries.device).split(max(1, SCORES_AT_ONCE // len(batch)))
-        merged = [
-            merge(scores[part], positions[part], found, new.expand_as(found), k)
-            for part in rows
-            for found in [pooled_scores(queries.select(part), batch, pooling=pooling)]
-        ]
+        rows = max(1, SCORES_AT_ONCE // len(batch))
+        parts = [*torch.arange(len(queries), device=queries.device).split(rows)] if len(queries) > rows else [slice(None)]
+        merged = []
+        for part in parts:
+            some = queries if len(parts) == 1 else queries.select(part)
+            found = pooled_scores(some, batch, pooling=pooling)
+            merged.append(merge(scores[part], positions[part], found, seen, k))
         scores, positions = (torch.cat(parts) for parts in zip(*merged, strict=True))
         seen += len(batch)
         if progress is not None:

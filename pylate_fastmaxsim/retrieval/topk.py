@@ -6,15 +6,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# Columns that are sorted, in one call where keys take a dozen.
+FEW = 64
+
 # Keys of a group; with fewer, grouping saves nothing.
 LEAST_GROUP = 3
 
 
-def merge(best: Tensor, positions: Tensor, scores: Tensor, new: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` best scores and positions of those so far and of scores at ``new``, which ascend and lie behind those."""
+def merge(best: Tensor, positions: Tensor, scores: Tensor, first: int, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` best scores and positions of those so far and of scores of documents from ``first`` on, behind those."""
     order = largest(scores, min(k, scores.shape[1]))
-    scores = torch.cat([best, scores.gather(1, order)], dim=1)
-    positions = torch.cat([positions, new.gather(1, order)], dim=1)
+    scores, found = scores.gather(1, order), order + first
+    if best.shape[1] == 0:
+        return scores, found
+    scores, positions = torch.cat([best, scores], dim=1), torch.cat([positions, found], dim=1)
     order = largest(scores, min(k, scores.shape[1]))
     return scores.gather(1, order), positions.gather(1, order)
 
@@ -38,7 +43,7 @@ def mark_missing(scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def largest(scores: Tensor, k: int) -> Tensor:
     """Columns of the ``k`` largest scores of each row, the largest first, of equal ones the first column first."""
-    if scores.dtype != torch.float32:
+    if scores.dtype != torch.float32 or scores.shape[1] <= FEW:
         return scores.argsort(dim=1, descending=True, stable=True)[:, :k]
     # topk takes a fraction of the time of a stable sort, but picks any of equal values. So each score gets a key that no
     # other has: its bits, which as integers are in the order of scores once those of negative numbers are inverted, and

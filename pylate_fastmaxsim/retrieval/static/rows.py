@@ -44,12 +44,11 @@ def rows_search(
     first = 0
     for batch in batches:
         for part in batch.parts(DOCUMENTS_AT_ONCE, costs, TOKENS_AT_ONCE):
-            new = torch.arange(first, first + len(part), device=device)
             found = []
             for rows in torch.arange(len(queries), device=device).split(QUERIES_AT_ONCE):
                 asked = queries.select(rows.to(queries.device)).to(device)
                 scores = maxsim_scores(asked, part, query_vectors, document_vectors).float()
-                found.append(merge(best[rows], positions[rows], scores, new.expand(len(rows), -1), k))
+                found.append(merge(best[rows], positions[rows], scores, first, k))
             if found:
                 best, positions = map(torch.cat, zip(*found, strict=True))
             first += len(part)
