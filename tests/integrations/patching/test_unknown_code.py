@@ -196,6 +196,7 @@ def test_a_step_of_ones_own(model, caplog, how):
 
 @pytest.mark.process
 @pytest.mark.smoke
+@pytest.mark.usefixtures("forked")
 def test_code_that_is_changed_before_the_import(encoder):
     """A class with one more option, made anew; one derived from PyLate's; and a method that is put back later."""
     code = f"""
