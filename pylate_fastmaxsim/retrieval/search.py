@@ -173,7 +173,9 @@ def _best(
         if len(batch) == 0:
             continue
         rows = max(1, SCORES_AT_ONCE // len(batch))
-        parts = [*torch.arange(len(queries), device=queries.device).split(rows)] if len(queries) > rows else [slice(None)]
+        parts = (
+            [*torch.arange(len(queries), device=queries.device).split(rows)] if len(queries) > rows else [slice(None)]
+        )
         merged = []
         for part in parts:
             some = queries if len(parts) == 1 else queries.select(part)

@@ -80,7 +80,10 @@ def test_below_threshold_1_similar_tokens_count_by_their_similarity():
 def test_the_table_of_a_static_embedding_encodes_as_it_does():
     modules = pytest.importorskip("sentence_transformers").models
     module = modules.StaticEmbedding(word_tokenizer(), embedding_weights=vectors())
-    model = StaticLateInteraction.from_static_embedding(module, threshold=0.2, normalize=False)
+    whole = pytest.importorskip("sentence_transformers").SentenceTransformer(modules=[module], device="cpu")
+    model = StaticLateInteraction.from_static_embedding(whole, threshold=0.2, normalize=False)
+    with pytest.raises(TypeError, match="must be a StaticEmbedding or a SentenceTransformer .* got str"):
+        StaticLateInteraction.from_static_embedding("minishlab/potion", threshold=0.2)
     sentences = ["bees bread", "yeast honey bees bread"]
     features = model.token_ids(sentences)
     # What the module means over.
@@ -108,6 +111,16 @@ def test_the_table_of_a_model2vec_encodes_as_it_does(quantized):
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert model.queries(sentences).offsets.diff().tolist() == tokens.lengths.tolist()
+
+
+def test_a_model_without_a_tokenizer_is_saved_in_place_of_one_with_it(tmp_path):
+    tokens = TokenIds.from_lists([[0, 1], [2]])
+    for tokenizer in (word_tokenizer(), None):
+        model = StaticLateInteraction(vectors(), tokenizer=tokenizer, threshold=0.1)
+        model.save(tmp_path), model.save(tmp_path)
+    loaded = StaticLateInteraction.load(tmp_path)
+    assert loaded.tokenizer is None and not [*tmp_path.glob("tokenizer-*")]
+    assert all(map(torch.equal, *(each.search(tokens, tokens, 2) for each in (model, loaded))))
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,17 @@ DESCRIPTION_FILE = "static_late_interaction.json"
 FORMAT = "pylate-fastmaxsim static late interaction 2"
 
 
-def write(where: str, folder: Path, values: dict, tensors: dict[str, Tensor], tokenizer: Callable) -> None:
+def write(where: str, folder: Path, values: dict, tensors: dict[str, Tensor], tokenizer: Callable | None) -> None:
     """Write a model, in place of one that the folder holds, which is there until the new one is complete."""
     tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    if not hasattr(tokenizer, "to_str"):
+    if tokenizer is not None and not hasattr(tokenizer, "to_str"):
         raise ValueError(
             f"{where}: the tokenizer must be of the tokenizers library or a fast one of Transformers, which have a file "
             f"format, got {type(tokenizer).__name__}."
         )
-    contents = {
-        "tables": (save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}), "safetensors"),
-        "tokenizer": (tokenizer.to_str().encode(), "json"),
-    }
+    contents = {"tables": (save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}), "safetensors")}
+    if tokenizer is not None:
+        contents["tokenizer"] = tokenizer.to_str().encode(), "json"
     with writing(where, folder):
         try:
             before = set(read_record(folder / DESCRIPTION_FILE)["files"].values())
@@ -38,13 +37,13 @@ def write(where: str, folder: Path, values: dict, tensors: dict[str, Tensor], to
             replace_file(folder / files[name], content)
         write_record(folder / DESCRIPTION_FILE, {"format": FORMAT, "files": files, **values})
         # Those of the model before stay for who is reading it.
-        for name in contents:
+        for name in ("tables", "tokenizer"):
             for file in folder.glob(f"{name}-*"):
                 if file.name not in before | set(files.values()):
                     file.unlink()
 
 
-def read(where: str, folder: Path) -> tuple[dict, dict[str, Tensor], Callable]:
+def read(where: str, folder: Path) -> tuple[dict, dict[str, Tensor], Callable | None]:
     """Read what :func:`write` has written; ValueError if it is not there, of another format or damaged."""
     from tokenizers import Tokenizer
 
@@ -58,7 +57,8 @@ def read(where: str, folder: Path) -> tuple[dict, dict[str, Tensor], Callable]:
         return values, {name: _content(where, folder / file) for name, file in values["files"].items()}
 
     values, found = read_again_if_replaced(folder / DESCRIPTION_FILE, contents)
-    return values, load(found["tables"]), Tokenizer.from_str(found["tokenizer"].decode())
+    tokenizer = Tokenizer.from_str(found["tokenizer"].decode()) if "tokenizer" in found else None
+    return values, load(found["tables"]), tokenizer
 
 
 def _content(where: str, file: Path) -> bytes:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import Literal
 
@@ -200,7 +201,7 @@ class StaticLateInteraction:
 
     @classmethod
     def from_static_embedding(cls, module: object, **options: object) -> StaticLateInteraction:
-        """The table and tokenizer of a ``StaticEmbedding`` of Sentence Transformers.
+        """The table and tokenizer of a ``StaticEmbedding`` of Sentence Transformers, or of a model that begins with one.
 
         ``options`` are those of the constructor, such as ``threshold``.
 
@@ -215,7 +216,13 @@ class StaticLateInteraction:
         >>> model.search(["bees"], ["bread", "wasps", "bees bees"], k=2)[1]
         tensor([[2, 1]])
         """
-        return cls(module.embedding.weight, tokenizer=module.tokenizer, **options)
+        table = module if hasattr(module, "embedding") else next(iter(getattr(module, "children", list)()), None)
+        if not hasattr(table, "embedding"):
+            raise TypeError(
+                "StaticLateInteraction.from_static_embedding: module must be a StaticEmbedding or a SentenceTransformer that "
+                f"begins with one, got {type(module).__name__}."
+            )
+        return cls(table.embedding.weight, tokenizer=table.tokenizer, **options)
 
     @classmethod
     def from_model2vec(cls, model: object, **options: object) -> StaticLateInteraction:
@@ -471,7 +478,7 @@ class StaticLateInteraction:
     def _set_threshold(self, where: str, threshold: float | str) -> None:
         if threshold == "lowest":
             threshold = -torch.inf
-        elif isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or threshold != threshold:
+        elif isinstance(threshold, bool) or not isinstance(threshold, Real) or threshold != threshold:
             raise ValueError(f'{where}: threshold must be a number or "lowest", got {threshold!r}.')
         self.threshold = float(threshold)
         if self.keep == "value" and self.threshold <= 0:
