@@ -62,7 +62,6 @@ EXAMPLES = {
     "exact-index": lambda names: (
         [[each["id"] for each in names.found[0]], names.bread[0][0]["id"]] == [names.index.ids, "bread"]
     ),
-    "documents-in-place": lambda names: names.scores.shape == (8, 3),
     "compress": lambda names: (
         (names.scores.argmax(dim=1).tolist(), names.some.shape) == ([0, 2], (2, 2))
         and names.vectors.values.dtype == torch.bfloat16
