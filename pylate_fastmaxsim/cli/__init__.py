@@ -24,7 +24,7 @@ COMMANDS = {
     "search": "Search a collection exactly with a late-interaction or sparse model: a run file, metrics and times.",
     "export": "Write the documents of an index, with their ids, for another system; a command that was killed goes on.",
     "check": "Compare an index, token embeddings or a static model with its checksums; code 1 if something is damaged.",
-    "warmup": "Compile the kernels of a recipe ahead of time, so that training does not wait for them (CUDA GPU).",
+    "warmup": "Compile the kernels of a recipe, or for batches of given sizes, ahead of time, so that training does not wait for them (CUDA GPU).",
     "run": "Run a training script with this package enabled: fastmaxsim run SCRIPT.py ARGS.",
     "doctor": "Show versions, devices, what enable() accelerates, and what falls back and why; or whether the texts of a model, a "
     "recipe or a script are packed, grouped or padded.",

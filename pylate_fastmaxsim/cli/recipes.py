@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,10 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import copy_recipe, describe, shipped_recipe, shipped_recipes
 
 if TYPE_CHECKING:
+    from pylate_fastmaxsim.precompile.shapes import BatchShape
     from pylate_fastmaxsim.recipes.config.schema import Recipe
+
+SHAPE = "128x32x256x300[,dim=96,dtype=float16,formats=int8+fp8,xtr=8]"
 
 
 def add_recipes_arguments(parser: argparse.ArgumentParser) -> None:
@@ -164,12 +168,28 @@ def run_compare(options: argparse.Namespace) -> None:
 
 
 def add_warmup_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a recipe and its overrides."""
-    _add_recipe(parser)
+    """Add a recipe with its overrides, or sizes."""
+    _add_recipe(parser, nargs="?")
+    meaning = (
+        "in place of a recipe: queries x tokens x documents x tokens, then other fields of a BatchShape; repeatable"
+    )
+    parser.add_argument("--shape", action="append", metavar=SHAPE, help=meaning)
 
 
 def run_warmup(options: argparse.Namespace) -> None:
     """Compile, and print what took how long."""
+    if (options.recipe is None) == (options.shape is None):
+        raise RecipeError("warmup needs a RECIPE, or sizes as --shape " + SHAPE + ".")
+    if options.shape is not None:
+        from pylate_fastmaxsim.precompile.processes import warmup
+
+        shapes = [*map(_shape, options.shape)]
+        try:
+            made = warmup(shapes)
+        except RuntimeError as error:
+            raise RecipeError(str(error)) from None
+        print(f"{made.kernels} new kernels in Triton's cache, by {made.processes} processes in {made.seconds:.0f} s.")
+        return
     recipe = _load(options)
     from pylate_fastmaxsim.precompile.recipe import reason_against_warmup, warm_up
 
@@ -183,9 +203,27 @@ def run_warmup(options: argparse.Namespace) -> None:
     print(warmed.counts())
 
 
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
+def _shape(text: str) -> BatchShape:
+    """The sizes of ``--shape``."""
+    import torch
+
+    from pylate_fastmaxsim.precompile.shapes import BatchShape
+
+    sizes, *more = text.split(",")
+    try:
+        given = dict(each.split("=") for each in more)
+        numbers = [int(each) for each in sizes.split("x")]
+        parse = {"dtype": partial(getattr, torch), "formats": lambda names: tuple(names.split("+"))}
+        return BatchShape(*numbers, **{name: parse.get(name, int)(value) for name, value in given.items()})
+    except (ValueError, TypeError, AttributeError) as error:
+        why = f" ({error})" if str(error).startswith("BatchShape:") else ""
+        raise RecipeError(f"--shape {text}: write it as {SHAPE}{why}.") from None
+
+
+def _add_recipe(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     parser.add_argument(
         "recipe",
+        nargs=nargs,
         metavar="RECIPE",
         help="a recipe: a .yaml file, or the name of one that comes with the package (fastmaxsim recipes)",
     )

@@ -69,6 +69,12 @@ robustness a/model --beir data --set name=a | --set overrides a key of a recipe
 robustness colqwen_vidore --set output_dir=FOLDER
   | colqwen_vidore retrieves pages; fastmaxsim robustness makes documents of text longer.
 WORLD_SIZE=2 compare RECIPE | compare measures on one device; start it without a distributed launcher.
+warmup | warmup needs a
+warmup RECIPE --shape 1x1x1x1 | warmup needs a
+warmup --shape 128x32x256 | --shape 128x32x256: write it as 128x32x256x300[
+warmup --shape 1x2x3x4,dtype=float17 | --shape 1x2x3x4,dtype=float17: write it as
+warmup --shape 1x2x3x4,formats=int8+int4 | --shape 1x2x3x4,formats=int8+int4: write it as
+warmup --shape 128x32x256x300,dim=96,formats=int8 | warmup: kernels are compiled for the GPU that will run them
 WORLD_SIZE=2 warmup RECIPE
   | warmup needs one process, whose cache all of them share; start it without a launcher.
 """)
