@@ -16,7 +16,7 @@ TINY_STEPS = "--compile no --layers 1 --different 1 --warmup 1 --batches 2 --ste
 CORPUS = "--folder {folder}/corpora --passages 400 --queries 3 --dim 16 --mean 20 --k 10 --centroids 64"
 RUNS = {
     "operators": ("--shapes tiny --competitors fast einsum --only tiny*", 6, "| tiny: 3 x 4 against 5 x 8"),
-    "head": ("--only tiny*/fast*", 4, "| tiny/fast forward_backward |"),
+    "head": ("--only tiny/fast*", 2, "| tiny/fast forward_backward |"),
     "xtr": ("", 1, "| tiny fast forward_backward |"),
     "pooling_operators": ("--only */fast */ragged */einsum", 13, "| 3x8 against 5x24 | `LogSumExp(0.1)` |"),
     "splade_head": ("--only tiny/stock tiny/fast tiny/padded", 3, "| tiny/fast dense forward |"),
@@ -31,7 +31,6 @@ RUNS = {
     "splade_step": (f"{TINY_STEPS} 8 --hidden 64", 2, "| Sentence Transformers + pylate-fastmaxsim | "),
     "sparse_search": ("--sizes 100 300 --sweep-size 300 --queries 4 --tiny", 5, "| 300 | k = 10 |"),
     "sparse_two_gpus": ("--documents 300 --queries 3", 1, "| all cases k=10 sharded_ms |"),
-    "compressed_fidelity": ("--queries 3 --documents 300 --dim 16 --centroids 32", 8, "| int8, scales of tokens |"),
     "pooling_study": ("--quick --only */M=64/*", 6, "| **gradient of the score** |"),
     "encode": (
         "--texts 70 --layers 1 --hidden 64 --only pylate/doc*/*s[t]*256",
@@ -50,6 +49,7 @@ NOT_HERE = {
     "cranfield": "the collection, and an encoder of 84 MB",
     "static_cranfield": "the collection: test_quality.py",
     "first_stage_cranfield": "the collection: test_quality.py",
+    "compressed_fidelity": "the collection: test_quality.py",
 }
 
 
@@ -103,13 +103,6 @@ def check_errors(cells: dict[str, dict]) -> None:
             assert gradients and max(gradients) < bound, (name, cell)
 
 
-def check_fidelity(cells: dict[str, dict]) -> None:
-    assert [round(cell["bytes_per_token"], 1) for cell in cells.values()] == [64, 32, 16.1, 20, 16, 16, 12, 10]
-    shares = [cells[f"random/{format}"]["top100"] for format in ("float32", "int8", "residual-4", "residual-1")]
-    assert shares[0] == 1 and shares == sorted(shares, reverse=True) and len({*shares}) == 4
-    assert all(cell["rescored"]["top10"] >= cell["top10"] for cell in cells.values())
-
-
 def check_losses(cells: dict[str, dict]) -> None:
     for name, cell in cells.items():
         # Stock's scores are rounded to bfloat16, and divided by a temperature of 0.02.
@@ -160,7 +153,6 @@ def check_corpus(cells: dict[str, dict]) -> None:
 CHECKS = {
     **dict.fromkeys(("operators", "head", "pooling_operators", "splade_head", "compressed_operators"), check_errors),
     "losses": check_losses,
-    "compressed_fidelity": check_fidelity,
     "train_step": check_step_of_ranks,
     "splade_step": check_turns,
     "sparse_search": check_sparse,
