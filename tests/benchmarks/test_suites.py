@@ -20,7 +20,7 @@ RUNS = {
     "xtr": ("", 1, "| tiny fast forward_backward |"),
     "pooling_operators": ("--only */fast */ragged */einsum", 13, "| 3x8 against 5x24 | `LogSumExp(0.1)` |"),
     "splade_head": ("--only tiny/stock tiny/fast tiny/padded", 3, "| tiny/fast dense forward |"),
-    "compressed_operators": ("--only */fast/* */naive/*", 22, "| 3x4 against 5x9 | fp8 |"),
+    "compressed_operators": ("--only */fast/* */naive/*", 11, "| 3x4 against 5x9 | fp8 |"),
     "train_step": (
         f"{TINY_STEPS} 1 --document-length 30 --checkpointing no --paths stock fast --ranks 2",
         2,
