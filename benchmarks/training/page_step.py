@@ -15,6 +15,9 @@ import itertools
 import os
 from importlib.metadata import version
 
+import torch
+
+import pylate_fastmaxsim
 from benchmarks.training import steps
 from benchmarks.training.steps import measured, run, steps_table  # noqa: F401
 
@@ -97,8 +100,6 @@ def build_model(kind: str):
 
 def make_pages(kind: str, batch: int) -> dict:
     """Pages of one size, as from the processor of a model."""
-    import torch
-
     height, width = GRID[kind]
     visual = [IMAGE] * (height * width)
     row = visual + PROMPT if kind == "colpali" else [PROMPT[0], VISION_START, *visual, VISION_END, *PROMPT]
@@ -115,18 +116,13 @@ def make_pages(kind: str, batch: int) -> dict:
 
 
 def make_queries(batch: int) -> dict:
-    import torch
-
     ids = torch.randint(20, 500, (batch, QUERY_TOKENS))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def measure(cell: dict) -> dict:
     os.environ["COLPALI_SCORES_BACKEND"] = "torch" if cell["path"] == "stock" else "auto"
-    import torch
     from colpali_engine.loss import ColbertLoss
-
-    import pylate_fastmaxsim
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
