@@ -1,5 +1,6 @@
 """Batches of texts for the tests of attention, and how far a result is from the definition in float64."""
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -72,15 +73,7 @@ def weights_kept(batch: Case, forward: Callable[[Case], Tensor]) -> Tensor:
     return torch.cat(seen, dim=2)[..., : batch.max_length].transpose(0, 1)
 
 
-class RotaryCase(NamedTuple):
-    qkv: Tensor
-    cos: Tensor
-    sin: Tensor
-    cu_seqlens: Tensor
-    key_cu_seqlens: Tensor
-    max_length: int
-    scale: float
-    reach: int
+RotaryCase = namedtuple("RotaryCase", ["qkv", "cos", "sin", *Case._fields[3:]])
 
 
 def rotary_case(
