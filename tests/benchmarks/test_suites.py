@@ -13,7 +13,7 @@ from tests.support.paths import ROOT
 
 # Its options, how many cells it then has, and what it prints.
 TINY_STEPS = "--compile no --layers 1 --different 1 --warmup 1 --batches 2 --steps"
-SHORT = "--document-length 30"
+STEPS = f"{TINY_STEPS} 1 --document-length 30"
 CORPUS = "--folder {folder}/corpora --passages 400 --queries 3 --dim 16 --mean 20 --k 10 --centroids 64"
 RUNS = {
     "operators": ("--shapes tiny --competitors fast einsum --only tiny*", 6, "| tiny: 3 x 4 against 5 x 8"),
@@ -22,22 +22,14 @@ RUNS = {
     "pooling_operators": ("--only */fast */ragged */einsum", 13, "| 3x8 against 5x24 | `LogSumExp(0.1)` |"),
     "splade_head": ("--only tiny/stock tiny/fast tiny/padded", 3, "| tiny/fast dense forward |"),
     "compressed_operators": ("--only */fast/* */naive/*", 11, "| 3x4 against 5x9 | fp8 |"),
-    "train_step": (
-        f"{TINY_STEPS} 1 {SHORT} --checkpointing no --paths stock fast --ranks 2",
-        2,
-        "| PyLate + pylate-fastm",
-    ),
-    "lengths": (f"{TINY_STEPS} 1 --tokens 15 {SHORT}", 2, "| padding | PyLate |"),
+    "train_step": (f"{STEPS} --checkpointing no --paths stock fast --ranks 2", 2, "| PyLate + pylate-fastm"),
+    "lengths": (f"{STEPS} --tokens 15", 2, "| padding | PyLate |"),
     "losses": ("--queries 8 --lengths 12 --paths stock fast", 6, "| path=fast/loss=distillation/queries=1"),
     "splade_step": (f"{TINY_STEPS} 8 --hidden 64", 2, "| Sentence Transformers + pylate-fastmaxsim | "),
     "sparse_search": ("--sizes 100 300 --sweep-size 300 --queries 4 --tiny", 5, "| 300 | k = 10 |"),
     "sparse_two_gpus": ("--documents 300 --queries 3", 1, "| all cases k=10 sharded_ms |"),
     "pooling_study": ("--quick --only */M=64/*", 6, "| **gradient of the score** |"),
-    "encode": (
-        "--texts 70 --layers 1 --hidden 64 --only pylate/doc*/*s[t]*256",
-        2,
-        "| documents | fast bfloat16 256 |",
-    ),
+    "encode": ("--texts 70 --layers 1 --hidden 64 --only pylate/doc*/*s[t]*256", 2, "| fast bfloat16 256 |"),
     "exact_search": ("--share 0.002 --dim 16 --only fiqa/* million/add", 5, "| fiqa/bfloat16 | "),
     "corpus_search": (f"{CORPUS} --stock-passages 200 --check-passages 300", 18, "| PyLate |"),
 }
@@ -48,9 +40,7 @@ NOT_HERE = {
     "page_step": "colpali-engine",
     "multi_vector_step": "Sentence Transformers 6",
     "cranfield": "the collection, and an encoder of 84 MB",
-    **dict.fromkeys(
-        ("static_cranfield", "first_stage_cranfield", "compressed_fidelity"), "the collection: test_quality.py"
-    ),
+    **dict.fromkeys(("static_cranfield", "first_stage_cranfield", "compressed_fidelity"), "data: test_quality.py"),
 }
 
 
