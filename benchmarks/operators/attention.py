@@ -30,7 +30,7 @@ SHAPES_OF_HEADS = ("256 queries, 512 documents of 80", "512 documents of 80", "2
 
 
 def drawn_lengths(mean: float, count: int, draw: random.Random) -> list[int]:
-    """Lengths as in training/cell.py: three special tokens, 300 tokens at most."""
+    """Lengths as in training/encoder.py: three special tokens, 300 tokens at most."""
     return [min(300, 3 + max(1, log_normal(mean - 3, draw))) for _ in range(count)]
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from benchmarks.harness.lengths import log_normal
 from benchmarks.harness.workers import failure
 from benchmarks.operators.measure import sets_beyond_cache, spread, timed
 from pylate_fastmaxsim import CompressedBatch, ResidualCodec, TokenBatch, compress, maxsim, reference
@@ -26,44 +23,30 @@ AUTOTUNED_CONFIGS = 3  # of each kernel of the peers
 _PREFERRED = [(64, 64, 4), (32, 64, 4), (64, 128, 8), (128, 128, 8), (32, 128, 8), (128, 64, 8)]  # Q, D, warps
 _LEAST_BYTES = 36  # of a token of 2 bits a number
 _SIMILARITY_BYTES = 2**31  # of einsum at once
-_SPLIT_NUMBERS = 2**31 - 2**26  # a peer's offsets are of 32 bits
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Queries against documents of unit vectors; ``packed``: lengths are drawn, with a mean of ``document_length``."""
+    """Queries against documents of unit vectors."""
 
     queries: int
     query_length: int
     documents: int
     document_length: int
-    packed: bool = False
     dim: int = 128
     centroids: int = 4096
 
     @property
     def name(self) -> str:
-        name = f"{self.queries}x{self.query_length}.{self.documents}x{self.document_length}"
-        return f"{name}.packed" if self.packed else name
-
-    @property
-    def longest(self) -> int:
-        return 3 * self.document_length if self.packed else self.document_length
-
-    def lengths(self, draw: random.Random) -> list[int]:
-        if not self.packed:
-            return [self.document_length] * self.documents
-        drawn = (log_normal(self.document_length, draw) for _ in range(self.documents))
-        return [min(max(length, 1), self.longest) for length in drawn]
+        return f"{self.queries}x{self.query_length}.{self.documents}x{self.document_length}"
 
 
 SHAPES = [
     Shape(256, 32, 512, 300),
     Shape(1, 32, 10_000, 300),
-    Shape(32, 32, 100_000, 80, packed=True),
     Shape(64, 128, 64, 1024),
 ]
-TINY = [Shape(3, 4, 5, 9, dim=32, centroids=8), Shape(1, 5, 6, 8, packed=True, dim=32, centroids=8)]
+TINY = [Shape(3, 4, 5, 9, dim=32, centroids=8)]
 
 
 @dataclass(frozen=True)
@@ -78,23 +61,9 @@ class Inputs:
     def padded_queries(self) -> Tensor:
         return self.queries.values.view(len(self.queries), -1, self.shape.dim)
 
-    @property
-    def mask(self) -> Tensor | None:
-        """Live tokens of padded documents, ``[Nd, Ld]``; None where all are."""
-        if not self.shape.packed:
-            return None
-        longest = torch.arange(self.documents.max_length, device=self.documents.device)
-        return longest < self.documents.lengths[:, None]
-
     def padded(self, rows: Tensor) -> Tensor:
         """What belongs to the tokens of the documents, ``[T, ...]``, as ``[Nd, Ld, ...]``."""
-        size = (len(self.documents), self.documents.max_length, *rows.shape[1:])
-        if not self.shape.packed:
-            return rows.view(size)
-        out = torch.zeros(size, dtype=rows.dtype, device=rows.device)
-        whole = rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
-        out.view(whole.dtype)[self.mask] = whole
-        return out
+        return rows.view(len(self.documents), -1, *rows.shape[1:])
 
 
 def unit_vectors(count: int, dim: int, generator: torch.Generator) -> Tensor:
@@ -106,17 +75,15 @@ def unit_vectors(count: int, dim: int, generator: torch.Generator) -> Tensor:
 
 def input_sets(shape: Shape, device: torch.device) -> list[Inputs]:
     """Enough sets of inputs that taking them in turn never finds one in the GPU's cache, in any format."""
-    draw, generator = random.Random(0), torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
-    def batch(lengths: list[int]) -> TokenBatch:
-        borders = torch.tensor([0, *lengths], device=device).cumsum(0)
-        return TokenBatch.from_packed(
-            unit_vectors(sum(lengths), shape.dim, generator), borders, max_length=max(lengths)
-        )
+    def batch(count: int, length: int) -> TokenBatch:
+        borders = torch.arange(count + 1, device=device) * length
+        return TokenBatch.from_packed(unit_vectors(count * length, shape.dim, generator), borders, max_length=length)
 
-    lengths = shape.lengths(draw)
-    count = sets_beyond_cache(sum(lengths) * _LEAST_BYTES, device)
-    return [Inputs(shape, batch([shape.query_length] * shape.queries), batch(lengths)) for _ in range(count)]
+    count = sets_beyond_cache(shape.documents * shape.document_length * _LEAST_BYTES, device)
+    sizes = ((shape.queries, shape.query_length), (shape.documents, shape.document_length))
+    return [Inputs(shape, *(batch(*size) for size in sizes)) for _ in range(count)]
 
 
 @functools.cache
@@ -150,12 +117,9 @@ def exact(inputs: Inputs, rows: Tensor, columns: Tensor) -> Tensor:
     return reference.maxsim(few(inputs.queries, rows), few(inputs.documents, columns))
 
 
-def stored(queries: Tensor, documents: Tensor, inputs: Inputs, rows: Tensor, columns: Tensor) -> Tensor:
-    """Scores in float64 of padded vectors, of which ``documents`` holds only the ``columns``."""
-    live = None if inputs.mask is None else inputs.mask[columns]
-    return reference.maxsim(
-        TokenBatch.from_padded(queries[rows].double()), TokenBatch.from_padded(documents.double(), live)
-    )
+def stored(queries: Tensor, documents: Tensor, rows: Tensor) -> Tensor:
+    """Scores in float64 of the ``rows`` of padded queries against padded documents."""
+    return reference.maxsim(*(TokenBatch.from_padded(each.double()) for each in (queries[rows], documents)))
 
 
 # This package.
@@ -188,7 +152,7 @@ def fast(inputs: Inputs, form: str) -> Case:
 
 def naive(inputs: Inputs, form: str) -> Case:
     """Decompress all documents to bfloat16, then einsum over as many of them as fit in 2 GiB of similarities."""
-    documents, queries, mask = compressed(inputs, form), inputs.padded_queries, inputs.mask
+    documents, queries = compressed(inputs, form), inputs.padded_queries
     step = max(1, _SIMILARITY_BYTES // (2 * inputs.queries.values.shape[0] * documents.max_length))
 
     def score() -> Tensor:
@@ -196,8 +160,6 @@ def naive(inputs: Inputs, form: str) -> Case:
         out = []
         for begin in range(0, len(documents), step):
             similarities = torch.einsum("qsd,ntd->qnst", queries, decompressed[begin : begin + step])
-            if mask is not None:
-                similarities.masked_fill_(~mask[begin : begin + step][:, None], -math.inf)
             out.append(similarities.amax(-1).sum(-1, dtype=torch.float32))
         return torch.cat(out, 1)
 
@@ -233,29 +195,14 @@ def lik_fp8(inputs: Inputs, form: str) -> Case:
     quantize = fp8.quantize_fp8_per_token if by_token else fp8.quantize_fp8_per_tensor
     queries, q_scale = quantize(inputs.padded_queries)
     rows, d_scale = quantize(inputs.documents.values)
-    documents, mask = inputs.padded(rows), inputs.mask
-    if by_token:
-        d_scale = inputs.padded(d_scale)
-    at_once = max(1, _SPLIT_NUMBERS // documents[0].numel())
-    cuts = [slice(first, first + at_once) for first in range(0, len(documents), at_once)]
+    documents, d_scale = inputs.padded(rows), inputs.padded(d_scale) if by_token else d_scale
 
-    def score() -> Tensor:
-        scores = [
-            fp8.maxsim_inference_fp8(
-                queries,
-                documents[cut],
-                scale_Q=q_scale,
-                scale_D=d_scale[cut] if by_token else d_scale,
-                d_mask=None if mask is None else mask[cut],
-            )
-            for cut in cuts
-        ]
-        return torch.cat(scores, 1)
+    score = functools.partial(fp8.maxsim_inference_fp8, queries, documents, scale_Q=q_scale, scale_D=d_scale)
 
     def definition(rows: Tensor, columns: Tensor) -> Tensor:
         scales = (q_scale[..., None], d_scale[columns][..., None]) if by_token else (q_scale, d_scale)
         chosen = documents.view(torch.uint8)[columns].view(documents.dtype)  # float8 cannot be indexed everywhere
-        return stored(queries.double() * scales[0], chosen.double() * scales[1], inputs, rows, columns)
+        return stored(queries.double() * scales[0], chosen.double() * scales[1], rows)
 
     return Case(score, definition, documents.nbytes + d_scale.nbytes)
 
@@ -301,11 +248,10 @@ def flash(inputs: Inputs, form: str) -> Case:
     import flash_maxsim as peer
 
     queries = list(inputs.padded_queries.half())
-    lengths = inputs.documents.lengths.int() if inputs.shape.packed else None
     padded = inputs.padded(inputs.documents.values).half()
     if form == "int8, affine":
         documents, scales, minima = peer.quantize_int8(padded)
-        one = functools.partial(peer.flash_maxsim_int8, D_uint8=documents, scales=scales, mins=minima, doc_lengths=lengths)  # fmt: skip
+        one = functools.partial(peer.flash_maxsim_int8, D_uint8=documents, scales=scales, mins=minima)
         calls = [functools.partial(one, query) for query in queries]
         of_documents = lambda columns: documents[columns].double() * scales[columns] + minima[columns]  # noqa: E731
         size = documents.nbytes + scales.nbytes + minima.nbytes
@@ -314,16 +260,16 @@ def flash(inputs: Inputs, form: str) -> Case:
         of_documents = lambda columns: documents[columns].double() * scales[columns]  # noqa: E731
         size = documents.nbytes + scales.nbytes
         if form == "int8, 16-bit queries":
-            one = functools.partial(peer.flash_maxsim_int8_symmetric, D_int8=documents, scales=scales, doc_lengths=lengths)  # fmt: skip
+            one = functools.partial(peer.flash_maxsim_int8_symmetric, D_int8=documents, scales=scales)
             calls = [functools.partial(one, query) for query in queries]
         else:
             rounded = [peer.quantize_query_int8(query) for query in queries]
-            one = functools.partial(peer.flash_maxsim_int8x8, None, documents, scales[..., 0].contiguous(), doc_lengths=lengths)  # fmt: skip
+            one = functools.partial(peer.flash_maxsim_int8x8, None, documents, scales[..., 0].contiguous())
             calls = [functools.partial(one, Q_int8=values, q_scales=scale) for values, scale in rounded]
             queries = [values.double() * scale.double()[:, None] for values, scale in rounded]
     return Case(
         lambda: torch.stack([call() for call in calls]),
-        lambda rows, columns: stored(torch.stack(queries), of_documents(columns), inputs, rows, columns),
+        lambda rows, columns: stored(torch.stack(queries), of_documents(columns), rows),
         size,
     )
 
@@ -339,15 +285,15 @@ AUTOTUNED = {
 }
 
 
-def forms(competitor: str, shape: Shape) -> list[str]:
+def forms(competitor: str) -> list[str]:
     """What a competitor scores, in this order."""
     if competitor == "fast":
-        return ["bf16", *forms("naive", shape)]
+        return ["bf16", *forms("naive")]
     if competitor == "naive":
         return ["int8 by document", "int8 by token", "fp8", "residual 4 bits", "residual 2 bits"]
     if competitor == "flash":
         return ["int8", "int8, 16-bit queries", "int8, affine"]
-    layouts = ["packed"] if shape.packed else ["padded", "packed"]
+    layouts = ("padded", "packed")
     return ["fp8", "fp8 by token", *(f"residual {bits} bits, {layout}" for bits in (4, 2) for layout in layouts)]
 
 

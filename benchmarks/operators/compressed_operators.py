@@ -5,7 +5,7 @@
 
 A cell is one way to score one format at one shape: time, memory and errors of the forward, and of this package also the
 forward with the gradient of the queries. Each competitor has a process of its own. The peers' lists of tiles are cut to
-three a kernel, so that the run ends, and those left are recorded. What may take minutes comes last.
+three a kernel, so that the run ends, and those left are recorded.
 
 This package rounds queries inside of the timed calls; queries of the peers are rounded before them. `stored_bytes` are
 the documents as the competitor takes them, padding included, of residuals without the codec. Errors are the largest of a
@@ -39,18 +39,16 @@ FORMATS = {
     "residual 2 bits": "residual 2 bits",
 }
 TIMEOUT = 600
-PACKED = "32x32.100000x80.packed"
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
     """Tiny shapes where there is no GPU."""
-    made = {
+    return {
         f"{shape.name}/{competitor}/{form}": {"shape": asdict(shape), "competitor": competitor, "form": form}
         for shape in (SHAPES if torch.cuda.is_available() else TINY)
         for competitor in COMPETITORS
-        for form in forms(competitor, shape)
+        for form in forms(competitor)
     }
-    return dict(sorted(made.items(), key=lambda each: each[0].startswith(f"{PACKED}/lik/residual")))
 
 
 process_of = itemgetter("competitor")
@@ -83,7 +81,7 @@ def markdown(content: dict) -> str:
     cells, lines = content["cells"], []
     for shape in dict.fromkeys(name.partition("/")[0] for name in cells):
         base = milliseconds(cells, shape, "fast", "bf16")
-        title = shape.replace(".packed", ", packed").replace(".", " against ")
+        title = shape.replace(".", " against ")
         for form in ("bf16", *FORMATS):
             ms = milliseconds(cells, shape, "fast", form)
             if ms is None:

@@ -26,10 +26,7 @@ from pylate_fastmaxsim import maxsim, maxsim_from_hidden
 
 @dataclass(frozen=True)
 class Shape:
-    """Nq queries of Lq unit vectors against Nd documents of Ld hidden states, or K for each query (``candidates``).
-
-    With ``autocast`` hidden states and weights are float32 and the computation bfloat16, as in training.
-    """
+    """With ``autocast`` hidden states and weights are float32 and the computation bfloat16, as in training."""
 
     name: str
     queries: int
@@ -40,24 +37,18 @@ class Shape:
     dim: int = 128
     dtype: str = "bfloat16"
     autocast: bool = False
-    candidates: bool = False
 
 
 SHAPES = (
     Shape("tiny", 3, 4, 5, 8, 32, 16, "float32"),
-    Shape("tiny-candidates", 3, 4, 2, 8, 32, 16, "float32", candidates=True),
     Shape("in-batch", 256, 32, 512, 300),
     Shape("in-batch-autocast", 256, 32, 512, 300, autocast=True),
-    Shape("in-batch-small", 128, 32, 256, 180),
-    Shape("kd", 64, 32, 32, 180, candidates=True),
-    Shape("fp32", 128, 32, 256, 180, dtype="float32"),
-    Shape("wide", 128, 32, 256, 180, dim_in=2048, dim=1024),
 )
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Unit vectors [Nq, Lq, d], hidden states [Nd, Ld, d_model] or [Nq, K, Ld, d_model], weight [d, d_model]."""
+    """Unit vectors [Nq, Lq, d], hidden states [Nd, Ld, d_model], weight [d, d_model]."""
 
     queries: Tensor
     hidden: Tensor
@@ -66,12 +57,6 @@ class Inputs:
     @property
     def leaves(self) -> dict[str, Tensor]:
         return {"query": self.queries, "hidden": self.hidden, "weight": self.weight}
-
-    @property
-    def candidates(self) -> Tensor | None:
-        if self.hidden.dim() == 3:
-            return None
-        return torch.arange(self.hidden.shape[:2].numel(), device=self.hidden.device).view(self.hidden.shape[:2])
 
     @property
     def projected(self) -> Tensor:
@@ -86,19 +71,18 @@ def make_inputs(shape: Shape, device: torch.device) -> Inputs:
         return torch.randn(size, device=device, generator=generator)
 
     wide = torch.float32 if shape.autocast else dtype
-    leading = (shape.queries, shape.documents) if shape.candidates else (shape.documents,)
     queries = F.normalize(normal(shape.queries, shape.query_length, shape.dim), dim=-1).to(dtype)
-    hidden = normal(*leading, shape.document_length, shape.dim_in).to(wide)
+    hidden = normal(shape.documents, shape.document_length, shape.dim_in).to(wide)
     weight = (normal(shape.dim, shape.dim_in) / shape.dim_in**0.5).to(wide)
     return Inputs(*(tensor.requires_grad_() for tensor in (queries, hidden, weight)))
 
 
 def fused(x: Inputs) -> Tensor:
-    return maxsim_from_hidden(x.queries, x.hidden.flatten(0, -3), x.weight, candidates=x.candidates)
+    return maxsim_from_hidden(x.queries, x.hidden, x.weight)
 
 
 def unfused(x: Inputs) -> Tensor:
-    return maxsim(x.queries, x.projected.flatten(0, -3), x.candidates)
+    return maxsim(x.queries, x.projected)
 
 
 def lik(x: Inputs) -> Tensor:
@@ -110,15 +94,13 @@ def lik(x: Inputs) -> Tensor:
 def lik_fused(x: Inputs) -> Tensor:
     from late_interaction_kernels.fused_head import maxsim_from_hidden as peer
 
-    if x.candidates is not None:
-        raise ValueError("its fused head takes no candidates")
     return peer(x.queries, x.hidden, x.weight)
 
 
 def flash(x: Inputs) -> Tensor:
     import flash_maxsim
 
-    return flash_maxsim.flash_maxsim_batched_train(x.queries, x.projected, shared_docs=x.candidates is None)
+    return flash_maxsim.flash_maxsim_batched_train(x.queries, x.projected, shared_docs=True)
 
 
 ENTRIES: dict[str, Callable[[Inputs], Tensor]] = {
@@ -152,10 +134,9 @@ def measure(cell: dict) -> dict:
     grad = torch.randn_like(scores)
     rows, columns = spread(shape.queries, 4, device), spread(shape.documents, 8, device)
     exact = exact_leaves(leaves)
-    hidden = exact[1][rows][:, columns] if shape.candidates else exact[1][columns]
-    expected = stock_formula(exact[0][rows], F.normalize(F.linear(hidden, exact[2]), dim=-1), None)
+    expected = stock_formula(exact[0][rows], F.normalize(F.linear(exact[1][columns], exact[2]), dim=-1), None)
     found = {"errors": errors(scores, inputs.leaves, expected, exact, (rows[:, None], columns))}
-    del scores, exact, hidden, expected
+    del scores, exact, expected
     measures = {"forward": [torch.no_grad()(scored)]}
     measures["forward_backward"] = [lambda: torch.autograd.grad(scored(), leaves, grad)]
     return {"gradient_bytes": sum(leaf.nbytes for leaf in leaves), **timed(measures, device), **found}

@@ -29,18 +29,9 @@ from benchmarks.operators.measure import errors, exact_leaves, timed
 from pylate_fastmaxsim import TokenBatch, reference, splade_pool
 
 TIMEOUT = 180
-ENTRIES = {
-    "stock": "Linear + `SpladePooling`",
-    "compiled": "the same, `torch.compile`",
-    "fast": "this package",
-    "padded": "this package, padded",
-}
-# By texts and the length that they are padded to.
-SHAPE_NAMES = ("64x256", "256x256", "32x512")
+ENTRIES = ("stock", "compiled", "fast", "padded")
 # Texts of a vocabulary of 250,002.
 GROWING = {f"{texts}x256, 250k": texts for texts in (16, 32, 64, 128, 256, 512)}
-
-
 POSITIVE = 0.01
 # Texts whose values are compared with float64.
 COMPARED = 2
@@ -59,7 +50,9 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(3, 16, 8, 500, 32),
-    **dict(zip(SHAPE_NAMES, (Shape(64, 256, 80), Shape(256, 256, 80), Shape(32, 512, 200)), strict=True)),
+    "64x256": Shape(64, 256, 80),
+    "256x256": Shape(256, 256, 80),
+    "32x512": Shape(32, 512, 200),
     **{name: Shape(texts, 256, 80, 250_002) for name, texts in GROWING.items()},
 }
 

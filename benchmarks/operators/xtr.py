@@ -4,9 +4,7 @@
     python -m benchmarks xtr --host multi-vector --results benchmarks/results/multi_vector_xtr.json   # of Sentence Transformers 6
     python -m benchmarks xtr --only tiny --results /tmp/xtr.json     # a trial, also on a CPU
 
-Embeddings are unit vectors. "random" ones are independent. "clustered" document tokens are close to each other and to
-the query, which leaves more candidates for the k-th largest similarity. "collapsed" ones are so close that these
-candidates overflow their buffer at first. A tenth of the document tokens is masked.
+Embeddings are random unit vectors. A tenth of the document tokens is masked.
 """
 
 from __future__ import annotations
@@ -40,13 +38,10 @@ class Shape:
     k: int = 256
     dtype: str = "bfloat16"
     own: bool = False
-    embeddings: str = "random"
 
 
 SHAPES = [
     Shape("in-batch", 256, 2),
-    Shape("in-batch-clustered", 256, 2, embeddings="clustered"),
-    Shape("in-batch-collapsed", 256, 2, embeddings="collapsed"),
     Shape("in-batch-64", 64, 2),
     Shape("in-batch-fp32", 256, 2, dtype="float32"),
     Shape("distillation", 32, 16, own=True),
@@ -69,12 +64,6 @@ def inputs(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     queries = torch.randn(shape.queries, shape.query_length, shape.dim, device=device)
     documents = torch.randn(shape.queries, shape.ways, shape.document_length, shape.dim, device=device)
-    if shape.embeddings == "clustered":
-        repeats = -(-shape.document_length // shape.query_length)
-        near = queries.repeat_interleave(repeats, dim=1)[:, None, : shape.document_length]
-        documents = 0.7 * documents + queries[:, None, :1] + 0.3 * near
-    if shape.embeddings == "collapsed":
-        documents = documents + 4 * torch.randn_like(documents[:, :, :1])
     mask = torch.rand(documents.shape[:3], device=device) < 0.9
     vectors = (normalize(each, dim=-1).to(getattr(torch, shape.dtype)) for each in (queries, documents))
     return *(each.requires_grad_() for each in vectors), mask

@@ -16,7 +16,7 @@ import multiprocessing
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
@@ -59,9 +59,6 @@ class Pairs:
     wanted: Tensor
     documents: Tensor
 
-    def first(self, count: int) -> Pairs:
-        return Pairs(self.queries[:count], self.wanted[:count], self.documents[:count])
-
 
 class Concepts:
     """``[100, d]`` unit vectors, and tokens drawn near them: float32, of length 1."""
@@ -95,27 +92,9 @@ class Concepts:
         return self.near(picked, TARGETED_NOISE, random)
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What is trained: a pooling, documents of M tokens, d dimensions."""
-
-    pooling: str
-    tokens: int
-    dimension: int
-    seed: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.pooling}/M={self.tokens}/d={self.dimension}/seed={self.seed}"
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much is trained and measured: pairs (as many are held out), epochs, queries that get injected tokens."""
-
-    pairs: int = 512
-    epochs: int = 100
-    injected: int = 128
+# How much is trained and measured: pairs (as many are held out), epochs, queries that get injected tokens.
+SIZE = {"pairs": 512, "epochs": 100, "injected": 128}
+QUICK = {"pairs": 64, "epochs": 2, "injected": 8}
 
 
 class Encoder(nn.Sequential):
@@ -160,13 +139,11 @@ def injection(concepts: Concepts, encoder: Encoder, pairs: Pairs, pooling: Pooli
 
     ``targeted``: near concepts of the query. ``random tokens``: random unit vectors, encoded. ``random embeddings``:
     random unit vectors in place of embeddings. ``others`` is Recall@1 with the same tokens in every document but the
-    query's positive, ``all`` with them in every document. ``hijacked`` is the share of query tokens whose most similar
-    token of a document, other than the positive, is injected.
+    query's positive, ``all`` with them in every document.
     """
     queries, documents = encoder(pairs.queries), encoder(pairs.documents)
     count, _, dimension = documents.shape
     clean = pooled_scores(queries, documents, pooling=pooling)
-    largest = torch.stack([torch.einsum("td,jmd->jtm", query, documents).amax(-1) for query in queries])
 
     def tokens(kind: str, query: int, number: int) -> Tensor:
         if kind == "targeted":
@@ -175,7 +152,7 @@ def injection(concepts: Concepts, encoder: Encoder, pairs: Pairs, pooling: Pooli
         return encoder(drawn) if kind == "random tokens" else drawn
 
     def measured(kind: str, number: int) -> dict[str, float]:
-        others, everywhere, hijacked = [], [], []
+        others, everywhere = [], []
         for query in range(count):
             injected = tokens(kind, query, number)
             longer = torch.cat([documents, injected.expand(count, -1, -1)], 1)
@@ -183,9 +160,7 @@ def injection(concepts: Concepts, encoder: Encoder, pairs: Pairs, pooling: Pooli
             everywhere.append(int(scores.argmax()) == query)
             scores[query] = clean[query, query]
             others.append(int(scores.argmax()) == query)
-            won = (queries[query] @ injected.T).amax(-1) > largest[query]
-            hijacked += [float(won[other].double().mean()) for other in range(count) if other != query]
-        return {"others": share(others), "all": share(everywhere), "hijacked": share(hijacked)}
+        return {"others": share(others), "all": share(everywhere)}
 
     result: dict = {kind: {str(number): measured(kind, number) for number in INJECTED} for kind in KINDS}
     return {"none": share((clean.argmax(1) == torch.arange(count)).tolist()), **result}
@@ -195,23 +170,20 @@ def share(values: list) -> float:
     return round(mean(map(float, values)), 4)
 
 
-QUICK = Size(pairs=64, epochs=2, injected=8)
-
-
-def measured(cell: Cell, size: Size) -> dict:
+def measured(cell: dict, size: dict) -> dict:
     """Train and measure a cell, on one thread, so that results depend on the seed alone."""
     torch.set_num_threads(1)
     began = time.monotonic()
-    pooling, panels = POOLINGS[cell.pooling], cell.tokens == PANEL_TOKENS
-    concepts = Concepts(cell.dimension, cell.seed)
-    training = concepts.pairs(size.pairs, cell.tokens, generator(cell.seed, 1))
-    held_out = concepts.pairs(size.pairs, cell.tokens, generator(cell.seed, 2))
-    torch.manual_seed(cell.seed)
-    encoder = Encoder(cell.dimension)
+    pooling, panels = POOLINGS[cell["pooling"]], cell["tokens"] == PANEL_TOKENS
+    concepts = Concepts(cell["dimension"], cell["seed"])
+    training = concepts.pairs(size["pairs"], cell["tokens"], generator(cell["seed"], 1))
+    held_out = concepts.pairs(size["pairs"], cell["tokens"], generator(cell["seed"], 2))
+    torch.manual_seed(cell["seed"])
+    encoder = Encoder(cell["dimension"])
     optimizer = torch.optim.Adam(encoder.parameters(), lr=LEARNING_RATE)
     gradients = []
-    for _ in range(size.epochs):
-        for rows in torch.randperm(size.pairs).split(BATCH):
+    for _ in range(size["epochs"]):
+        for rows in torch.randperm(size["pairs"]).split(BATCH):
             queries, documents = encoder(training.queries[rows]), encoder(training.documents[rows])
             loss = batch_loss(pooled_scores(queries, documents, pooling=pooling))
             optimizer.zero_grad()
@@ -223,22 +195,22 @@ def measured(cell: Cell, size: Size) -> dict:
     if panels:
         result["gini"] = {gradient: [epoch[gradient] for epoch in gradients] for gradient in ("score", "loss")}
         result["injection"] = {}
-    sweep = LENGTHS if panels and cell.dimension == SWEEP_DIMENSION else (cell.tokens,)
+    sweep = LENGTHS if panels and cell["dimension"] == SWEEP_DIMENSION else (cell["tokens"],)
     for name, pairs in {"training": training, "held_out": held_out}.items():
         result["recall"][name] = {
-            str(tokens): recall(encoder, concepts.of_length(pairs, tokens, generator(cell.seed, 3)), pooling)
+            str(tokens): recall(encoder, concepts.of_length(pairs, tokens, generator(cell["seed"], 3)), pooling)
             for tokens in sweep
         }
         if panels:
-            few = pairs.first(size.injected)
-            result["injection"][name] = injection(concepts, encoder, few, pooling, generator(cell.seed, 4))
+            few = Pairs(*(part[: size["injected"]] for part in (pairs.queries, pairs.wanted, pairs.documents)))
+            result["injection"][name] = injection(concepts, encoder, few, pooling, generator(cell["seed"], 4))
     return {**result, "seconds": round(time.monotonic() - began, 1)}
 
 
-def settings(size: Size) -> dict:
+def settings(size: dict) -> dict:
     """What results depend on beside the cell."""
     return {
-        **asdict(size),
+        **size,
         "concepts": CONCEPTS,
         "query_tokens": QUERY_TOKENS,
         "query_concepts_in_positive": QUERY_CONCEPTS,
@@ -257,22 +229,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def recorded(_: str, options: argparse.Namespace) -> dict:
-    return {"settings": settings(QUICK if options.quick else Size())}
+    return {"settings": settings(QUICK if options.quick else SIZE)}
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
     """Long ones first, so that no worker is left with one at the end."""
     shapes = [*((tokens, SWEEP_DIMENSION) for tokens in reversed(LENGTHS)), (PANEL_TOKENS, INJECTION_DIMENSION)]
     seeds = [0] if options.quick else options.seeds
-    made = [Cell(pooling, *shape, seed) for shape, pooling, seed in itertools.product(shapes, POOLINGS, seeds)]
-    return {cell.name: {"cell": asdict(cell)} for cell in made}
+    made = {}
+    for (tokens, dimension), pooling, seed in itertools.product(shapes, POOLINGS, seeds):
+        cell = {"pooling": pooling, "tokens": tokens, "dimension": dimension, "seed": seed}
+        made[f"{pooling}/M={tokens}/d={dimension}/seed={seed}"] = {"cell": cell}
+    return made
 
 
 def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
     """Measure cells, ``workers`` at a time."""
-    size = QUICK if options.quick else Size()
+    size = QUICK if options.quick else SIZE
     with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(measured, Cell(**cell["cell"]), size): name for name, cell in cells.items()}
+        running = {pool.submit(measured, cell["cell"], size): name for name, cell in cells.items()}
         for done in as_completed(running):
             yield running[done], done.result()
 

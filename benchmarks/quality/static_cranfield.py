@@ -1,4 +1,4 @@
-"""Static late interaction on the Cranfield collection: quality, sparsity and time against the threshold.
+"""Static late interaction on the Cranfield collection: quality and sparsity against the threshold.
 
     python -m benchmarks static_cranfield --data FOLDER    # measure what is missing, print the table, draw the plot
 
@@ -12,8 +12,7 @@ A cell is a threshold and weights, or one of the others. Metrics are of the judg
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -51,7 +50,7 @@ VALUE_ROWS = {
 DIMENSIONS = 256
 SIF = 1e-4  # of model2vec
 LENGTHS = {"query_length": 64, "document_length": 256}  # tokens; the encoder was trained on up to 256
-FEW = 64  # documents of which the time is taken where nothing is cut
+FEW = 64  # documents whose entries are counted where nothing is cut
 DEPTH = 101  # of rankings; the metrics look at 100, and a document may be the query itself
 
 
@@ -114,14 +113,8 @@ def mean_outputs(model: Any, batch_size: int = 1024) -> Tensor:
     return torch.cat(parts)
 
 
-def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    began = time.perf_counter()
-    result = call()
-    return result, time.perf_counter() - began
-
-
 class Measured:
-    """Static models of a task, measured; a cell's times are of one call."""
+    """Static models of a task, measured."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -139,83 +132,58 @@ class Measured:
         }
 
     @cached_property
-    def above_floor(self) -> tuple[Neighbours, float]:
-        """Pairs of tokens whose similarity exceeds the lowest number among the thresholds, and the seconds it took.
+    def above_floor(self) -> Neighbours:
+        """Pairs of tokens whose similarity exceeds the lowest number among the thresholds.
 
         Those of a higher threshold are among them, so that the product of the tables is made once.
         """
         model = self.static(FLOOR)
-        tables = model.query_vectors, model.document_vectors, self.tokens.ids.unique().long()
-        return timed(lambda: neighbours_above(*tables, model.thresholds))
+        used = self.tokens.ids.unique().long()
+        return neighbours_above(model.query_vectors, model.document_vectors, used, model.thresholds)
 
     def shifted(self, threshold: float) -> dict[str, Any]:
         """Documents that bound MaxSim, ranked by the bound."""
-        table, seconds = self.above_floor
-        table = picked(table, table.weights > threshold - FLOOR, threshold - FLOOR)
-        cell = self.cell(lambda: from_neighbours(self.tokens, table, None, None), QUERY_WEIGHTS)
-        return {**cell, "table_seconds": seconds}
+        table = picked(self.above_floor, self.above_floor.weights > threshold - FLOOR, threshold - FLOOR)
+        return self.cell(from_neighbours(self.tokens, table, None, None), QUERY_WEIGHTS)
 
     def values(self, threshold: float, power: float | None) -> dict[str, Any]:
         """Documents whose weights are similarities, or with a power these with BM25's saturation."""
-        table, seconds = self.above_floor
         # The cosine of a vector with itself is 1.
-        similarities = ((table.weights.double() + FLOOR) * 2**20).round() * 2.0**-20
+        similarities = ((self.above_floor.weights.double() + FLOOR) * 2**20).round() * 2.0**-20
         weights = (similarities ** (power or 1)).float()
-        table = picked(replace(table, weights=weights), similarities >= threshold, 0.0)
+        table = picked(replace(self.above_floor, weights=weights), similarities >= threshold, 0.0)
         mean = len(self.tokens.ids) / len(self.tokens)
         factor = None if power is None else partial(BM25().of_counts, mean_length=mean)
         weights_of_queries = QUERY_WEIGHTS if power is None else ["IDF"]
-        cell = self.cell(lambda: from_neighbours(self.tokens, table, None, factor), weights_of_queries)
-        return {**cell, "table_seconds": seconds}
+        return self.cell(from_neighbours(self.tokens, table, None, factor), weights_of_queries)
 
     def plain_bm25(self) -> dict[str, Any]:
         model = StaticLateInteraction.bm25(self.task.tokenizer, len(self.task.table)).fit(self.tokens)
-        return self.cell(lambda: model.documents(self.tokens), ["IDF"])
+        return self.cell(model.documents(self.tokens), ["IDF"])
 
     def maxsim(self) -> dict[str, Any]:
         """MaxSim of the table over all documents, by weights of query tokens; and documents that nothing is cut of."""
         model = self.static("lowest")
-        metrics = {}
-        for name, queries in self.queries.items():
-            found, searching = timed(lambda q=queries: model.search(q, self.tokens, DEPTH))
-            metrics[name] = self.task.metrics(*found)
-        few = self.tokens.part(0, FEW)
-        made, seconds = timed(lambda: model.documents(few))
-        return {
-            "metrics": metrics,
-            "nonzeros": len(made.terms) / FEW,
-            "documents_ms": seconds * 1e3 / FEW,
-            "search_ms": searching * 1e3 / len(queries),
+        metrics = {
+            name: self.task.metrics(*model.search(queries, self.tokens, DEPTH))
+            for name, queries in self.queries.items()
         }
+        return {"metrics": metrics, "nonzeros": len(model.documents(self.tokens.part(0, FEW)).terms) / FEW}
 
-    def cell(self, make: Callable[[], SparseBatch], weights: Iterable[str]) -> dict[str, Any]:
-        """Quality by weights of query tokens, and times, of documents as ``make`` makes them."""
-        documents, seconds = timed(make)
+    def cell(self, documents: SparseBatch, weights: Iterable[str]) -> dict[str, Any]:
+        """Quality by weights of query tokens, and entries of a document."""
         index = SparseIndex.build([documents])
-        cell: dict[str, Any] = {
-            "metrics": {},
-            "nonzeros": len(documents.terms) / len(documents),
-            "documents_ms": seconds * 1e3 / len(documents),
-        }
-        for name in weights:
-            found, searching = timed(lambda q=self.queries[name]: index.search(q, DEPTH))
-            cell["metrics"][name] = self.task.metrics(*found)
-            cell.setdefault("search_ms", searching * 1e3 / len(self.queries[name]))
-        return cell
+        metrics = {name: self.task.metrics(*index.search(self.queries[name], DEPTH)) for name in weights}
+        return {"metrics": metrics, "nonzeros": len(documents.terms) / len(documents)}
 
     def encoder(self) -> dict[str, Any]:
         """The encoder's own late interaction: its outputs for whole texts."""
         from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 
         encoder = retriever_of(self.task.encoder)
-        documents, seconds = timed(lambda: encoder.encode(self.task.documents, 32, is_query=False))
+        documents = encoder.encode(self.task.documents, 32, is_query=False)
         queries = encoder.encode(self.task.queries, 32, is_query=True)
-        found, searching = timed(lambda: encoder.search(queries, [documents], DEPTH))
-        return {
-            "metrics": {"none": self.task.metrics(*found)},
-            "documents_ms": seconds * 1e3 / len(documents),
-            "search_ms": searching * 1e3 / len(queries),
-        }
+        return {"metrics": {"none": self.task.metrics(*encoder.search(queries, [documents], DEPTH))}}
 
 
 def picked(table: Neighbours, kept: Tensor, less: float) -> Neighbours:
@@ -271,12 +239,12 @@ def ndcg(cell: dict, weights: str) -> str:
 
 
 def markdown(content: dict) -> str:
-    """Quality, non-zeros and times by threshold, of bounds of MaxSim and with BM25's weights; and what stands beside them."""
+    """Quality and entries by threshold, of bounds of MaxSim and with BM25's weights; and what stands beside them."""
     cells = content["cells"]
     rows = [_row("none is cut: MaxSim", cells[MAXSIM_CELL])] if MAXSIM_CELL in cells else []
     rows += [_row(f"{each:g}", cells[cell_name(each)]) for each in THRESHOLDS if cell_name(each) in cells]
     columns = ["threshold", "entries a document", *(f"nDCG@10, weights: {name}" for name in QUERY_WEIGHTS)]
-    parts = [table([*columns, "a document", "a query"], rows)]
+    parts = [table(columns, rows)]
     rows = [
         [title, *(ndcg(cells.get(cell_name(each, name), {"metrics": {}}), weights) for each in VALUE_THRESHOLDS)]
         for title, (weights, name) in VALUE_ROWS.items()
@@ -288,13 +256,8 @@ def markdown(content: dict) -> str:
     return "\n\n".join(parts)
 
 
-def _row(title: str, cell: dict, weights: list[str] | None = None) -> list[str]:
-    times = [_ms(cell[key]) if key in cell else "" for key in ("documents_ms", "search_ms")]
-    return [title, f"{cell['nonzeros']:,.0f}", *(ndcg(cell, name) for name in weights or QUERY_WEIGHTS), *times]
-
-
-def _ms(value: float) -> str:
-    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"
+def _row(title: str, cell: dict) -> list[str]:
+    return [title, f"{cell['nonzeros']:,.0f}", *(ndcg(cell, name) for name in QUERY_WEIGHTS)]
 
 
 def plot(content: dict, target: Path) -> None:

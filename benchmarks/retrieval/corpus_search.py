@@ -1,5 +1,4 @@
-"""Exact search of a corpus on disk by format: streamed from its memory map, resident on the GPU, rescored from bf16, and
-by PyLate's own scoring.
+"""Exact search of a corpus on disk by format: streamed from its memory map, rescored from bf16, and by PyLate's scoring.
 
     python -m benchmarks corpus_search --folder /data/corpora
     python -m benchmarks corpus_search --folder /tmp/corpora --passages 500 --queries 4 --dim 16 --centroids 32 --results /tmp/a.json
@@ -48,7 +47,6 @@ BITS = {"residual-4": 4, "residual-2": 2}
 FORMATS = ["bf16", "int8", "fp8", *BITS]
 TITLES = {
     "streamed": "from the memory map",
-    "resident": "corpus on the device",
     "rescored": "from the memory map, rescored from bf16",
 }
 
@@ -186,12 +184,6 @@ def searched(
         yield f"{name}/read", {**result, "gigabytes_per_second": corpus.nbytes / result["seconds"] / 1e9}
     result, found = seconds_of(lambda: search(queries, batches(), k), device, REPEATS)
     yield f"{name}/streamed", {**result, **compared(found)}
-
-    resident = list(batches())
-    result, again = seconds_of(lambda: search(queries, resident, k), device, REPEATS)
-    same = all(torch.equal(ours, theirs) for ours, theirs in zip(found, again, strict=True))
-    yield f"{name}/resident", {**result, **compared(again), "same_as_streamed": same}
-    resident.clear()
 
     if expected is not None:
         result, again = seconds_of(lambda: search(queries, batches(), k, rescore=corpora["bf16"]), device)

@@ -31,6 +31,10 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import pylate_fastmaxsim
 from benchmarks.harness.lengths import log_normal
 from benchmarks.harness.tables import table, times
 from benchmarks.training.encoder import DOCUMENT_LENGTH, VOCABULARY, save_encoder
@@ -121,8 +125,6 @@ def _encoding(model, host: str, what: str, batch: int) -> Callable[[list[str]], 
 @functools.cache
 def _saved(host: str, layers: int | None, hidden: int | None) -> tempfile.TemporaryDirectory:
     """A model in random weights, of which the projection too is saved: all cells load the same."""
-    import torch
-
     folder = tempfile.TemporaryDirectory()
     splade = host == "sparse"
     save_encoder(Path(folder.name), layers, "bert" if splade else "modernbert", masked_lm=splade, **sizes(hidden))
@@ -144,10 +146,6 @@ def _expected(host: str, what: str, folder: str, device: str) -> object:
 
 
 def measure(cell: dict) -> dict:
-    import torch
-
-    import pylate_fastmaxsim
-
     host, what = cell["host"], cell["what"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     gc.collect()  # the model of the cell before
@@ -163,8 +161,6 @@ def measure(cell: dict) -> dict:
 
 
 def _texts(model, cell: dict, folder: str, device: str) -> dict:
-    import torch
-
     host, what = cell["host"], cell["what"]
     texts = texts_of(max(cell["texts"], COMPARED), QUERY_TOKENS if what == "queries" else DOCUMENT_TOKENS, seed=0)
     encode = _encoding(model, host, what, cell["batch"])
@@ -234,9 +230,6 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _busy(encode: Callable, texts: list[str]) -> float:
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
     seconds = _seconds(lambda: encode(texts))
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         encode(texts)
@@ -245,8 +238,6 @@ def _busy(encode: Callable, texts: list[str]) -> float:
 
 
 def _distances(made, expected) -> dict:
-    import torch
-
     def vectors(embeddings) -> torch.Tensor:
         if isinstance(embeddings, list):
             embeddings = torch.cat([torch.as_tensor(each) for each in embeddings])

@@ -7,10 +7,10 @@
 
 Shapes are those of FiQA, Quora, a million passages and MS MARCO. Vectors of length 1 lie around 8,000 centres, lengths are
 uniform from half of the mean to one and a half, and a query is 32 tokens of a document, moved a little. All systems are
-given the same vectors and return the ten best on the host; fast-plaid, which takes seconds, of 256 queries, once. ``recall`` is the share of the ten best in float64 of 32
-queries, where what scores as much as the tenth counts. ``one_ms`` is a query alone. The hosts score the first 20,000
-documents, in the chunks that they choose; their rate for all is extrapolated. ``add`` is 100,000 documents more, of NumPy
-as ``encode`` returns them, until they are found, beside copying their vectors to the GPU in one piece. ``memory`` searches
+given the same vectors and return the ten best on the host; fast-plaid, which takes seconds, of 256 queries, once.
+``recall`` is the share of the ten best in float64 of 32 queries, where what scores as much as the tenth counts. The hosts
+score the first 20,000 documents; their rate for all is extrapolated. ``add`` is 100,000 documents more, of NumPy as
+``encode`` returns them, until they are found, beside copying their vectors to the GPU in one piece. ``memory`` searches
 residual codes of 2 bits of random numbers, which are searched as fast as any.
 """
 
@@ -18,20 +18,24 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad
 
 from benchmarks.harness.tables import table, times
+from benchmarks.harness.timing import seconds_of
+from pylate_fastmaxsim import CompressedBatch, ResidualCodec, TokenBatch, reference
+from pylate_fastmaxsim.compressed import Residual
+from pylate_fastmaxsim.indexes import Exact
+from pylate_fastmaxsim.retrieval.search import search
 
 TIMEOUT = 300
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Documents, tokens of a document on average, queries.
 SHAPES = {"fiqa": (57_600, 130, 648), "quora": (523_000, 16, 1000), "million": (1_000_000, 80, 648)}
 MARCO = (8_800_000, 70, 1000)
@@ -62,53 +66,36 @@ def process_of(cell: dict) -> tuple[str, bool]:
     return cell["shape"], cell["way"] in OURS
 
 
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _vectors(count: int, dim: int, generator: torch.Generator, centres: Tensor) -> Tensor:
-    near = torch.randint(len(centres), (count,), generator=generator, device=centres.device)
-    noise = torch.randn(count, dim, generator=generator, device=centres.device)
-    return normalize(centres[near].add_(noise, alpha=0.06), dim=-1).bfloat16()
-
-
 @functools.cache
 def _data(shape: str, share: float, dim: int) -> tuple[list[Tensor], Tensor, Tensor]:
     """Documents and queries on the device, and the exact scores of some queries, float64 ``[CHECKED, N]``."""
     count, mean, queries = SHAPES[shape]
     count = int(count * share)
-    generator = torch.Generator(_device()).manual_seed(0)
-    centres = normalize(torch.randn(CENTRES, dim, generator=generator, device=_device()), dim=-1)
+    generator, draw = torch.Generator(DEVICE).manual_seed(0), torch.Generator().manual_seed(1)
+    centres = normalize(torch.randn(CENTRES, dim, generator=generator, device=DEVICE), dim=-1)
     sizes = torch.randint(mean // 2, mean * 3 // 2 + 1, (count,), generator=torch.Generator().manual_seed(0))
-    values = torch.cat([_vectors(int(part.sum()), dim, generator, centres) for part in sizes.split(1 << 14)])
-    documents = list(values.split(sizes.tolist()))
-    draw = torch.Generator().manual_seed(1)
-    asked = []
+    parts, exact = [], []
+    for part in sizes.split(1 << 14):
+        near = torch.randint(CENTRES, (int(part.sum()),), generator=generator, device=DEVICE)
+        noise = torch.randn(len(near), dim, generator=generator, device=DEVICE)
+        parts.append(normalize(centres[near].add_(noise, alpha=0.06), dim=-1).bfloat16())
+    batch = TokenBatch.from_packed(torch.cat(parts), pad(sizes.cumsum(0), (1, 0)).to(DEVICE))
+    documents, asked = list(batch.values.split(sizes.tolist())), []
     for at in torch.randint(count, (queries,), generator=draw).tolist():
         tokens = torch.randint(len(documents[at]), (QUERY_TOKENS,), generator=draw)
-        moved = documents[at][tokens.to(values.device)].float() + 0.05 * torch.randn(
-            QUERY_TOKENS, dim, generator=draw
-        ).to(values.device)
-        asked.append(normalize(moved, dim=-1).bfloat16())
+        noise = 0.05 * torch.randn(QUERY_TOKENS, dim, generator=draw)
+        asked.append(normalize(documents[at][tokens.to(DEVICE)].float() + noise.to(DEVICE), dim=-1).bfloat16())
     asked = torch.stack(asked)
-    few, exact = asked[:CHECKED].double().flatten(0, 1), []
-    for part in sizes.split(max(1, (1 << 18) // mean)):
-        begin = sum(each.shape[1] for each in exact)
-        similarities = torch.cat(documents[begin : begin + len(part)]).double() @ few.T
-        best = torch.segment_reduce(similarities, "max", lengths=part.to(values.device), axis=0)
-        exact.append(best.view(len(part), -1, QUERY_TOKENS).sum(2).T)
+    few = TokenBatch.from_padded(asked[:CHECKED].double())
+    for rows in torch.arange(count, device=DEVICE).split((1 << 18) // mean):
+        some = batch.select(rows)
+        exact.append(reference.maxsim(few, some.with_values(some.values.double())))
     return documents, asked, torch.cat(exact, dim=1)
 
 
 def _seconds(call: Callable[[], object], repeats: int = 1) -> tuple[float, object]:
-    each = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        result = call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        each.append(time.perf_counter() - start)
-    return statistics.median(each), result
+    measured, result = seconds_of(call, DEVICE, repeats)
+    return measured["seconds"], result
 
 
 def _recall(found: list[list[int]], exact: Tensor) -> float:
@@ -136,9 +123,7 @@ def measure(cell: dict) -> dict:
 
 
 def _built(cell: dict, documents: list[Tensor], format: str):
-    from pylate_fastmaxsim.indexes import Exact
-
-    many = [f"cuda:{number}" for number in range(cell["devices"])] if cell["devices"] > 1 else _device()
+    many = [f"cuda:{number}" for number in range(cell["devices"])] if cell["devices"] > 1 else DEVICE
     return _seconds(lambda: Exact(format=format, device=many).add_documents(range(len(documents)), documents))
 
 
@@ -164,8 +149,8 @@ def _plaid(cell: dict, documents: list[Tensor], queries: Tensor, exact: Tensor) 
     queries = queries[:PLAID_QUERIES].cpu().float()
     with tempfile.TemporaryDirectory() as folder:
         on_host = [each.half().cpu() for each in documents]
-        seconds = _seconds(lambda: FastPlaid(folder, device=_device()).create(on_host))[0]
-        index, made = FastPlaid(folder, device=_device(), low_memory=False), {}
+        seconds = _seconds(lambda: FastPlaid(folder, device=DEVICE.type).create(on_host))[0]
+        index, made = FastPlaid(folder, device=DEVICE.type, low_memory=False), {}
         for name, options in (("", {}), ("probes_32_", {"n_ivf_probe": 32, "n_full_scores": 8192})):
 
             def search(some: Tensor, options: dict = options) -> list[list[int]]:
@@ -181,7 +166,6 @@ def _scored(cell: dict, documents: list[Tensor], queries: Tensor, exact: Tensor)
     some = documents[:SCORED]
     if cell["way"] == "pylate":
         from benchmarks.retrieval.corpus_search import stock_search
-        from pylate_fastmaxsim import TokenBatch
 
         chunks = [TokenBatch.from_list(some[at : at + 512]) for at in range(0, len(some), 512)]
         search = functools.partial(stock_search, chunks=chunks, k=K, dtype=torch.bfloat16)
@@ -203,50 +187,41 @@ def _add(cell: dict, documents: list[Tensor], queries: Tensor, exact: Tensor) ->
     more = [each.cpu().float().numpy() for each in documents[: int(MORE * cell["share"])]]
     named = [f"new {number}" for number in range(len(more))]
     seconds = _seconds(lambda: index.add_documents(named, more)(queries[:1]))[0]
-    copied = _seconds(lambda: torch.cat([*map(torch.from_numpy, more)]).bfloat16().to(_device()), 3)[0]
+    copied = _seconds(lambda: torch.cat([*map(torch.from_numpy, more)]).bfloat16().to(DEVICE), 3)[0]
     return {"seconds": seconds, "copy_seconds": copied, "tokens": sum(map(len, more))}
 
 
 def _memory(cell: dict) -> dict:
-    from pylate_fastmaxsim import CompressedBatch, ResidualCodec, TokenBatch
-    from pylate_fastmaxsim.compressed import Residual
-    from pylate_fastmaxsim.retrieval.search import search
-
-    (count, mean, queries), dim, device = MARCO, cell["dim"], _device()
+    (count, mean, queries), dim = MARCO, cell["dim"]
     count = int(count * cell["share"])
-    generator = torch.Generator(device).manual_seed(0)
-    sample = normalize(torch.randn(1 << 16, dim, generator=generator, device=device), dim=-1)
-    codec, batches = ResidualCodec.train(sample, 2, min(1 << 15, len(sample) // 4)).to(device), []
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    sample = normalize(torch.randn(1 << 16, dim, generator=generator, device=DEVICE), dim=-1)
+    codec, batches = ResidualCodec.train(sample, 2, min(1 << 15, len(sample) // 4)).to(DEVICE), []
     for part in torch.arange(count).split(200_000):
         tokens = len(part) * mean
-        codes = torch.randint(len(codec.centroids), (tokens,), generator=generator, device=device, dtype=torch.int32)
-        packed = torch.randint(256, (tokens, dim // 4), generator=generator, device=device, dtype=torch.uint8)
-        starts = torch.arange(0, tokens, mean, device=device)
-        residual = Residual(codes, packed, torch.ones(tokens, device=device), codec)
+        codes = torch.randint(len(codec.centroids), (tokens,), generator=generator, device=DEVICE, dtype=torch.int32)
+        packed = torch.randint(256, (tokens, dim // 4), generator=generator, device=DEVICE, dtype=torch.uint8)
+        starts = torch.arange(0, tokens, mean, device=DEVICE)
+        residual = Residual(codes, packed, torch.ones(tokens, device=DEVICE), codec)
         batches.append(CompressedBatch(residual, starts, torch.full_like(starts, mean), mean, gapless=True))
-    asked = torch.randn(queries, QUERY_TOKENS, dim, generator=generator, device=device)
+    asked = torch.randn(queries, QUERY_TOKENS, dim, generator=generator, device=DEVICE)
     asked = TokenBatch.from_padded(normalize(asked, dim=-1).bfloat16())
-    one = asked.select(torch.zeros(1, dtype=torch.int64, device=device))
+    one = asked.select(torch.zeros(1, dtype=torch.int64, device=DEVICE))
     search(one, batches, K)
     seconds, alone = (_seconds(lambda some=some: search(some, batches, K), 3)[0] for some in (asked, one))
-    held = torch.cuda.memory_allocated() if device == "cuda" else None
+    held = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else None
     return {"seconds": seconds, "queries_per_second": queries / seconds, "one_ms": alone * 1e3, "bytes": held}
 
 
 def markdown(content: dict) -> str:
     """Queries a second, one query, building and recall, beside how many times fast-plaid's rate at its defaults."""
-    rows = []
-    for name, cell in content["cells"].items():
-        rate, peers = (
-            cell.get("queries_per_second"),
-            [each for each in content["cells"].values() if each["shape"] == cell["shape"] and "plaid" in each["way"]],
-        )
-        gain = times(rate, peers[0]["queries_per_second"]) if rate and peers and "recall" in peers[0] else ""
-        shown = (
-            (f"{rate:,.0f}", gain, f"{cell['one_ms']:,.2f} ms")
-            if rate
-            else (cell.get("status", cell.get("failure")), "", "")
-        )
-        build, recall = cell.get("build_seconds"), cell.get("recall")
+    cells, rows = content["cells"], []
+    plaid = {each["shape"]: each for each in reversed(cells.values()) if "plaid" in each["way"]}
+    for name, cell in cells.items():
+        rate, build, recall = (cell.get(key) for key in ("queries_per_second", "build_seconds", "recall"))
+        shown = [cell.get("status", cell.get("failure")), "", ""]
+        if rate:
+            gain = times(rate, plaid.get(cell["shape"], {}).get("queries_per_second"))
+            shown = [f"{rate:,.0f}", gain, f"{cell['one_ms']:,.2f} ms"]
         rows.append([name, *shown, f"{build:.1f} s" if build else "", f"{recall:.3f}" if recall else ""])
     return table(["search", "queries a second", "of fast-plaid's", "one query", "building", "recall"], rows)

@@ -35,11 +35,10 @@ _leaves: WeakKeyDictionary[nn.Module, dict[tuple, Tensor]] = WeakKeyDictionary()
 class Embedded(nn.Module):
     """In place of a ColBERT model: returns stored bfloat16 embeddings, leaves with gradients, for each call.
 
-    With ``float32`` the loss gets them in float32, as accelerate converts the outputs of a model that trains in bf16.
-    Otherwise they stay bfloat16, as with this package's fused head.
+    The loss gets them in float32, as accelerate converts the outputs of a model that trains in bf16.
     """
 
-    def __init__(self, device: torch.device, float32: bool = True) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
         generator = torch.Generator(device).manual_seed(0)
         self.lookup = _Lookup(torch.randn(VOCABULARY, DIM, device=device, generator=generator).bfloat16())
@@ -48,8 +47,7 @@ class Embedded(nn.Module):
         self.do_query_expansion = True
         self.attend_to_expansion_tokens = False
         self.query_length = QUERY_LENGTH
-        if float32:
-            self.forward = convert_outputs_to_fp32(self.forward)
+        self.forward = convert_outputs_to_fp32(self.forward)
 
     def _first_module(self) -> nn.Module:
         return self.lookup
@@ -118,24 +116,15 @@ class Step:
     """A call is forward + backward of one loss on one batch, from token embeddings to their gradients."""
 
     def __init__(
-        self,
-        loss: str,
-        queries: int,
-        columns: int,
-        document_length: int,
-        device: torch.device,
-        seed: int,
-        float32: bool = True,
-        **options,
+        self, loss: str, queries: int, columns: int, document_length: int, device: torch.device, seed: int
     ) -> None:
-        self.model = Embedded(device, float32).train()
+        self.model = Embedded(device).train()
         one_column = loss == "distillation"
         self.features = make_features(self.model, queries, columns, document_length, seed, one_column)
         self.labels = torch.linspace(0, 1, columns, device=device).expand(queries, -1) if one_column else None
+        options = {} if one_column else {"temperature": 0.02}
         if loss == "cached_contrastive":
             options["mini_batch_size"] = MINI_BATCH
-        if loss != "distillation":
-            options["temperature"] = 0.02
         self.loss_function = LOSSES[loss](self.model, **options)
         self.device = device
 

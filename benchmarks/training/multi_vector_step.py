@@ -19,6 +19,9 @@ import random
 import tempfile
 from pathlib import Path
 
+import torch
+
+import pylate_fastmaxsim
 from benchmarks.training import steps
 from benchmarks.training.encoder import DOCUMENT_LENGTH, make_rows, save_encoder
 from benchmarks.training.steps import SWITCH, measured, padding, run, steps_table  # noqa: F401
@@ -39,15 +42,11 @@ def measure(cell: dict) -> dict:
 
 
 def _measured(cell: dict, directory: Path) -> dict:
-    import torch
-
     flash, fast = cell["path"] in ("flash", "both"), cell["path"] in ("fast", "both")
     kernels = provide(directory / "flash_attention") if flash else None
 
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.multi_vector_encoder import losses
-
-    import pylate_fastmaxsim
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")

@@ -15,13 +15,16 @@ import itertools
 import os
 from importlib.metadata import version
 
+import torch
+
+import pylate_fastmaxsim
 from benchmarks.training import steps
 from benchmarks.training.steps import measured, run, steps_table  # noqa: F401
 
 TIMEOUT = 480
 PATHS = {"stock": "colpali-engine", "fast": "colpali-engine + pylate-fastmaxsim"}
 QUERY_TOKENS = 25
-# Of the published models; "tiny" is for a trial without a GPU.
+# Of the published models.
 TEXT = {
     "colpali": {
         "model_type": "gemma",
@@ -68,17 +71,12 @@ VISION = {
     },
 }
 GRID = {"colpali": (32, 32), "colqwen2": (32, 24)}  # visual tokens of a page
-TINY_TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
-TINY_VISION = {
-    "colpali": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
-    "colqwen2": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
-}
 PROMPT = [3, 4, 5, 6, 7, 8]
 IMAGE, VISION_START, VISION_END, VIDEO = 10, 11, 12, 13
 TARGETS = ".*language_model.*(down_proj|gate_proj|up_proj|k_proj|q_proj|v_proj|o_proj).*|.*custom_text_proj.*"
 
 
-def build_model(kind: str, tiny: bool):
+def build_model(kind: str):
     """A model with random weights on the default device and of the default dtype, and adapters on it."""
     from colpali_engine.models import ColPali, ColQwen2
     from peft import LoraConfig, get_peft_model
@@ -87,11 +85,6 @@ def build_model(kind: str, tiny: bool):
     from pylate_fastmaxsim.recipes.kinds.pages import work_around_transformers
 
     text, vision = dict(TEXT[kind]), dict(VISION[kind])
-    if tiny:
-        text |= TINY_TEXT | {"num_attention_heads": 2, "num_key_value_heads": 1}
-        vision |= TINY_VISION[kind]
-        if kind == "colqwen2":
-            text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [4, 6, 6]}
     if kind == "colpali":
         size = text["hidden_size"]
         config = PaliGemmaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE, projection_dim=size)
@@ -107,8 +100,6 @@ def build_model(kind: str, tiny: bool):
 
 def make_pages(kind: str, batch: int) -> dict:
     """Pages of one size, as from the processor of a model."""
-    import torch
-
     height, width = GRID[kind]
     visual = [IMAGE] * (height * width)
     row = visual + PROMPT if kind == "colpali" else [PROMPT[0], VISION_START, *visual, VISION_END, *PROMPT]
@@ -125,25 +116,20 @@ def make_pages(kind: str, batch: int) -> dict:
 
 
 def make_queries(batch: int) -> dict:
-    import torch
-
     ids = torch.randint(20, 500, (batch, QUERY_TOKENS))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def measure(cell: dict) -> dict:
     os.environ["COLPALI_SCORES_BACKEND"] = "torch" if cell["path"] == "stock" else "auto"
-    import torch
     from colpali_engine.loss import ColbertLoss
-
-    import pylate_fastmaxsim
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with device:
-        model = build_model(cell["kind"], cell["tiny"]).train()
+        model = build_model(cell["kind"]).train()
     torch.set_default_dtype(torch.float32)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if cell["path"] == "fast":
@@ -177,11 +163,10 @@ def recorded(*_) -> dict:
 def add_options(parser: argparse.ArgumentParser) -> None:
     steps.add_options(parser, PATHS, [16, 64], compiled=False, warmup=2, steps=5)
     parser.add_argument("--kinds", nargs="+", choices=list(TEXT), default=list(TEXT))
-    parser.add_argument("--tiny", action="store_true", help="small models, for a trial without a GPU")
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
-    how = {"warmup": options.warmup, "steps": options.steps, "tiny": options.tiny}
+    how = {"warmup": options.warmup, "steps": options.steps}
     return {
         cell_name(kind, path, batch): {"kind": kind, "path": path, "batch": batch, **how}
         for kind, batch, path in itertools.product(options.kinds, options.batches, options.paths)

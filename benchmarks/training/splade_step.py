@@ -19,6 +19,9 @@ import random
 import tempfile
 from pathlib import Path
 
+import torch
+
+import pylate_fastmaxsim
 from benchmarks.harness.lengths import log_normal
 from benchmarks.training import steps
 from benchmarks.training.encoder import VOCABULARY, save_encoder
@@ -41,13 +44,10 @@ def text(mean: float, draw: random.Random) -> str:
 
 
 def _measured(cell: dict, directory: Path) -> dict:
-    import torch
     from sentence_transformers import SparseEncoder
     from sentence_transformers.sparse_encoder import SparseEncoderTrainer, losses
     from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator
     from sentence_transformers.sparse_encoder.training_args import SparseEncoderTrainingArguments
-
-    import pylate_fastmaxsim
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")

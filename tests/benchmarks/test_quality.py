@@ -4,7 +4,7 @@ pytest.importorskip("pylate")
 
 from benchmarks.harness.records import load
 from benchmarks.harness.suite import run_suite
-from benchmarks.quality import first_stage_cranfield, static_cranfield
+from benchmarks.quality import compressed_fidelity, first_stage_cranfield, static_cranfield
 from benchmarks.quality.static_cranfield import BM25_CELL, ENCODER_CELL, MAXSIM_CELL, QUERY_WEIGHTS, cell_name
 from tests.support.beir_folder import write_folder
 
@@ -42,3 +42,12 @@ def test_suites_of_cranfield_measure_what_is_missing(encoder, tmp_path, monkeypa
         for shares in (list(cell[name].values()) for name in first_stage_cranfield.QUERIES):
             # The last k is more than all documents; what shares no term with a query is not found.
             assert shares == sorted(shares) and 0.9 < shares[-1] <= 1
+
+    monkeypatch.setattr(compressed_fidelity, "CENTROIDS", 32)
+    options[-1] = str(tmp_path / "fidelity.json")
+    run_suite("compressed_fidelity", options)
+    cells = load(tmp_path / "fidelity.json")["cells"]
+    assert [round(cell["bytes_per_token"], 1) for cell in cells.values()] == [128, 64, 32.1, 36, 32, 24, 16, 12]
+    shares = [cells[f"cranfield/{format}"]["top10"] for format in ("float32", "int8", "residual-4", "residual-1")]
+    assert shares[0] == 1 and shares == sorted(shares, reverse=True)
+    assert all(cell["rescored"]["top10"] >= cell["top10"] for cell in cells.values())

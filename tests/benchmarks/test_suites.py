@@ -13,33 +13,25 @@ from tests.support.paths import ROOT
 
 # Its options, how many cells it then has, and what it prints.
 TINY_STEPS = "--compile no --layers 1 --different 1 --warmup 1 --batches 2 --steps"
+STEPS = f"{TINY_STEPS} 1 --document-length 30"
 CORPUS = "--folder {folder}/corpora --passages 400 --queries 3 --dim 16 --mean 20 --k 10 --centroids 64"
 RUNS = {
     "operators": ("--shapes tiny --competitors fast einsum --only tiny*", 6, "| tiny: 3 x 4 against 5 x 8"),
-    "head": ("--only tiny*/fast*", 4, "| tiny/fast forward_backward |"),
+    "head": ("--only tiny/fast*", 2, "| tiny/fast forward_backward |"),
     "xtr": ("", 1, "| tiny fast forward_backward |"),
     "pooling_operators": ("--only */fast */ragged */einsum", 13, "| 3x8 against 5x24 | `LogSumExp(0.1)` |"),
     "splade_head": ("--only tiny/stock tiny/fast tiny/padded", 3, "| tiny/fast dense forward |"),
-    "compressed_operators": ("--only */fast/* */naive/*", 22, "| 3x4 against 5x9 | fp8 |"),
-    "train_step": (
-        f"{TINY_STEPS} 1 --document-length 30 --checkpointing no --paths stock fast --ranks 2",
-        2,
-        "| PyLate + pylate-fastm",
-    ),
-    "lengths": (f"{TINY_STEPS} 1 --tokens 15 --document-length 30", 2, "| padding | PyLate |"),
+    "compressed_operators": ("--only */fast/* */naive/*", 11, "| 3x4 against 5x9 | fp8 |"),
+    "train_step": (f"{STEPS} --checkpointing no --paths stock fast --ranks 2", 2, "| PyLate + pylate-fastm"),
+    "lengths": (f"{STEPS} --tokens 15", 2, "| padding | PyLate |"),
     "losses": ("--queries 8 --lengths 12 --paths stock fast", 6, "| path=fast/loss=distillation/queries=1"),
     "splade_step": (f"{TINY_STEPS} 8 --hidden 64", 2, "| Sentence Transformers + pylate-fastmaxsim | "),
     "sparse_search": ("--sizes 100 300 --sweep-size 300 --queries 4 --tiny", 5, "| 300 | k = 10 |"),
     "sparse_two_gpus": ("--documents 300 --queries 3", 1, "| all cases k=10 sharded_ms |"),
-    "compressed_fidelity": ("--queries 3 --documents 300 --dim 16 --centroids 32", 8, "| int8, scales of tokens |"),
     "pooling_study": ("--quick --only */M=64/*", 6, "| **gradient of the score** |"),
-    "encode": (
-        "--texts 70 --layers 1 --hidden 64 --only pylate/doc*/*s[t]*256",
-        2,
-        "| pylate | documents | fast bfloat16 256 |",
-    ),
+    "encode": ("--texts 70 --layers 1 --hidden 64 --only pylate/doc*/*s[t]*256", 2, "| fast bfloat16 256 |"),
     "exact_search": ("--share 0.002 --dim 16 --only fiqa/* million/add", 5, "| fiqa/bfloat16 | "),
-    "corpus_search": (f"{CORPUS} --stock-passages 200 --check-passages 300", 23, "| PyLate |"),
+    "corpus_search": (f"{CORPUS} --stock-passages 200 --check-passages 300", 18, "| PyLate |"),
 }
 NOT_HERE = {
     "attention": "a GPU",
@@ -48,8 +40,7 @@ NOT_HERE = {
     "page_step": "colpali-engine",
     "multi_vector_step": "Sentence Transformers 6",
     "cranfield": "the collection, and an encoder of 84 MB",
-    "static_cranfield": "the collection: test_quality.py",
-    "first_stage_cranfield": "the collection: test_quality.py",
+    **dict.fromkeys(("static_cranfield", "first_stage_cranfield", "compressed_fidelity"), "data: test_quality.py"),
 }
 
 
@@ -103,13 +94,6 @@ def check_errors(cells: dict[str, dict]) -> None:
             assert gradients and max(gradients) < bound, (name, cell)
 
 
-def check_fidelity(cells: dict[str, dict]) -> None:
-    assert [round(cell["bytes_per_token"], 1) for cell in cells.values()] == [64, 32, 16.1, 20, 16, 16, 12, 10]
-    shares = [cells[f"random/{format}"]["top100"] for format in ("float32", "int8", "residual-4", "residual-1")]
-    assert shares[0] == 1 and shares == sorted(shares, reverse=True) and len({*shares}) == 4
-    assert all(cell["rescored"]["top10"] >= cell["top10"] for cell in cells.values())
-
-
 def check_losses(cells: dict[str, dict]) -> None:
     for name, cell in cells.items():
         # Stock's scores are rounded to bfloat16, and divided by a temperature of 0.02.
@@ -145,7 +129,6 @@ def check_exact(cells: dict[str, dict]) -> None:
 
 def check_corpus(cells: dict[str, dict]) -> None:
     formats = ("bf16", "int8", "fp8", "residual-4", "residual-2")
-    assert all(cells[f"{name}/resident"]["same_as_streamed"] for name in formats)
     for name in formats[1:]:
         shares = [cells[f"{name}/{way}"]["difference"]["share_of_same_passages"] for way in ("streamed", "rescored")]
         assert 0.3 < shares[0] <= 1 and shares[1] >= shares[0], name
@@ -160,7 +143,6 @@ def check_corpus(cells: dict[str, dict]) -> None:
 CHECKS = {
     **dict.fromkeys(("operators", "head", "pooling_operators", "splade_head", "compressed_operators"), check_errors),
     "losses": check_losses,
-    "compressed_fidelity": check_fidelity,
     "train_step": check_step_of_ranks,
     "splade_step": check_turns,
     "sparse_search": check_sparse,

@@ -1,5 +1,6 @@
 """Batches of texts for the tests of attention, and how far a result is from the definition in float64."""
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -72,31 +73,15 @@ def weights_kept(batch: Case, forward: Callable[[Case], Tensor]) -> Tensor:
     return torch.cat(seen, dim=2)[..., : batch.max_length].transpose(0, 1)
 
 
-class RotaryCase(NamedTuple):
-    qkv: Tensor
-    cos: Tensor
-    sin: Tensor
-    cu_seqlens: Tensor
-    key_cu_seqlens: Tensor
-    max_length: int
-    scale: float
-    reach: int
+RotaryCase = namedtuple("RotaryCase", ["qkv", "cos", "sin", *Case._fields[3:]])
 
 
-def rotary_case(
-    lengths: list[int],
-    reach: int = -1,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    heads: int = 2,
-    dim: int = 16,
-    key_lengths: list[int] | None = None,
-    behind: int = 0,
-) -> RotaryCase:
-    """Rows of random positions, ``behind`` of them behind the last text."""
-    plain = case(lengths, reach, device=device, heads=heads, dim=dim, key_lengths=key_lengths)
+def rotary_case(lengths: list[int], *options, behind: int = 0, **named) -> RotaryCase:
+    """Rows of random positions, ``behind`` of them behind the last text; the options are those of ``case``."""
+    plain = case(lengths, *options, **named)
     generator = torch.Generator().manual_seed(2)
-    rows = sum(lengths) + behind
+    rows, (_, heads, dim) = sum(lengths) + behind, plain.query.shape
+    device, dtype = plain.query.device, plain.query.dtype
     qkv = torch.randn(rows, 3, heads, dim, generator=generator).to(device, dtype)
     angles = 9 * torch.randn(rows, dim // 2, generator=generator).repeat(1, 2).to(device)
     return RotaryCase(qkv, angles.cos(), angles.sin(), *plain[3:])
