@@ -139,7 +139,7 @@ def test_bad_arguments():
         ({"candidates": None, "loss_gradient": torch.ones(2, 1)}, r"loss_gradient must .*, \(2, 2\), got \(2, 1\)"),
         ({"candidates": torch.tensor([[0], [-1]])}, "candidates must be from 0 to Nd - 1 = 1, got -1"),
         ({"pooling": "max"}, "pooling must be"),
-        ({"queries": vectors[0]}, "padded queries must be"),
+        ({"queries": vectors[0]}, r"queries must be \[N, L, d\], got one text"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"^gradient_concentration: {said}"):
             gradient_concentration(**right | changed)
