@@ -173,14 +173,12 @@ def _best(
         if len(batch) == 0:
             continue
         rows = max(1, SCORES_AT_ONCE // len(batch))
-        parts = (
-            [*torch.arange(len(queries), device=queries.device).split(rows)] if len(queries) > rows else [slice(None)]
-        )
-        merged = []
-        for part in parts:
-            some = queries if len(parts) == 1 else queries.select(part)
-            found = pooled_scores(some, batch, pooling=pooling)
-            merged.append(merge(scores[part], positions[part], found, seen, k))
+        numbers = torch.arange(len(queries), device=queries.device)
+        some = [queries] if len(queries) <= rows else map(queries.select, numbers.split(rows))
+        merged = [
+            merge(best, places, pooled_scores(asked, batch, pooling=pooling), seen, k)
+            for asked, best, places in zip(some, scores.split(rows), positions.split(rows), strict=True)
+        ]
         scores, positions = (torch.cat(parts) for parts in zip(*merged, strict=True))
         seen += len(batch)
         if progress is not None:

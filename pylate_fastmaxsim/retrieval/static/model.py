@@ -216,7 +216,7 @@ class StaticLateInteraction:
         >>> model.search(["bees"], ["bread", "wasps", "bees bees"], k=2)[1]
         tensor([[2, 1]])
         """
-        table = module if hasattr(module, "embedding") else next(iter(getattr(module, "children", list)()), None)
+        table = module[0] if isinstance(module, torch.nn.Sequential) and len(module) else module
         if not hasattr(table, "embedding"):
             raise TypeError(
                 "StaticLateInteraction.from_static_embedding: module must be a StaticEmbedding or a SentenceTransformer that "
