@@ -42,7 +42,7 @@ ROOMS = {
     "reporting": "numbers table figures environment progress < page",
     "kernels": (
         "runtime < primitives < maxsim winner_backward projection attention layers sparse "
-        "< xtr pooled compressed splade"
+        "< xtr pooled compressed splade token_pooling"
     ),
     "retrieval": (
         "topk impacts ids < formats < corpus < search plaid sparse_files sparse_search < plaid_writer sparse_blocks < sparse_index < static < soundness"

@@ -15,33 +15,20 @@ from pylate_fastmaxsim.cpu.live_tokens import live_tokens
 
 def clusters(
     values: Tensor, starts: Tensor, lengths: Tensor, keep: Tensor | None,
-    max_length: int, factor: float, count: int, protected: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Row of the result for each row of ``values``, -1 for none, and starts and lengths of the result."""
-    live = live_tokens(starts, lengths, keep)
-    to_pool, wanted = numbers_of_clusters(live.count, factor, count, protected)
-    new_starts, new_lengths = (live.count - to_pool + wanted).cpu(), (live.count - to_pool).tolist()
-    new_starts = new_starts.cumsum(0) - new_starts
+    live: Tensor, to_pool: Tensor, limits: Tensor, new_starts: Tensor, max_to_pool: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Row of the result for each row of ``values``, -1 for none, and how many clusters each document has."""
     numbers = values.detach().cpu().double()
     rows = torch.full((len(values),), -1, dtype=torch.int64)
-    documents = zip(live.row.cpu().split(live.count.tolist()), wanted.tolist(), new_starts.tolist(), strict=True)
-    for document, (of_document, limit, start) in enumerate(documents):
-        kept = new_lengths[document]
-        labels = ward_labels(numbers[of_document[kept:]], limit)
-        rows[of_document[:kept]] = torch.arange(start, start + kept)
-        rows[of_document[kept:]] = labels + start + kept
-        new_lengths[document] += int(labels.max()) + 1 if len(labels) else 0
-    return rows.to(values.device), new_starts.to(values.device), torch.tensor(new_lengths, device=values.device)
-
-
-def numbers_of_clusters(live: Tensor, factor: float, count: int, protected: int) -> tuple[Tensor, Tensor]:
-    """How many tokens of each document are pooled, and into how many clusters at most."""
-    to_pool = (live - protected).clamp(min=0)
-    # As Python's `//`, which the hosts use, also for a factor that is no integer.
-    wanted = (
-        torch.div(to_pool.double(), factor, rounding_mode="floor").long() if factor else torch.full_like(live, count)
-    )
-    return to_pool, torch.minimum(wanted.clamp(min=1), to_pool)
+    counts = []
+    documents = live_tokens(starts, lengths, keep).row.cpu().split(live.tolist())
+    of_each = zip(documents, to_pool.tolist(), limits.tolist(), new_starts.tolist(), strict=True)
+    for tokens, pooled, limit, start in of_each:
+        kept = len(tokens) - pooled
+        labels = ward_labels(numbers[tokens[kept:]], limit)
+        rows[tokens] = start + torch.cat([torch.arange(kept), kept + labels])
+        counts.append(int(labels.max()) + 1 if pooled else 0)
+    return rows.to(values.device), torch.tensor(counts, dtype=torch.int64, device=values.device)
 
 
 def ward_labels(vectors: Tensor, limit: int) -> Tensor:

@@ -136,8 +136,23 @@ def _clusters_forward(
     values: Tensor, starts: Tensor, lengths: Tensor, keep: Tensor | None,
     max_length: int | SymInt, factor: float, count: int, protected: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    clusters = path("token_pooling", blocked, values).clusters
-    return clusters(values, starts, lengths, keep, max_length, factor, count, protected)
+    """Row of the result for each row of ``values``, -1 for none, and starts and lengths of the result."""
+    live = lengths
+    if keep is not None:
+        before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
+        live = before[starts + lengths] - before[starts]
+    to_pool = (live - protected).clamp(min=0)
+    # As Python's `//`, which the hosts use, also for a factor that is no integer.
+    limits = (
+        torch.div(to_pool.double(), factor, rounding_mode="floor").long() if factor else torch.full_like(live, count)
+    )
+    limits = to_pool.minimum(limits.clamp(min=1))
+    room = live - to_pool + limits
+    new_starts = room.cumsum(0) - room
+    rows, clusters = path("token_pooling", blocked, values).clusters(
+        values, starts, lengths, keep, live, to_pool, limits, new_starts, max(max_length - protected, 0)
+    )
+    return rows, new_starts, live - to_pool + clusters
 
 
 def _clusters_fake(values, starts, lengths, keep, max_length, factor, count, protected):
