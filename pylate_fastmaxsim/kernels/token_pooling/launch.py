@@ -59,6 +59,8 @@ def _link(
     into: Tensor, heights: Tensor, steps: Tensor, longest: int,
 ) -> None:  # fmt: skip
     (tokens, dim), documents, device = values.shape, len(starts), values.device
+    # Triton 3.6 multiplies no matrices of float64 that come from 16 bits.
+    values = values.float()
     to_pool = to_pool.where(limits < to_pool, 0)
     # The longest first. A wave takes those that begin in `share` distances, behind which the last one has room to end.
     sorted_lengths, order = to_pool.sort(descending=True)

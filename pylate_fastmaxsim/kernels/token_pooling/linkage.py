@@ -24,8 +24,7 @@ def _vectors(values, live_tokens, start, token, k, DIM: tl.constexpr):
     if live_tokens is not None:
         token = tl.load(live_tokens + start + token)
     pointers = values + (start + token)[:, None] * DIM + k[None, :]
-    vectors = tl.load(pointers, mask=k[None, :] < DIM, other=0.0)
-    return vectors.to(tl.float32).to(tl.float64)
+    return tl.load(pointers, mask=k[None, :] < DIM, other=0.0).to(tl.float64)
 
 
 @kernel("wave", "share")
