@@ -92,6 +92,16 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
+def device_ms(call: Callable[[], object], device: torch.device) -> float | None:
+    """Milliseconds that kernels of one call take, without what lies between them."""
+    if device.type != "cuda":
+        return None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profiled.key_averages()) / 1e3
+
+
 def seconds_of(call: Callable[[], object], device: torch.device, repeats: int = 1) -> tuple[dict, object]:
     """Seconds, and peak memory beyond what was allocated before, of a call; and what it returned last."""
     cuda = device.type == "cuda"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.harness.timing import ITERATIONS, peak_bytes, time_calls
+from benchmarks.harness.timing import ITERATIONS, device_ms, peak_bytes, time_calls
 from benchmarks.harness.workers import failure
 
 CACHE_BYTES = 50 * 2**20  # L2 of an H100 or H200
@@ -27,6 +27,7 @@ def timed(measures: Mapping[str, Sequence[Callable[[], object]]], device: torch.
             for call in calls:
                 call()  # kernels may be compiled anew for some sizes
             found[name] = {**time_calls(list(calls), device, at_once), "peak_bytes": peak_bytes(calls[0], device)}
+            found[name]["device_ms"] = device_ms(calls[0], device)
         except Exception as error:  # noqa: BLE001 - whatever a competitor raises is its result
             found[name] = {"failure": failure(error)}
     return found

@@ -6,8 +6,8 @@
 
 A cell is one competitor at one shape: forward without gradient, forward that keeps the winners, forward + backward,
 their memory, and their error against float64. Every run first measures the device's own rates (matrix products and a
-copy), with which its cells are compared. One process measures all cells of a run, until it ends. Compiling einsum is
-slow; it is measured only where --competitors names it.
+copy), with which its cells are compared. One process measures all cells of a run, until it ends. Compiling einsum with
+max-autotune is slow; it is measured only where --competitors names it.
 """
 
 from __future__ import annotations

@@ -100,6 +100,7 @@ SHAPES = [
     Shape("kd", "KD", 64, 32, 32, 300, layout="candidates"),
     Shape("rerank-1000", "rerank", 1, 32, 1000, 300, backward=False),
     Shape("rerank-10000", "rerank", 1, 32, 10_000, 300, backward=False),
+    *(Shape(f"rerank-long-{n}", "rerank", 1, 1024, n, 1024, backward=False) for n in (1000, 20_000)),
     Shape("ragged", "ragged", 256, 32, 512, 300, layout="ragged"),
     Shape("ragged-1024", "ragged", 256, 32, 256, 1024, layout="ragged"),
     Shape("ragged-4096", "ragged", 256, 32, 128, 4096, layout="ragged"),

@@ -27,9 +27,9 @@ class Row:
         self.cells = {each: cells[name] for each in TITLES if (name := f"{shape.name}/{each}") in cells}
 
     def best(self, competitor: str, measure: str) -> dict | None:
-        """The figures of the fastest entry; None where there is none."""
-        entries = self.cells.get(competitor, {}).get("entries", {}).values()
-        measured = (entry[measure] for entry in entries if "ms" in entry.get(measure, {}))
+        """The figures of the fastest entry, with its name; None where there is none."""
+        entries = self.cells.get(competitor, {}).get("entries", {}).items()
+        measured = ({"entry": name, **entry[measure]} for name, entry in entries if "ms" in entry.get(measure, {}))
         return min(measured, key=itemgetter("ms"), default=None)
 
     def best_peer(self, measure: str) -> tuple[str, dict] | None:
@@ -59,7 +59,8 @@ class Row:
         peer, figures = found
         same = not best or self.cells[peer]["environment"] == self.cells["fast"]["environment"]
         speed = times(figures["ms"], best and best["ms"], ".2f")
-        return [f"{figures['ms']:.3f} {TITLES[peer]}", speed + ("" if same else "†")]
+        entry = "" if peer in ("einsum", "compile") else f" `{figures['entry'].removeprefix('flash_')}`"
+        return [f"{figures['ms']:.3f} {TITLES[peer]}{entry}", speed + ("" if same else "†")]
 
     def entries(self) -> list[str]:
         row = [self.shape.title, self.ours("forward"), *self.against("forward")]

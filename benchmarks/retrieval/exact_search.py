@@ -11,17 +11,20 @@ given the same vectors and return the ten best on the host; fast-plaid, which ta
 ``recall`` is the share of the ten best in float64 of 32 queries, where what scores as much as the tenth counts. The hosts
 score the first 20,000 documents; their rate for all is extrapolated. ``add`` is 100,000 documents more, of NumPy as
 ``encode`` returns them, until they are found, beside copying their vectors to the GPU in one piece. ``memory`` searches
-residual codes of 2 bits of random numbers, which are searched as fast as any.
+residual codes of 2 bits of random numbers, which are searched as fast as any, and ``disk`` those of 2 million documents in
+a corpus, for the first time after its pages have left the memory; ``streamed_bytes`` is the most memory of the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -32,13 +35,14 @@ from benchmarks.harness.timing import seconds_of
 from pylate_fastmaxsim import CompressedBatch, ResidualCodec, TokenBatch, reference
 from pylate_fastmaxsim.compressed import Residual
 from pylate_fastmaxsim.indexes import Exact
+from pylate_fastmaxsim.retrieval.corpus import write_corpus
 from pylate_fastmaxsim.retrieval.search import search
 
 TIMEOUT = 300
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Documents, tokens of a document on average, queries.
 SHAPES = {"fiqa": (57_600, 130, 648), "quora": (523_000, 16, 1000), "million": (1_000_000, 80, 648)}
-MARCO = (8_800_000, 70, 1000)
+MARCO, ON_DISK = (8_800_000, 70, 1000), 2_000_000
 QUERY_TOKENS, CENTRES, K = 32, 8000, 10
 CHECKED, SCORED, MORE = 32, 20_000, 100_000  # queries; documents that the hosts score; documents that are added
 PLAID_QUERIES = 256
@@ -56,7 +60,8 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
     ways += [f"fast-plaid {version('fast-plaid').rsplit('.', 1)[0]}"] if find_spec("fast_plaid") else []
     ways += ["pylate"] if find_spec("pylate") else []
     ways += ["sentence_transformers"] if find_spec("sentence_transformers.multi_vector_encoder") else []
-    named = [(shape, way) for shape in SHAPES for way in ways] + [("million", "add"), ("marco", "memory")]
+    named = [(shape, way) for shape in SHAPES for way in ways]
+    named += [("million", "add"), ("marco", "memory"), ("marco", "disk")]
     size = {"share": options.share, "dim": options.dim, "devices": options.devices}
     many = f" on {options.devices}" if options.devices > 1 else ""
     return {f"{shape}/{way}{many}": {"shape": shape, "way": way, **size} for shape, way in named}
@@ -116,7 +121,7 @@ def _searched(
 
 def measure(cell: dict) -> dict:
     if cell["shape"] == "marco":
-        return {"status": "ok", **_memory(cell)}
+        return {"status": "ok", **(_disk if cell["way"] == "disk" else _memory)(cell)}
     way = cell["way"].split()[0]
     measured = {"fast-plaid": _plaid, "pylate": _scored, "sentence_transformers": _scored, "add": _add}.get(way, _exact)
     return {"status": "ok", **measured(cell, *_data(cell["shape"], cell["share"], cell["dim"]))}
@@ -188,15 +193,14 @@ def _add(cell: dict, documents: list[Tensor], queries: Tensor, exact: Tensor) ->
     named = [f"new {number}" for number in range(len(more))]
     seconds = _seconds(lambda: index.add_documents(named, more)(queries[:1]))[0]
     copied = _seconds(lambda: torch.cat([*map(torch.from_numpy, more)]).bfloat16().to(DEVICE), 3)[0]
-    return {"seconds": seconds, "copy_seconds": copied, "tokens": sum(map(len, more))}
+    return {"add_seconds": seconds, "copy_seconds": copied, "tokens": sum(map(len, more))}
 
 
 def _memory(cell: dict) -> dict:
     (count, mean, queries), dim = MARCO, cell["dim"]
     count = int(count * cell["share"])
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    sample = normalize(torch.randn(1 << 16, dim, generator=generator, device=DEVICE), dim=-1)
-    codec, batches = ResidualCodec.train(sample, 2, min(1 << 15, len(sample) // 4)).to(DEVICE), []
+    generator, codec = _marco_codec(dim)
+    batches = []
     for part in torch.arange(count).split(200_000):
         tokens = len(part) * mean
         codes = torch.randint(len(codec.centroids), (tokens,), generator=generator, device=DEVICE, dtype=torch.int32)
@@ -204,13 +208,48 @@ def _memory(cell: dict) -> dict:
         starts = torch.arange(0, tokens, mean, device=DEVICE)
         residual = Residual(codes, packed, torch.ones(tokens, device=DEVICE), codec)
         batches.append(CompressedBatch(residual, starts, torch.full_like(starts, mean), mean, gapless=True))
-    asked = torch.randn(queries, QUERY_TOKENS, dim, generator=generator, device=DEVICE)
-    asked = TokenBatch.from_padded(normalize(asked, dim=-1).bfloat16())
-    one = asked.select(torch.zeros(1, dtype=torch.int64, device=DEVICE))
+    asked, one = _marco_queries(queries, dim, generator)
     search(one, batches, K)
     seconds, alone = (_seconds(lambda some=some: search(some, batches, K), 3)[0] for some in (asked, one))
     held = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else None
     return {"seconds": seconds, "queries_per_second": queries / seconds, "one_ms": alone * 1e3, "bytes": held}
+
+
+def _marco_codec(dim: int) -> tuple[torch.Generator, ResidualCodec]:
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    sample = normalize(torch.randn(1 << 16, dim, generator=generator, device=DEVICE), dim=-1)
+    return generator, ResidualCodec.train(sample, 2, min(1 << 15, len(sample) // 4)).to(DEVICE)
+
+
+def _marco_queries(count: int, dim: int, generator: torch.Generator) -> tuple[TokenBatch, TokenBatch]:
+    asked = torch.randn(count, QUERY_TOKENS, dim, generator=generator, device=DEVICE)
+    asked = TokenBatch.from_padded(normalize(asked, dim=-1).bfloat16())
+    return asked, asked.select(torch.zeros(1, dtype=torch.int64, device=DEVICE))
+
+
+def _disk(cell: dict) -> dict:
+    (_, mean, queries), dim, count = MARCO, cell["dim"], int(ON_DISK * cell["share"])
+    generator, codec = _marco_codec(dim)
+
+    def batches() -> Iterator[Tensor]:
+        for part in torch.arange(count).split(16_384):
+            yield normalize(torch.randn(len(part), mean, dim, generator=generator, device=DEVICE), dim=-1).bfloat16()
+
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        writing, corpus = _seconds(lambda: write_corpus(folder, batches(), format=codec))
+        asked, one = _marco_queries(queries, dim, generator)
+        search(one, corpus.batches(DEVICE, end=1), K)
+        for file in Path(folder).iterdir():
+            with file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if DEVICE.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        first = _seconds(lambda: search(asked, corpus, K))[0]
+        seconds, alone = (_seconds(lambda some=some: search(some, corpus, K), 2)[0] for some in (asked, one))
+        held = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else None
+    made = {"seconds": seconds, "queries_per_second": queries / seconds, "one_ms": alone * 1e3}
+    made |= {"build_seconds": writing, "first_seconds": first, "streamed_bytes": held}
+    return made | {"documents": count, "bytes_on_disk": corpus.nbytes}
 
 
 def markdown(content: dict) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,9 @@ from pylate_fastmaxsim.tokens import TokenBatch, as_batch
 
 # Of a batch that stays on a device, which is twice there while it is made.
 TOKENS_HELD = 1 << 24
+
+# Documents that are put together at once, in memory that is used again for the next ones.
+DOCUMENTS_AT_ONCE = 128
 
 # A matrix [L, d], as of NumPy or PyTorch, for each text, padded texts [N, L, d], or the matrix of one text.
 Embeddings = Tensor | np.ndarray | Iterable[Tensor | np.ndarray]
@@ -213,7 +216,11 @@ class Exact:
         for ids in documents_ids:
             batch = self._corpus.select(self._storage.ids.positions_of("Exact.get_documents_embeddings", ids))
             batch = batch if isinstance(batch, TokenBatch) else batch.decompress()
-            groups.append([each.numpy() for each in batch.values.float().split(batch.lengths.tolist())])
+            values, spans = (
+                batch.values.float().numpy(),
+                zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True),
+            )
+            groups.append([values[start : start + length] for start, length in spans])
         return groups
 
     @property
@@ -239,13 +246,13 @@ class Exact:
                 sequences = [*islice(documents, len(batch_ids))]
                 if len(sequences) < len(batch_ids):
                     raise _unequal(where, ids, begin + len(sequences))
-                batch = live(as_batch(where, "documents_embeddings", sequences))
-                format = self._storage.format or format_of(self._chosen, batch)
-                if batch.dim != format.dim:
-                    raise ValueError(
-                        f"{where}: documents_embeddings must have the d = {format.dim} of the index, got {batch.dim}."
-                    )
-                self._storage.add(format, batch, batch_ids)
+                # The first documents as a whole, since they may set the scale of fp8.
+                size = len(sequences) if self._storage.format is None else DOCUMENTS_AT_ONCE
+                blocks = (sequences[at : at + size] for at in range(0, len(sequences), size))
+                batches = (live(as_batch(where, "documents_embeddings", block)) for block in blocks)
+                first = next(batches)
+                format = self._storage.format or format_of(self._chosen, first)
+                self._storage.add(format, _of_dim(where, format.dim, chain([first], batches)), batch_ids)
             if given is None and next(documents, None) is not None:
                 raise _unequal(where, ids, f"more than {len(ids)}")
         return self
@@ -299,28 +306,38 @@ class Exact:
 
     def _hold(self) -> None:
         """Copy those documents to the devices that are not there yet."""
-        held, part = self._held, self._corpus.parts[0]
+        held, corpus = self._held, self._corpus
         if held is None:
             return
-        tokens, last, begin = [0] * len(self.devices), 0, 0
-        for number, batch in held:
-            last, begin = int(part.bounds[begin + len(batch)] - part.bounds[begin]), begin + len(batch)
-            tokens[number] += last
+        sizes = [len(batch.values if isinstance(batch, TokenBatch) else batch.tokens) for _, batch in held]
+        tokens = [0] * len(self.devices)
+        for (number, _), size in zip(held, sizes, strict=True):
+            tokens[number] += size
         # In few batches, since each is searched by itself, and as many on each device.
-        most = min(TOKENS_HELD, -(-(part.tokens - int(part.bounds[begin])) // len(self.devices)))
-        for first, end in part.cuts(max(1, most), begin, len(part)):
-            size = int(part.bounds[end] - part.bounds[first])
-            grows = first == begin and held and last + size <= TOKENS_HELD
+        begin = sum(len(batch) for _, batch in held)
+        most = min(TOKENS_HELD, -(-(corpus.tokens - sum(tokens)) // len(self.devices)))
+        grows = bool(held)
+        for part, first, last in corpus.cuts(max(1, most), begin, len(corpus)):
+            size = int(part.bounds[last] - part.bounds[first])
+            grows = grows and sizes[-1] + size <= TOKENS_HELD
             number = held[-1][0] if grows else tokens.index(min(tokens))
             batches = [held.pop()[1]] if grows else []
-            batches += self._corpus.batches(self.devices[number], begin=first, end=end)
+            batches += corpus.batches(self.devices[number], begin=begin, end=begin + last - first)
             held.append((number, joined(batches)))
             tokens[number] += size
+            grows, begin = False, begin + last - first
 
 
 def _listed(embeddings: Embeddings) -> Embeddings:
     """The matrix of one text as a list."""
     return [embeddings] if getattr(embeddings, "ndim", None) == 2 else embeddings
+
+
+def _of_dim(where: str, dim: int, batches: Iterable[TokenBatch]) -> Iterator[TokenBatch]:
+    for batch in batches:
+        if batch.dim != dim:
+            raise ValueError(f"{where}: documents_embeddings must have the d = {dim} of the index, got {batch.dim}.")
+        yield batch
 
 
 def _unequal(where: str, ids: list[Id], given: int | str) -> ValueError:

@@ -1,7 +1,7 @@
 """Documents of an index with their ids: in memory, or in a folder as a corpus. A change is there as a whole or not at all."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
@@ -14,22 +14,25 @@ from pylate_fastmaxsim.files.record import read_again_if_replaced
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 from pylate_fastmaxsim.retrieval.formats import description
 from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE, JOURNAL_FILE, Held
-from pylate_fastmaxsim.retrieval.formats.format import BOUNDS, Format
+from pylate_fastmaxsim.retrieval.formats.format import BOUNDS, Arrays, Format
 from pylate_fastmaxsim.retrieval.formats.part import Part, mapped_part
 from pylate_fastmaxsim.retrieval.formats.writer import Writer, empty
 from pylate_fastmaxsim.retrieval.ids import Id, Ids, to_lines
 from pylate_fastmaxsim.tokens import TokenBatch
 
+# Where errors would name a file.
+IN_MEMORY = Path("memory")
 
-class OfOnePart(Corpus):
+
+class OpenedCorpus(Corpus):
     """A corpus of documents that are opened already."""
 
-    def __init__(self, folder: Path, part: Part) -> None:
-        self._set(folder, [part])
+    def __init__(self, folder: Path, parts: list[Part]) -> None:
+        self._set(folder, parts)
 
 
 class Storage:
-    """Documents in memory, in arrays that double when they are full."""
+    """Documents in memory, in parts of which each has room for as many as all before it: none is copied again."""
 
     corpus: Corpus | None = None  # None: nothing was added yet
 
@@ -37,7 +40,7 @@ class Storage:
         self.ids = Ids()
         self._removed: set[int] = set()
         self._live: Tensor | None = None
-        self._rows: dict[str, Tensor] = {}
+        self._room: Arrays = {}  # of the last part
 
     @property
     def format(self) -> Format | None:
@@ -61,39 +64,42 @@ class Storage:
         for each in ids:
             del self.ids.positions[each]
 
-    def add(self, format: Format, batch: TokenBatch, ids: list[Id]) -> None:
-        """Add documents, whose tokens are all live, in the place of those with the same ids."""
+    def add(self, format: Format, batches: Iterable[TokenBatch], ids: list[Id]) -> None:
+        """Add documents, whose tokens are all live, in the place of those with the same ids: all batches or none."""
         positions = self.ids.positions
         removed = self._removed | {positions[each] for each in ids if each in positions}
-        self.corpus = self._written(format, batch, ids, removed)
+        self.corpus = self._written(format, batches, ids, removed)
         self.ids.append(ids)
         self._removed, self._live = removed, None
 
     def _write_removed(self, removed: set[int]) -> None:
         pass
 
-    def _written(self, format: Format, batch: TokenBatch, ids: Sequence[Id], removed: set[int]) -> Corpus:
-        """The corpus with a batch behind it."""
-        held, tokens = len(self.ids.all), self.corpus.tokens if self.corpus else 0
-        arrays = {name: array.cpu() for name, array in format.encode(batch).items()}
-        if not self._rows:
-            self._extend("bounds", 0, torch.zeros(1, dtype=torch.int64, device="cpu"))
-        self._extend("bounds", held + 1, tokens + batch.lengths.cumsum(0).cpu())
-        for name, array in arrays.items():
-            self._extend(name, format.columns[name].rows(held, tokens), array)
-        held, tokens = held + len(ids), tokens + len(batch.values)
-        columns = (format.columns | {"bounds": BOUNDS}).items()
-        views = {name: self._rows[name][: column.rows(held, tokens)] for name, column in columns}
-        return OfOnePart(Path("memory"), Part(format, views, views.pop("bounds"), tokens, Path("memory")))
-
-    def _extend(self, name: str, count: int, new: Tensor) -> None:
-        """Write rows behind the first ``count``."""
-        rows = self._rows.get(name, new[:0])
-        if count + len(new) > len(rows):
-            grown = torch.empty(max(2 * len(rows), count + len(new)), *new.shape[1:], dtype=new.dtype, device="cpu")
-            grown[:count] = rows[:count]
-            self._rows[name] = rows = grown
-        rows[count : count + len(new)] = new
+    def _written(self, format: Format, batches: Iterable[TokenBatch], ids: Sequence[Id], removed: set[int]) -> Corpus:
+        """The corpus with batches behind it."""
+        parts, room = [*self.corpus.parts] if self.corpus else [], self._room
+        columns = format.columns | {"bounds": BOUNDS}
+        for batch in batches:
+            arrays = {name: array.cpu() for name, array in format.encode(batch).items()}
+            added = np.array([len(batch), len(batch.values)])
+            begin = np.array([len(parts[-1]), parts[-1].tokens] if parts else [0, 0])
+            if not parts or any(column.rows(*begin + added) > len(room[name]) for name, column in columns.items()):
+                sizes = np.maximum(added, np.sum([[len(part), part.tokens] for part in parts], axis=0, dtype=np.int64))
+                room = {
+                    name: torch.empty(column.shape(*sizes.tolist()), dtype=column.dtype, device="cpu")
+                    for name, column in columns.items()
+                }
+                room["bounds"][0] = 0
+                parts.append(None)
+                begin = np.zeros_like(added)
+            arrays["bounds"] = begin[1] + batch.lengths.cumsum(0).cpu()
+            end, views = begin + added, {}
+            for name, column in columns.items():
+                room[name][column.rows(*begin) : column.rows(*end)] = arrays[name]
+                views[name] = room[name][: column.rows(*end)]
+            parts[-1] = Part(format, views, views.pop("bounds"), int(end[1]), IN_MEMORY)
+        self._room = room
+        return OpenedCorpus(IN_MEMORY, parts)
 
 
 class Folder(Storage):
@@ -124,7 +130,7 @@ class Folder(Storage):
         if held is None or (known is not None and held.generation == known.generation):
             return None
         part = mapped_part(self.folder, held)
-        return held, OfOnePart(self.folder, part), part.read_ids()
+        return held, OpenedCorpus(self.folder, [part]), part.read_ids()
 
     def _require_index(self) -> Held | None:
         """The description; None where no batch was ever finished. ValueError if the folder holds something else."""
@@ -152,10 +158,11 @@ class Folder(Storage):
     def _write_removed(self, removed: set[int]) -> None:
         self._held = description.finish(self.folder, self._held._replace(removed=sorted(removed)))
 
-    def _written(self, format: Format, batch: TokenBatch, ids: Sequence[Id], removed: set[int]) -> Corpus:
+    def _written(self, format: Format, batches: Iterable[TokenBatch], ids: Sequence[Id], removed: set[int]) -> Corpus:
         held = self._held or Held(format, 0, 0, np.zeros(0, np.uint64), 0, secrets.token_hex(8), ids=0)
         with ExitStack() as files:
             writer = Writer(self.folder, held, files)
-            writer.append(batch, to_lines(ids))
+            for number, batch in enumerate(batches):
+                writer.append(batch, b"" if number else to_lines(ids))
             self._held = writer.finish(sorted(removed))
-        return OfOnePart(self.folder, mapped_part(self.folder, self._held))
+        return OpenedCorpus(self.folder, [mapped_part(self.folder, self._held)])

@@ -35,6 +35,7 @@ _FORWARD = {
     # More stages than one would hold the look-ups of several tiles, which wait for each other.
     "residual": [(128, ForwardTiles(64, 64, 128, 8, 4, 1)), (None, ForwardTiles(64, 32, 256, 4, 4, 1))],
 }
+_FORWARD_OF_SHORT_DOCUMENTS = {(90, "int8"): [(128, ForwardTiles(256, 32, 128, 8, 8, 2, 128))]}
 # For launches with at most this many query rows, which are bound by memory.
 _FORWARD_OF_FEW_ROWS = {
     (90, "int8"): [(128, ForwardTiles(64, 64, 128, 4, 4, 3))],
@@ -49,11 +50,12 @@ FUSED_ROWS = 128
 
 
 @functools.lru_cache(maxsize=256)
-def forward_tiles(arch: int, kind: str, dim: int, rows_in_all: int) -> ForwardTiles:
+def forward_tiles(arch: int, kind: str, dim: int, rows_in_all: int, short_documents: bool) -> ForwardTiles:
     """Tiles of the forward for `rows_in_all` query rows that share their documents."""
     tiles = table_row(_FORWARD_OF_FEW_ROWS, arch, kind, dim)
     if tiles is None or rows_in_all > tiles.block_m:
-        tiles = table_row(_FORWARD, arch, kind, dim)
+        short = table_row(_FORWARD_OF_SHORT_DOCUMENTS, arch, kind, dim) if short_documents else None
+        tiles = short or table_row(_FORWARD, arch, kind, dim)
     tiles = fitted(tiles, arch, dim, rows_in_all)
     # The least that instructions of 8 bits take, and of 16 bits after decompression.
     return tiles._replace(block_k=max(tiles.block_k, 32))
@@ -115,7 +117,8 @@ def _plan(
     sizes: ForwardSizes,
     winners: torch.dtype | None,
 ) -> ForwardPlan:
-    tile = forward_tiles(arch, "int8 by token" if per_token else format, sizes.dim, sizes.query_rows)
+    kind = "int8 by token" if per_token else format
+    tile = forward_tiles(arch, kind, sizes.dim, sizes.query_rows, sizes.short_documents)
     stored = {"FORMAT": format, "PER_TOKEN": per_token, "BITS": bits}
     # No product is of float32, whose precision would make another program.
     return forward_plan(tile, "highest", sizes, winners, **stored, POOLING="max", K=1)

@@ -43,5 +43,7 @@ def _plan(
     winners: torch.dtype | None,
 ) -> ForwardPlan:
     kind, longest_query = arithmetic(dtype, precision), next_power_of_2(sizes.max_q_length)
-    tile = forward_tiles(arch, kind, sizes.dim, sizes.query_rows, winners is not None, longest_query)
+    tile = forward_tiles(
+        arch, kind, sizes.dim, sizes.query_rows, winners is not None, longest_query, sizes.short_documents
+    )
     return forward_plan(tile, precision, sizes, winners, **VECTORS, POOLING="max", K=1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_dtype
-from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles, documents_per_program
+from pylate_fastmaxsim.kernels.maxsim.tiles import SHORT_DOCUMENT, ForwardTiles, documents_per_program
 from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_of
 from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, cdiv, launch_options, next_power_of_2
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes
@@ -26,6 +26,7 @@ class ForwardSizes(NamedTuple):
     max_q_length: int
     num_slots: int
     with_candidates: bool
+    short_documents: bool
 
     @property
     def query_rows(self) -> int:
@@ -37,7 +38,8 @@ class ForwardSizes(NamedTuple):
     def of(cls, operands: ScoringOperands | CompressedOperands) -> ForwardSizes:
         q_values, candidates = operands.q_values, operands.candidates
         num_queries, num_slots = operands.q_starts.shape[0], operands.num_slots
-        return cls(q_values.shape[1], num_queries, operands.max_q_length, num_slots, candidates is not None)
+        short = operands.max_d_length <= SHORT_DOCUMENT
+        return cls(q_values.shape[1], num_queries, operands.max_q_length, num_slots, candidates is not None, short)
 
     def nothing_to_score(self, operands: ScoringOperands | CompressedOperands, documents: Tensor) -> bool:
         return 0 in (*self[:4], operands.max_d_length, documents.shape[0])

@@ -48,6 +48,10 @@ _FORWARD = {
     "bf16x3": [(128, ForwardTiles(128, 64, 128, 2, 8, 2)), (None, ForwardTiles(128, 64, 32, 1, 8, 3))],
     "tf32": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],
 }
+# Tokens of the longest document for which tiles of as many are looked up first, where no winners are wanted: most of a
+# tile of 64 would be empty.
+SHORT_DOCUMENT = 32
+_FORWARD_OF_SHORT_DOCUMENTS = {(90, "half"): [(128, ForwardTiles(256, 32, 128, 8, 8, 3, 128))]}
 # For launches with at most this many query rows, which are bound by memory: more programs of one warp fit on a
 # multiprocessor, and so more loads are in flight.
 _FORWARD_OF_FEW_ROWS = {(90, "half"): [(128, ForwardTiles(32, 32, 128, 1, 1, 3))]}
@@ -70,12 +74,14 @@ ENOUGH_ROWS = 2**17
 
 @functools.lru_cache(maxsize=256)
 def forward_tiles(
-    arch: int, kind: str, dim: int, rows_in_all: int, want_winners: bool, longest_query: int = 1
+    arch: int, kind: str, dim: int, rows_in_all: int, want_winners: bool, longest_query: int, short_documents: bool
 ) -> ForwardTiles:
     """Tiles of the forward for `rows_in_all` query rows; the longest query has `longest_query` of them."""
     tiles = table_row(_FORWARD_OF_FEW_ROWS, arch, kind, dim)
     if tiles is None or rows_in_all > tiles.block_m:
         tiles = forward_row(arch, kind, dim, want_winners, longest_query)
+        if short_documents and not want_winners:
+            tiles = table_row(_FORWARD_OF_SHORT_DOCUMENTS, arch, kind, dim) or tiles
     return fitted(tiles, arch, dim, rows_in_all)
 
 
