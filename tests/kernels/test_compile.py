@@ -214,7 +214,9 @@ def test_layers_read_and_write_16_bytes_at_a_time(tmp_path):
 
 def test_every_kernel_is_compiled_and_its_numbers_are_not_specialised():
     cases = [programs_of(*each.values) for each in CASES if each.values[0] == 90]
-    programs = set().union(programs_of_attention(*ATTENTION[0].values), programs_of_layers(), programs_of_token_pooling(90), *cases)
+    programs = set().union(
+        programs_of_attention(*ATTENTION[0].values), programs_of_layers(), programs_of_token_pooling(90), *cases
+    )
     assert {launcher for *_, launcher in programs} == set(launchers())
     for name, kinds, _, launcher in programs:
         parameters = launcher.kernel.params
