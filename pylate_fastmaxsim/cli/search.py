@@ -34,6 +34,13 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     add("--run", type=path, metavar="FILE", help="write the results as a TREC run file")
     add_encoding(parser)
     add(
+        "--pool-factor",
+        type=at_least(1, float),
+        default=1,
+        metavar="N",
+        help="keep one vector for N tokens of a document: the means of hierarchical clusters (%(default)s)",
+    )
+    add(
         "--plaid",
         type=path,
         metavar="DIR",

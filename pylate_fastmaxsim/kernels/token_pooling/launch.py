@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_of
-from pylate_fastmaxsim.kernels.runtime.arch import cdiv, next_power_of_2
+from pylate_fastmaxsim.kernels.runtime.arch import architecture, cdiv, next_power_of_2
 from pylate_fastmaxsim.kernels.runtime.cached_launch import RELEASE
 from pylate_fastmaxsim.kernels.runtime.tensors import on_device_of
 from pylate_fastmaxsim.kernels.token_pooling.cut import cut_kernel
@@ -21,8 +21,9 @@ class LinkageSizes(NamedTuple):
     num_warps: int
 
 
-# For documents of up to so many tokens.
+# For documents of up to so many tokens. On sm_120 512 clusters of 1 to 4 warps spill registers.
 LINKAGE = {256: LinkageSizes(256, 1), 512: LinkageSizes(512, 2), None: LinkageSizes(1024, 4)}
+_LINKAGE_120 = LINKAGE | {512: LinkageSizes(512, 8)}
 # Memory for distances. Documents whose distances fit in it are clustered at a time, and a single one in any case.
 DISTANCES_BYTES = 2 << 30
 # Triton multiplies matrices of float64 since then.
@@ -71,7 +72,8 @@ def _link(
     room, share = (most, most) if most <= room else (room, room - longest**2)
     distances = torch.empty(room, dtype=torch.float64, device=device)
     sizes, chains = torch.empty((2, tokens), dtype=torch.int32, device=device)
-    block, num_warps = next(of for limit, of in LINKAGE.items() if limit is None or longest <= limit)
+    table = _LINKAGE_120 if architecture(device) == 120 else LINKAGE
+    block, num_warps = next(of for limit, of in table.items() if limit is None or longest <= limit)
     # How many waves there are is known on the device only; the last of those that there may be find nothing to do.
     for wave in range(cdiv(most, share)):
         distances_kernel[(documents, 4)](

@@ -15,7 +15,8 @@ def _document_of(order, rooms, wave, share):
     """The document of this program, whether it is its turn, and where its distances are."""
     program = tl.program_id(0)
     room = tl.load(rooms + program)
-    return tl.load(order + program), room // share == wave, room - wave * share
+    # Of many long documents they begin beyond 2^31.
+    return tl.load(order + program), room // share == wave, room - tl.cast(wave, tl.int64) * share
 
 
 @triton.jit

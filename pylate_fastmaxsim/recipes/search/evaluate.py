@@ -74,7 +74,7 @@ def _evaluate(
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """The summary of a model, and its metrics by query."""
     model = target.load(best_device(), options.trust_remote_code)
-    model = retriever_of(model, finite=True, exact=options.exact)
+    model = retriever_of(model, finite=True, exact=options.exact, pool_factor=options.pool_factor)
     options = replace(
         options,
         k=max(METRICS_BY_DEPTH.values()),

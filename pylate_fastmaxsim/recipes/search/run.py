@@ -70,6 +70,7 @@ class Options:
     batch_size: int | None = 32  # None of evaluate: that of a recipe, or 32
     trust_remote_code: bool = False
     exact: bool = True
+    pool_factor: float = 1  # tokens of a document a vector
     plaid: Path | None = None
     pooling: Pooling = Max()  # of late interaction
     inputs: Sequence[Path | None] = ()  # what is read, and so not written to
@@ -85,7 +86,7 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
         require_ids_of_one_word(collection)
         prepare_file("--run", options.run, options.inputs)
     model = load_retriever(name, best_device(), options.trust_remote_code)
-    model = retriever_of(model, finite=True, exact=options.exact)
+    model = retriever_of(model, finite=True, exact=options.exact, pool_factor=options.pool_factor)
     _check_options(options, model)
     task = Search(name, model, collection, options, progress)
     found = task.ranking()
@@ -114,8 +115,10 @@ def _check_options(options: Options, retriever: Retriever) -> None:
         raise RecipeError(
             "--index keeps vectors, of which a static model needs none for MaxSim; leave it out, or add --no-exact."
         )
-    if options.plaid is not None and (options.index is not None or not retriever.has_token_embeddings):
-        raise RecipeError("--plaid is an index of its own; it needs a ColBERT and no --index.")
+    if options.plaid is not None and (
+        options.index is not None or options.pool_factor > 1 or not retriever.has_token_embeddings
+    ):
+        raise RecipeError("--plaid is an index of its own; it needs a ColBERT and no --index or --pool-factor.")
     if options.format is not None:
         check_format(options.format, options.index if retriever.has_token_embeddings else None)
 
@@ -217,6 +220,7 @@ class Search:
             "documents": len(self.collection.corpus),
             "encoded_documents": self.encoded,
             "k": options.k,
+            "pool_factor": options.pool_factor,
             "index": None if options.index is None else str(options.index),
             "run": None if options.run is None else str(options.run),
             "seconds": self.clock.seconds,
