@@ -175,15 +175,15 @@ class Clock:
 class Search:
     """A search of all queries of a collection with a model that is loaded.
 
-    With an index of PLAID only the documents that it holds are searched. ``clock`` has the seconds of each task, and
-    ``encoded`` the number of documents that were encoded.
+    With an index of PLAID only the documents that it holds are searched. ``clock`` has the seconds of each task, ``encoded``
+    the number of documents that were encoded, and ``vectors`` that of the token vectors that were searched.
     """
 
     def __init__(
         self, name: str, model: Retriever, collection: Collection, options: Options, progress: Progress
     ) -> None:
         self.name, self.model, self.options, self.progress = name, model, options, progress
-        self.clock, self.encoded = Clock(best_device()), 0
+        self.clock, self.encoded, self.vectors = Clock(best_device()), 0, 0
         self.plaid = None if options.plaid is None else open_plaid(options.plaid)
         self.collection = collection if self.plaid is None else self.plaid.reorder(collection)
         self.queries: Encoded | None = None
@@ -221,6 +221,7 @@ class Search:
             "encoded_documents": self.encoded,
             "k": options.k,
             "pool_factor": options.pool_factor,
+            "vectors": self.vectors or None,
             "index": None if options.index is None else str(options.index),
             "run": None if options.run is None else str(options.run),
             "seconds": self.clock.seconds,
@@ -235,6 +236,7 @@ class Search:
                 return self.model.search(queries, self._encode_from(0), depth, self.options.pooling)
         with self.clock.during(INDEX):
             documents = self._open_index() if self.plaid is None else self.plaid.documents_for(queries)
+        self.vectors = getattr(documents, "tokens", None)  # also of those that were there
         searched = self.progress(SEARCH, len(documents))
         # A damaged file may be read late.
         with as_recipe_error("--index" if self.plaid is None else "--plaid"), self.clock.during(SEARCH):
@@ -271,6 +273,8 @@ class Search:
         for batch in self._with_progress(ENCODE_DOCUMENTS, batches, len(corpus), begin):
             yield batch
             self.encoded += len(batch)
+            if self.model.has_token_embeddings:
+                self.vectors += int(batch.lengths.sum())
 
     def _sample(self) -> Iterator[Encoded]:
         corpus = self.collection.corpus
