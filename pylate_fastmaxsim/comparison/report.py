@@ -147,7 +147,6 @@ def decisions(comparison: dict[str, Any]) -> list[str]:
 
 
 def _why_slower(comparison: dict[str, Any]) -> list[str]:
-    """Sentences on why fast is slower than stock, where it is and something is known."""
     summary, (stock, fast) = comparison["summary"], (comparison["runs"][mode] for mode in LABELS)
     if summary["speedup"] is None or summary["speedup"] >= 1 or _machine_was_busy(summary):
         return []
@@ -163,7 +162,6 @@ def _why_slower(comparison: dict[str, Any]) -> list[str]:
 
 
 def _speed_sentences(comparison: dict[str, Any]) -> list[str]:
-    """Sentences on how the ratio was measured, and whether the machine was busy."""
     summary = comparison["summary"]
     turns = summary.get("turns")
     if turns is None:

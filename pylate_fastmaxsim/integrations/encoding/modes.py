@@ -337,7 +337,6 @@ def _reason_in_features(core: nn.Module, columns: Sequence[dict[str, Tensor]]) -
 
 
 def _reason_against_queries(core: nn.Module, queries: dict[str, Tensor]) -> str | None:
-    """Reason to give queries a call of their own."""
     length = queries["input_ids"].shape[1]
     if length > core.query_length:
         return f"they have {length} tokens, more than the model's query_length of {core.query_length}"
@@ -368,7 +367,6 @@ def understood(features: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _other_features(columns: Sequence[dict[str, Tensor]]) -> frozenset[str]:
-    """Features of a batch that are not encoded without padding."""
     return frozenset().union(*columns) - UNDERSTOOD - _LEFT_OUT
 
 
