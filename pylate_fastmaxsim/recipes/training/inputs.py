@@ -57,10 +57,7 @@ def _prepared(recipe: Recipe, directory: Path) -> Recipe:
 
 
 def _digest(recipe: Recipe) -> str:
-    data = asdict(recipe.data)
-    if data["more"] is None:  # which recipes did not have when the folder was made
-        del data["more"]
-    parts = [data, asdict(recipe.model), recipe.training.seed, recipe.evaluation.rows]
+    parts = [asdict(recipe.data), asdict(recipe.model), recipe.training.seed, recipe.evaluation.rows]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
