@@ -18,7 +18,6 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
 def add_search_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a model, a collection, and where the results go."""
     add = parser.add_argument
     add(
         "model",
@@ -52,7 +51,6 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_encoding(parser: argparse.ArgumentParser, place: str = "") -> None:
-    """Add ``--index``, ``--format``, ``--exact`` and ``--trust-remote-code``."""
     parser.add_argument(
         "--index",
         type=path,
@@ -81,7 +79,6 @@ def kept_documents(index: Path | None) -> str:
 
 
 def run_search(options: argparse.Namespace) -> None:
-    """Search, and print metrics and times."""
     from pylate_fastmaxsim.cli.tables import search_table
     from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
     from pylate_fastmaxsim.recipes.search.run import Options, search
@@ -103,7 +100,6 @@ def run_search(options: argparse.Namespace) -> None:
 
 
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add models and recipes, a collection, and where the results go."""
     add = parser.add_argument
     add(
         "models",
@@ -127,7 +123,6 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_evaluate(options: argparse.Namespace) -> None:
-    """Evaluate, and print the metrics, the tests and where indexes and run files are."""
     from pylate_fastmaxsim.cli.tables import metrics_table, pairs_table
     from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
     from pylate_fastmaxsim.recipes.search.evaluate import evaluate

@@ -25,26 +25,11 @@ def key(
     only: tuple[str, ...] | None = None,
     required: bool = False,
 ) -> Any:
-    """A key of a section.
+    """A key of a section, with its ``meaning`` for docs/reference.md; a number counts in ``unit``.
 
-    Parameters
-    ----------
-    meaning
-        What it is, for docs/reference.md.
-    default
-        Its value where it is left out.
-    unit
-        What a number counts.
-    minimum, maximum, above
-        Its limits; ``above`` is one that it must exceed.
-    path
-        Whether it is a path, in which ``~`` is the home directory.
-    on_hub
-        Of a path that may also be a name on the Hub, what has that name.
-    null
-        A word for null.
-    only
-        Values of the section's ``SELECTOR`` that take it, None for all, and whether they need it (``required``).
+    ``path``: in it ``~`` is the home directory. ``on_hub``: of a path that may also be a name on the Hub, what has that
+    name. ``null``: a word for null. ``only``: the values of the section's ``SELECTOR`` that take the key, None for all, and
+    whether they need it (``required``).
     """
     limits = {"minimum": minimum, "maximum": maximum, "above": above}
     places = {"path": path or on_hub is not None, "on_hub": on_hub}
