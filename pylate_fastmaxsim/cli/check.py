@@ -7,7 +7,6 @@ from pylate_fastmaxsim.cli.terminal import end_with, path
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a folder and ``--repair``."""
     parser.add_argument("folder", type=path, metavar="FOLDER", help="what to check, with the folders in it")
     parser.add_argument(
         "--repair",

@@ -17,13 +17,11 @@ complete -o default -F _fastmaxsim fastmaxsim"""
 
 
 def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the name of a shell."""
     how = 'bash, zsh or fish: eval "$(fastmaxsim completion bash)" in ~/.bashrc, or into a file of fish\'s completions'
     parser.add_argument("shell", choices=["bash", "zsh", "fish"], help=how)
 
 
 def run_completion(options: argparse.Namespace) -> None:
-    """Print the script."""
     commands, words = " ".join(COMMANDS), {name: " ".join(_words(name)) for name in COMMANDS}
     if options.shell == "fish":
         print(f"complete -c fastmaxsim -f -n __fish_use_subcommand -a '{commands}'")
@@ -37,7 +35,6 @@ def run_completion(options: argparse.Namespace) -> None:
 
 
 def _words(name: str) -> dict[str, None]:
-    """The words of a command that can be completed."""
     parsers = filter(None, (None if name == "run" else command_parser(name), script_parser_of(name)))
     found = []
     for action in (action for parser in parsers for action in parser._actions):

@@ -48,7 +48,6 @@ def _add_verbose(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> None:
-    """Print the report on the machine, and what the first batch of a model or a recipe shows."""
     from pylate_fastmaxsim.cli.terminal import quiet_libraries
 
     quiet_libraries()
@@ -59,7 +58,6 @@ def run_doctor(options: argparse.Namespace) -> None:
 
 
 def script_doctor_parser(prog: str) -> argparse.ArgumentParser:
-    """The parser of ``fastmaxsim doctor SCRIPT.py``."""
     parser = script_parser(prog, "Run a training script until its first batch is encoded, and say how it was.")
     _add_verbose(parser)
     return parser
@@ -92,7 +90,6 @@ def _kept_warnings() -> list[str]:
 
 
 def _print_report(verbose: bool, target: str, decisions: list[str], warnings: list[str]) -> None:
-    """Print the report on the machine, what the first batch has decided, and what was warned of besides."""
     machine = report(verbose)
     others = [line for line in warnings if not any(line in said for said in (machine, *decisions))]
     print(f"{machine}\n\n{target}, first batch", *(decisions + others or [_NOTHING]), sep="\n  ", flush=True)

@@ -8,7 +8,6 @@ from pylate_fastmaxsim.cli.terminal import end_with, path, progress_of_tasks, re
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a folder, and what it is written as and where."""
     from pylate_fastmaxsim.export.run import TARGETS
 
     add = parser.add_argument
@@ -29,7 +28,6 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(options: argparse.Namespace) -> None:
-    """Write the documents, and print how many there are."""
     from pylate_fastmaxsim.export.run import export
 
     with report_interruption(lambda: "what is written stays, and the same command goes on from there"):

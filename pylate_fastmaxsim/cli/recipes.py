@@ -28,7 +28,6 @@ SHAPE = "128x32x256x300[,dim=96,dtype=float16,formats=int8+fp8,xtr=8]"
 
 
 def add_recipes_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``list``, ``show NAME``, ``copy NAME [FOLDER]`` and ``schema``."""
     what = "list them (the default), show one, copy one, or print a JSON schema for editors"
     parser.add_argument("what", nargs="?", choices=["list", "show", "copy", "schema"], default="list", help=what)
     parser.add_argument("name", nargs="?", metavar="NAME", help="the name of one")
@@ -36,7 +35,6 @@ def add_recipes_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_recipes(options: argparse.Namespace) -> None:
-    """List the recipes of the package, show or copy one, or print the schema of all."""
     if options.what == "schema":
         from pylate_fastmaxsim.recipes.json_schema import json_schema
 
@@ -57,7 +55,6 @@ def run_recipes(options: argparse.Namespace) -> None:
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a recipe, its overrides and ``--resume``."""
     _add_recipe(parser)
     _add_resume(
         parser, "go on from the last checkpoint in output_dir; --no-resume deletes its checkpoints and starts over"
@@ -65,7 +62,6 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_train(options: argparse.Namespace) -> None:
-    """Train, and print a table of what is trained and one of the metrics."""
     recipe = _load(options)
     from pylate_fastmaxsim._memory import is_out_of_memory
     from pylate_fastmaxsim.cli.tables import begun_table, training_table
@@ -112,13 +108,11 @@ def advice_on_memory(recipe: Recipe, checkpoint: Path | None) -> str:
 
 
 def add_mine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a recipe, its overrides and ``--resume``."""
     _add_recipe(parser)
     _add_resume(parser, "go on from where mining stopped; --no-resume starts over and replaces its results")
 
 
 def run_mine(options: argparse.Namespace) -> None:
-    """Mine, and print a table of what was written."""
     recipe = _load(options)
     from accelerate import PartialState
 
@@ -140,7 +134,6 @@ def command_to_resume(resume: bool) -> str:
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a recipe, its overrides, ``--output`` and ``--sweep``."""
     _add_recipe(parser)
     parser.add_argument("--output", metavar="DIR", help="folder for the results, in place of the recipe's output_dir")
     parser.add_argument(
@@ -151,7 +144,6 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_compare(options: argparse.Namespace) -> None:
-    """Compare, print the tables, and write them as JSON, PNG and HTML."""
     recipe = _load(options)
     from pylate_fastmaxsim.comparison.report import RESULT_FILE, publish
     from pylate_fastmaxsim.recipes.comparison.compare import RunFailed, compare, parse_sweep
@@ -168,7 +160,6 @@ def run_compare(options: argparse.Namespace) -> None:
 
 
 def add_warmup_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a recipe with its overrides, or sizes."""
     _add_recipe(parser, nargs="?")
     meaning = (
         "in place of a recipe: queries x tokens x documents x tokens, then other fields of a BatchShape; repeatable"
@@ -177,7 +168,6 @@ def add_warmup_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_warmup(options: argparse.Namespace) -> None:
-    """Compile, and print what took how long."""
     if (options.recipe is None) == (options.shape is None):
         raise RecipeError("warmup needs a RECIPE, or sizes as --shape " + SHAPE + ".")
     if options.shape is not None:
@@ -204,7 +194,6 @@ def run_warmup(options: argparse.Namespace) -> None:
 
 
 def _shape(text: str) -> BatchShape:
-    """The sizes of ``--shape``."""
     import torch
 
     from pylate_fastmaxsim.precompile.shapes import BatchShape

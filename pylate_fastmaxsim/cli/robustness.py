@@ -13,7 +13,6 @@ from pylate_fastmaxsim.cli.terminal import (
 
 
 def add_robustness_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a recipe or a model, a collection, and what is measured."""
     add = parser.add_argument
     add(
         "target",
@@ -54,7 +53,6 @@ def add_robustness_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_robustness(options: argparse.Namespace) -> None:
-    """Measure, print the tables, and write them as JSON, PNG and HTML."""
     from pylate_fastmaxsim.recipes.robustness.measure import robustness, settings_of
     from pylate_fastmaxsim.recipes.robustness.report import tables, write_robustness_page, write_robustness_png
 

@@ -19,7 +19,6 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
 def add_search_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a model, a collection, and where the results go."""
     add = parser.add_argument
     add(
         "model",
@@ -53,7 +52,6 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_encoding(parser: argparse.ArgumentParser, place: str = "") -> None:
-    """Add ``--index``, ``--format``, ``--exact`` and ``--trust-remote-code``."""
     parser.add_argument(
         "--index",
         type=path,
@@ -82,7 +80,6 @@ def kept_documents(index: Path | None) -> str:
 
 
 def run_search(options: argparse.Namespace) -> None:
-    """Search, and print metrics and times."""
     from pylate_fastmaxsim.cli.tables import search_table
     from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
     from pylate_fastmaxsim.recipes.search.run import Options, search
@@ -104,7 +101,6 @@ def run_search(options: argparse.Namespace) -> None:
 
 
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add models and recipes, a collection, and where the results go."""
     add = parser.add_argument
     add(
         "models",
@@ -120,9 +116,8 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         "--pool-factor",
         dest="pool_factors",
         type=several(at_least(1, float)),
-        default=[1.0],
         metavar="N,N,...",
-        help="evaluate each model with one vector for N tokens of a document, for each N, with 1 as documents are",
+        help="evaluate each model with one vector for N tokens of a document, for each N, and 1 for documents as they are",
     )
     add("--plot", type=path, metavar="FILE", help="draw nDCG@10 against vectors per document, .png")
     add("--per-query", type=path, metavar="FILE", help="write the metrics of each query, .jsonl or .tsv")
@@ -137,7 +132,6 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_evaluate(options: argparse.Namespace) -> None:
-    """Evaluate, and print the metrics, the tests and where indexes and run files are."""
     from pylate_fastmaxsim.cli.tables import metrics_table, pairs_table
     from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
     from pylate_fastmaxsim.recipes.search.evaluate import evaluate

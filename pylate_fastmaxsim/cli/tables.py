@@ -19,7 +19,6 @@ NAMES_OF_TESTS = {"student": "Student's paired t-test", "fisher": "Fisher's rand
 
 
 def begun_table(summary: dict[str, Any]) -> Table:
-    """What is going to be trained, before the first step."""
     rows = "streamed" if summary["rows"] is None else f"{summary['rows']:,}"
     held_out = "" if summary["held_out"] is None else f", {summary['held_out']:,} to evaluate on"
     empty = f", {summary['empty']:,} with an empty text" if summary["empty"] else ""
@@ -59,7 +58,6 @@ def training_table(result: dict[str, Any]) -> Table:
 
 
 def mining_table(result: dict[str, Any]) -> Table:
-    """The result of mining."""
     rows = [(name, f"{result[name]:,}") for name in ("queries", "documents", "rows")]
     rows.append(("pairs without enough negatives", f"{result['left_out']:,}"))
     rows.append(("data", result["data"]))
@@ -107,7 +105,6 @@ def _plaid_rows(plaid: dict[str, Any]) -> Rows:
 
 
 def metrics_table(result: dict[str, Any]) -> Table:
-    """Metrics and times of each evaluated model."""
     metrics = list(result["models"][0]["metrics"])
     pooled = any(model["pool_factor"] > 1 for model in result["models"])
     rows = [("model", *(["vectors"] if pooled else []), *(METRICS[name] for name in metrics), "encode", "search")]

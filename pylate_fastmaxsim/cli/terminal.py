@@ -34,7 +34,6 @@ _NOT_WRITTEN = re.compile(r"PytorchStreamWriter failed writing|unexpected pos \d
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Add ``--set``."""
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -46,7 +45,6 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_collection(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Add ``--beir`` and ``--split``."""
     parser.add_argument("--beir", metavar="FOLDER_OR_NAME", help=f"a collection in BEIR's layout{meaning}")
     parser.add_argument("--split", default="test", help="the split of its judgements (%(default)s)")
 
@@ -107,7 +105,6 @@ def quiet_libraries() -> None:
 
 
 def end_with(sentence: str, code: int = 1) -> NoReturn:
-    """End the command with a sentence on stderr."""
     errors.print(sentence, style="red")
     sys.exit(code)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from pylate_fastmaxsim.comparison import figures
 from pylate_fastmaxsim.comparison.figures import LABELS
-from pylate_fastmaxsim.comparison.turns import FINISHED, OUT_OF_MEMORY
-from pylate_fastmaxsim.comparison.verdict import FAST, NO_BATCH, PHASES
+from pylate_fastmaxsim.comparison.turns import FINISHED
+from pylate_fastmaxsim.comparison.verdict import FAST, PHASES
 from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.reporting.figures import write_png
 from pylate_fastmaxsim.reporting.numbers import METRICS, format_bytes, format_number
@@ -147,7 +147,6 @@ def decisions(comparison: dict[str, Any]) -> list[str]:
 
 
 def _why_slower(comparison: dict[str, Any]) -> list[str]:
-    """Sentences on why fast is slower than stock, where it is and something is known."""
     summary, (stock, fast) = comparison["summary"], (comparison["runs"][mode] for mode in LABELS)
     if summary["speedup"] is None or summary["speedup"] >= 1 or _machine_was_busy(summary):
         return []
@@ -163,7 +162,6 @@ def _why_slower(comparison: dict[str, Any]) -> list[str]:
 
 
 def _speed_sentences(comparison: dict[str, Any]) -> list[str]:
-    """Sentences on how the ratio was measured, and whether the machine was busy."""
     summary = comparison["summary"]
     turns = summary.get("turns")
     if turns is None:
@@ -223,24 +221,6 @@ def sweep_rows(points: dict[str, list[dict[str, Any]]]) -> Rows:
     return rows
 
 
-def sweep_sentence(points: dict[str, list[dict[str, Any]]]) -> str:
-    """One sentence for each mode: up to which batch size it ran, and where it ran out of memory."""
-    sentences = []
-    for mode, row in points.items():
-        fitting = [point["batch_size"] for point in row if point["status"] == FINISHED]
-        failing = [point["batch_size"] for point in row if point["status"] == OUT_OF_MEMORY]
-        if failing and fitting:
-            sentences.append(f"{mode} takes a batch of {max(fitting):,} and runs out of memory at {min(failing):,}.")
-        elif failing:
-            sentences.append(f"{mode} runs out of memory at {min(failing):,}, the smallest batch tried.")
-        elif fitting:
-            sentences.append(f"{mode} takes every batch tried, up to {max(fitting):,}.")
-    empty = sorted({point["batch_size"] for row in points.values() for point in row if point["status"] == NO_BATCH})
-    if empty:
-        sentences.append(f"no batch of {' or '.join(f'{size:,}' for size in empty)} can be made of the rows.")
-    return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
-
-
 def publish(comparison: dict[str, Any], file: Path) -> None:
     """Print a comparison and the warnings of its runs, write it as JSON, PNG and HTML, and print the names of these files."""
     try:
@@ -251,7 +231,6 @@ def publish(comparison: dict[str, Any], file: Path) -> None:
     show(comparison_table(comparison))
     if points := comparison.get("sweep"):
         show(Table("against batch size", sweep_rows(points), left=0))
-        show(sweep_sentence(points))
     for warning in labelled_warnings(comparison):
         print(warning, file=sys.stderr)
     write_comparison(comparison, file)
@@ -311,5 +290,5 @@ def _sections(comparison: dict[str, Any]) -> list[Section]:
         sections.append(Section("Retrieval quality before and after", note, [HEADER, *rows]))
     if points := comparison.get("sweep"):
         sweep = partial(figures.draw_sweep, points, _environment(comparison).get("device_memory"))
-        sections.append(Section("Against batch size", sweep_sentence(points), sweep_rows(points), sweep, (8.5, 3.6)))
+        sections.append(Section("Against batch size", "", sweep_rows(points), sweep, (8.5, 3.6)))
     return sections

@@ -197,7 +197,6 @@ class _Session:
             self._end(name)
 
     def _start(self, name: str, again: bool = False) -> None:
-        """Start a process, and let it take its warm-up steps."""
         self._processes[name] = _Process(name, self._children[name], again, self._on_wait)
         try:
             self._read_report(name)
@@ -211,18 +210,15 @@ class _Session:
             self._give_turn(name, more)
 
     def _run_to_the_end(self, name: str) -> None:
-        """Give a process turns without a limit: for the steps that are left, and for what follows them."""
         while name in self._processes:
             self._give_turn(name, None)
 
     def _give_turn(self, name: str, steps: int | None, pair: int | None = None) -> None:
-        """Let a process take some steps, unless it has ended."""
         if name in self._processes:
             self._processes[name].give_turn(math.inf if steps is None else steps)
             self._read_report(name, pair)
 
     def _read_report(self, name: str, pair: int | None = None) -> None:
-        """Keep what a process reports at the end of its turn."""
         run = self.runs[name]
         begun = time.perf_counter()
         try:

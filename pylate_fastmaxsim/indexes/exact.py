@@ -246,8 +246,9 @@ class Exact:
                 sequences = [*islice(documents, len(batch_ids))]
                 if len(sequences) < len(batch_ids):
                     raise _unequal(where, ids, begin + len(sequences))
-                # The first documents as a whole, since they may set the scale of fp8.
-                size = len(sequences) if self._storage.format is None else DOCUMENTS_AT_ONCE
+                # The first documents as a whole, since they may set the scale of fp8; a GPU would be waited for.
+                whole = self._storage.format is None or getattr(sequences[0], "is_cuda", False)
+                size = len(sequences) if whole else DOCUMENTS_AT_ONCE
                 blocks = (sequences[at : at + size] for at in range(0, len(sequences), size))
                 batches = (live(as_batch(where, "documents_embeddings", block)) for block in blocks)
                 first = next(batches)
@@ -265,13 +266,13 @@ class Exact:
             return scores.cpu(), chosen[places.cpu()]
         documents, found = [*self._documents(chosen, is_subset)], []
         for number, device in enumerate(self.devices):
-            mine = [(batch, at) for on, batch, at in documents if on == number]
+            mine = [(batch, first) for on, batch, first in documents if on == number]
             if mine or not number:
-                batches, at = zip(*mine, strict=True) if mine else ((), (chosen,))
-                found.append((*search(batch_to(queries, device), batches, k), torch.cat(at) if len(at) > 1 else at[0]))
+                scores, places = search(batch_to(queries, device), (batch for batch, _ in mine), k)
+                found.append((scores, places, [first for _, first in mine], [len(batch) for batch, _ in mine]))
         # Only now, since a copy waits for its device.
-        scores = torch.cat([each.cpu() for each, _, _ in found], dim=1)
-        positions = torch.cat([at[places.cpu()] for _, places, at in found], dim=1)
+        scores = torch.cat([each.cpu() for each, *_ in found], dim=1)
+        positions = torch.cat([chosen[_places(*each)] for _, *each in found], dim=1)
         return (scores, positions) if len(found) == 1 else tuple(ordered(scores, positions, k))
 
     def _of_subsets(
@@ -287,45 +288,56 @@ class Exact:
             best = largest(row[None], min(k, len(row)))[0]
             yield row[best].tolist(), positions[best].tolist()
 
-    def _documents(self, positions: Tensor, is_subset: bool) -> Iterator[tuple[int, Batch, Tensor]]:
-        """Documents at ascending positions, in batches: on which device each is, and its positions."""
+    def _documents(self, positions: Tensor, is_subset: bool) -> Iterator[tuple[int, Batch, int]]:
+        """Documents at ascending positions, in batches: on which device each is, and which position is its first one's."""
         if self._held is None and is_subset:
             for batch in selected(self._corpus, positions, self.devices[0]):
-                yield 0, batch, positions
+                yield 0, batch, 0
             return
         self._hold()
         first = 0
         for number, batch in self._held or ((0, each) for each in self._corpus.batches(self.devices[0])):
             begin, end = torch.searchsorted(positions, positions.new_tensor([first, first + len(batch)])).tolist()
-            at = positions[begin:end]
             if end - begin == len(batch):
-                yield number, batch, at
+                yield number, batch, begin
             elif begin < end:
-                yield number, batch.select((at - first).to(batch.device)), at
+                yield number, batch.select((positions[begin:end] - first).to(batch.device)), begin
             first += len(batch)
 
     def _hold(self) -> None:
         """Copy those documents to the devices that are not there yet."""
         held, corpus = self._held, self._corpus
-        if held is None:
+        begin = sum(len(batch) for _, batch in held or ())
+        if held is None or begin == len(corpus):
             return
-        sizes = [len(batch.values if isinstance(batch, TokenBatch) else batch.tokens) for _, batch in held]
-        tokens = [0] * len(self.devices)
-        for (number, _), size in zip(held, sizes, strict=True):
-            tokens[number] += size
+        sizes = [
+            (number, len(batch.values if isinstance(batch, TokenBatch) else batch.tokens)) for number, batch in held
+        ]
+        tokens = [sum(size for on, size in sizes if on == number) for number in range(len(self.devices))]
+        ends = corpus.lengths(begin).cumsum(0)
         # In few batches, since each is searched by itself, and as many on each device.
-        begin = sum(len(batch) for _, batch in held)
-        most = min(TOKENS_HELD, -(-(corpus.tokens - sum(tokens)) // len(self.devices)))
-        grows = bool(held)
-        for part, first, last in corpus.cuts(max(1, most), begin, len(corpus)):
-            size = int(part.bounds[last] - part.bounds[first])
-            grows = grows and sizes[-1] + size <= TOKENS_HELD
-            number = held[-1][0] if grows else tokens.index(min(tokens))
-            batches = [held.pop()[1]] if grows else []
-            batches += corpus.batches(self.devices[number], begin=begin, end=begin + last - first)
-            held.append((number, joined(batches)))
-            tokens[number] += size
-            grows, begin = False, begin + last - first
+        most = max(1, min(TOKENS_HELD, -(-int(ends[-1]) // len(self.devices))))
+        growing, room = [], most
+        if sizes and sizes[-1][1] < TOKENS_HELD:
+            number, room = sizes[-1][0], TOKENS_HELD - sizes[-1][1]
+            growing = [held.pop()[1]]
+        done = copied = 0
+        while done < len(ends):
+            count = max(int(torch.searchsorted(ends[done:], copied + room, right=True)), 0 if growing else 1)
+            number = number if growing else tokens.index(min(tokens))
+            new = corpus.batches(self.devices[number], begin=begin + done, end=begin + done + count)
+            held.append((number, joined([*growing, *new])))
+            done, before = done + count, copied
+            copied = int(ends[done - 1]) if done else 0
+            tokens[number] += copied - before
+            growing, room = [], most
+
+
+def _places(places: Tensor, firsts: list[int], counts: list[int]) -> Tensor:
+    """Where documents of batches, counted through all of these, lie among all documents."""
+    firsts, counts = (torch.tensor(each, dtype=torch.int64, device="cpu") for each in (firsts, counts))
+    places, ends = places.cpu(), counts.cumsum(0)
+    return places + (firsts - (ends - counts))[torch.searchsorted(ends, places, right=True)]
 
 
 def _listed(embeddings: Embeddings) -> Embeddings:

@@ -221,18 +221,24 @@ class Corpus:
             raise ValueError(
                 f"Corpus.batches: begin and end must be in order and from 0 to {len(self)}, got {begin} and {end}."
             )
-        pieces = self.cuts(tokens_per_batch, begin, end)
+        pieces = (
+            (part, *cut)
+            for part, first in zip(self.parts, self._firsts.tolist(), strict=False)
+            for cut in part.cuts(tokens_per_batch, max(begin - first, 0), min(end - first, len(part)))
+        )
         if device.type == "cuda":
             # Here, because each thread has its own current device.
             device = torch.empty(0, device=device).device
             return streamed(device, list(pieces))
         return (batch_on(device, part.format, *part.views(first, last))[0] for part, first, last in pieces)
 
-    def cuts(self, tokens_per_batch: int, begin: int, end: int) -> Iterator[tuple[Part, int, int]]:
-        """The pieces that :meth:`batches` makes batches of: a part, its first document and the one after the last."""
-        for part, first in zip(self.parts, self._firsts.tolist(), strict=False):
-            for cut in part.cuts(tokens_per_batch, max(begin - first, 0), min(end - first, len(part))):
-                yield part, *cut
+    def lengths(self, begin: int = 0) -> Tensor:
+        """Numbers of tokens of the documents from ``begin`` on, int64."""
+        spans = [
+            part.bounds_of(torch.arange(max(begin - first, 0), max(begin - first, len(part)), device="cpu"))
+            for part, first in zip(self.parts, self._firsts.tolist(), strict=False)
+        ]
+        return torch.cat([ends - starts for starts, ends in spans])
 
     def select(self, positions: Tensor | Sequence[int], device: str | torch.device = "cpu") -> Batch:
         """The documents at some positions, read into memory, in the order of ``positions``.

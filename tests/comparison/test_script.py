@@ -79,39 +79,6 @@ def test_a_sparse_encoder_that_saves_and_evaluates_leaves_nothing(encoder, monke
     assert run["documents_per_second"] > 0
 
 
-PAGES = """
-from colpali_engine.data import ColPaliEngineDataset
-from colpali_engine.loss import ColbertLoss
-from colpali_engine.models import ColQwen2, ColQwen2Processor
-from colpali_engine.trainer import ColModelTraining, ColModelTrainingConfig
-from PIL import Image
-from transformers import TrainingArguments
-
-pages = [Image.new("RGB", (56, 56), (9 * number, 90, 200)) for number in range(12)]
-config = ColModelTrainingConfig(
-    ColQwen2.from_pretrained({model!r}), ColQwen2Processor.from_pretrained({model!r}),
-    ColPaliEngineDataset([{{"query": "which page", "pos_target": page}} for page in pages]),
-    output_dir="models/mine", loss_func=ColbertLoss(),
-    tr_args=TrainingArguments(None, num_train_epochs=1, per_device_train_batch_size=2, use_cpu=True, save_steps=1),
-)
-training = ColModelTraining(config)
-training.train()
-training.save()
-"""
-
-
-@pytest.mark.e2e
-def test_a_model_of_pages_is_measured_and_not_saved(monkeypatch, tmp_path):
-    pytest.importorskip("colpali_engine")
-    from tests.support.visual_models import build_visual_model
-
-    folder = build_visual_model(tmp_path / "model", "colqwen2")
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    run = accelerated(tmp_path / "here", PAGES.format(model=folder), 9)
-    assert (run["steps"], len(run["losses"])) == (9, 9) and run["live_tokens_per_second"] > 0
-
-
 LOOP = """
 import os, torch
 

@@ -93,11 +93,6 @@ def attended_tokens(columns: Sequence[dict[str, Tensor]], attention_mask: Tensor
     return *attended_index(attention_mask, sum(totals)), True
 
 
-def column_has_gaps(column: dict[str, Tensor]) -> bool:
-    """Check a tokenized column for gaps. Waits for the device if it has no token counts."""
-    return known_total(column) is None and has_gaps(column["attention_mask"])
-
-
 def padded_again(states: Tensor, index: Tensor, count: int, width: int, filler: Tensor) -> Tensor:
     """Put states ``[T, d]`` at places ``row * width + column`` of ``[count, width, d]``, with ``filler`` as padding.
 

@@ -274,7 +274,6 @@ def _alias_of(weight: nn.Parameter) -> nn.Parameter:
 
 @contextlib.contextmanager
 def _substituted(model: nn.Module, aliases: dict[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-    """Context in which a model has aliases for weights."""
     replaced = [
         (module._parameters, name, weight)
         for module in model.modules()
@@ -329,8 +328,6 @@ class _Replay(torch.autograd.Function):
 
 
 class _Batch(NamedTuple):
-    """A call of an encoder on packed texts."""
-
     # Ids and positions [1, tokens] by name, and arguments that are no tensors.
     inputs: dict[str, Tensor]
     others: dict[str, object]

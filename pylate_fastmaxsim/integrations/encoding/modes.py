@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import NoReturn, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel
 
-from pylate_fastmaxsim.integrations.encoding.batch import Documents, column_has_gaps
+from pylate_fastmaxsim.integrations.encoding.batch import Documents
 from pylate_fastmaxsim.integrations.encoding.equivalence import (
     checked_width,
     reason_against_dividing,
@@ -28,7 +27,7 @@ from pylate_fastmaxsim.integrations.encoding.equivalence import (
     sample_documents,
 )
 from pylate_fastmaxsim.integrations.encoding.plans import EncodingPlan
-from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL
+from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL, has_gaps, known_total
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import (
     checkpoints_layers,
@@ -243,12 +242,8 @@ def _decided(
     if state not in found:
         # The check makes a few calls of odd shapes, which are not worth compiling.
         with torch.compiler.set_stance("force_eager"):
-            found[state] = decide(partial(_on_all_ranks, device=device, group=group) if group else bool)
+            found[state] = decide(lambda here: bool(least_of_all_ranks(int(here), device, group)) if group else here)
     return found[state]
-
-
-def _on_all_ranks(here: bool, device: torch.device, group: dist.ProcessGroup) -> bool:
-    return bool(least_of_all_ranks(int(here), device, group))
 
 
 def _state_of(core: nn.Module) -> tuple[Hashable, ...]:
@@ -337,11 +332,11 @@ def _reason_in_features(core: nn.Module, columns: Sequence[dict[str, Tensor]]) -
 
 
 def _reason_against_queries(core: nn.Module, queries: dict[str, Tensor]) -> str | None:
-    """Reason to give queries a call of their own."""
     length = queries["input_ids"].shape[1]
     if length > core.query_length:
         return f"they have {length} tokens, more than the model's query_length of {core.query_length}"
-    if column_has_gaps(queries):
+    # Waits for the device if they have no token counts.
+    if known_total(queries) is None and has_gaps(queries["attention_mask"]):
         return GAP
     return _reason_in_features(core, [queries])
 
@@ -368,7 +363,6 @@ def understood(features: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _other_features(columns: Sequence[dict[str, Tensor]]) -> frozenset[str]:
-    """Features of a batch that are not encoded without padding."""
     return frozenset().union(*columns) - UNDERSTOOD - _LEFT_OUT
 
 

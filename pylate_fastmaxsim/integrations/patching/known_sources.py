@@ -203,7 +203,6 @@ def _definition(code: CodeType) -> ast.FunctionDef | None:
 
 @lru_cache(maxsize=64)
 def _codes_of(path: str) -> dict[tuple[str, int], CodeType]:
-    """The code of all functions in a file, by name and first line."""
     linecache.checkcache(path)
     try:
         codes = [compile("".join(linecache.getlines(path)), path, "exec", dont_inherit=True)]

@@ -110,7 +110,6 @@ class PatchSet:
 
 
 def _replace(patch: Patch) -> Callable[[], bool]:
-    """Apply a patch, and return how to undo it."""
     owner, name, original = patch.owner, patch.name, vars(patch.owner).get(patch.name, _INHERITED)
     if isinstance(owner, ModuleType) and can_redirect(original):
         return Redirection(original, patch.replacement).undo

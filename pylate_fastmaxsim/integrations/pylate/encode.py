@@ -111,7 +111,6 @@ def encode(
 
 
 def _prompt(model: ColBERT, prompt: str | None, name: str | None) -> str | None:
-    """What stands before each text."""
     if prompt is not None:
         if name is not None:
             stock_module.logger.warning("prompt_name is ignored, because a prompt is given.")

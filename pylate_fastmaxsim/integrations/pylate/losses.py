@@ -287,14 +287,10 @@ def _losses_of_chunks(
     def loss_of(chunk: slice, values: Tensor) -> Tensor:
         mask = None if queries_mask is None else queries_mask[chunk]
         scores = _score(queries[chunk], mask, replace(scored, documents=documents.with_values(values)))
-        return _sum_of_losses(self, scores, targets[chunk])
+        loss = F.cross_entropy(scores / self.temperature, targets[chunk], reduction="sum")
+        return loss * get_world_size() if self.gather_across_devices else loss
 
     return losses_of_chunks(documents.values, count, (slice(begin, begin + step) for begin in begins), loss_of)
-
-
-def _sum_of_losses(self: CachedContrastive, scores: Tensor, targets: Tensor) -> Tensor:
-    loss = F.cross_entropy(scores / self.temperature, targets, reduction="sum")
-    return loss * get_world_size() if self.gather_across_devices else loss
 
 
 def _progress(self: CachedContrastive, steps: Sequence, description: str) -> Iterator:

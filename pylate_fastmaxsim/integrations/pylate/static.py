@@ -94,7 +94,6 @@ def _encode_tokens(model: ColBERT, tokens: Tensor, is_query: bool) -> Tensor:
 
 
 def _around(model: ColBERT, is_query: bool) -> tuple[list[int], list[int]]:
-    """The tokens before and behind those of a text."""
     encoded = model.tokenizer("a", return_special_tokens_mask=True)
     tokens, special = encoded["input_ids"], encoded["special_tokens_mask"]
     first, end = special.index(0), len(special) - special[::-1].index(0)

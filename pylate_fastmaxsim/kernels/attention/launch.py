@@ -143,7 +143,6 @@ def _backward(
     texts: Texts,
     tiles: Tiles | dict[int, Tiles],
 ) -> None:
-    """Write ``gradients``, which are laid out as ``vectors``."""
     query, key, value = vectors
     grad = laid_out(grad)
     arguments = (*vectors, out, grad, log_sums, texts.seed, *angles, texts.cu_seqlens, texts.key_cu_seqlens, *gradients)

@@ -93,7 +93,6 @@ def forward(operands: CompressedOperands, want_winners: bool, precision: str) ->
 
 
 def _in_tiles(operands: CompressedOperands, rows_in_all: int) -> bool:
-    """Say whether a kernel of this format scores documents as they are stored."""
     q_values = operands.q_values
     if operands.format == "residual":
         # Nothing is gained by decompressing a document once for one query.
@@ -139,7 +138,6 @@ def round_rows(values: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple
 
 
 def _decoding(operands: CompressedOperands) -> tuple[Tensor | None, ...]:
-    """Tensors that decode stored numbers: scales, codes, centroids, and the numbers of each byte, two to a word."""
     words = None if operands.byte_values is None else operands.byte_values.view(torch.int32)
     return operands.scales, operands.codes, operands.centroids, words
 

@@ -7,7 +7,7 @@ from pylate_fastmaxsim.kernels.primitives.query_tiles import rows_of_tile, store
 from pylate_fastmaxsim.kernels.primitives.running_best import mean_of_best, no_best, running_best
 from pylate_fastmaxsim.kernels.primitives.running_maximum import best_of_row, no_maximum, running_maximum
 from pylate_fastmaxsim.kernels.primitives.running_sums import no_sums, pooled_of_row, running_sums
-from pylate_fastmaxsim.kernels.primitives.similarities import without_columns_past_the_end
+from pylate_fastmaxsim.kernels.primitives.similarities import held_rows, without_columns_past_the_end
 from pylate_fastmaxsim.kernels.primitives.stored import similarities_as_stored
 from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
@@ -83,11 +83,7 @@ def forward_kernel(
     query, q_row, q_live = rows_of_tile(
         tile, q_starts, q_lengths, q_keep, num_queries, row_blocks, ROWS_PER_QUERY, ONE_QUERY, BLOCK_M
     )
-    k = tl.arange(0, BLOCK_K)
-    q_pointers = q_values + q_row[:, None] * DIM + k[None, :]
-    q_tile = None
-    if DIM <= BLOCK_K:
-        q_tile = tl.load(q_pointers, mask=q_live[:, None] & (k[None, :] < DIM), other=0.0)
+    q_pointers, q_tile = held_rows(q_values, q_row, q_live, DIM, BLOCK_K)
 
     if q_scales is not None:
         q_scale = tl.load(q_scales + q_row, mask=q_live, other=0.0)

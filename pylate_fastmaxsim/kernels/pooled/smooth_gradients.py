@@ -9,7 +9,7 @@ import triton.language as tl
 
 from pylate_fastmaxsim.kernels.primitives.documents import span_of_slot, tiles_of_slots
 from pylate_fastmaxsim.kernels.primitives.matmul import product, split
-from pylate_fastmaxsim.kernels.primitives.similarities import inner_products
+from pylate_fastmaxsim.kernels.primitives.similarities import held_rows, inner_products
 from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 
@@ -140,10 +140,7 @@ def smooth_query_gradient_kernel(
         some_live = tile * BLOCK_M < num_live
     if some_live:
         k = tl.arange(0, BLOCK_K)
-        q_pointers = q_values + q_row[:, None] * DIM + k[None, :]
-        q_tile = None
-        if DIM <= BLOCK_K:
-            q_tile = tl.load(q_pointers, mask=q_live[:, None] & (k[None, :] < DIM), other=0.0)
+        q_pointers, q_tile = held_rows(q_values, q_row, q_live, DIM, BLOCK_K)
         column = tl.arange(0, BLOCK_N)
         out = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         first_slot = part * slots_per_part

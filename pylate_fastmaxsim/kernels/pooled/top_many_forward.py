@@ -4,7 +4,7 @@ import triton.language as tl
 
 from pylate_fastmaxsim.kernels.primitives.documents import similarities_of_document, span_of_slot
 from pylate_fastmaxsim.kernels.primitives.query_tiles import rows_of_tile, store_scores
-from pylate_fastmaxsim.kernels.primitives.similarities import key_value, order_key
+from pylate_fastmaxsim.kernels.primitives.similarities import held_rows, key_value, order_key
 from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 # Smaller than the key of any column.
@@ -56,11 +56,7 @@ def top_many_kernel(
     query, q_row, q_live = rows_of_tile(
         tile, q_starts, q_lengths, q_keep, num_queries, row_blocks, ROWS_PER_QUERY, ONE_QUERY, BLOCK_M
     )
-    k = tl.arange(0, BLOCK_K)
-    q_pointers = q_values + q_row[:, None] * DIM + k[None, :]
-    q_tile = None
-    if DIM <= BLOCK_K:
-        q_tile = tl.load(q_pointers, mask=q_live[:, None] & (k[None, :] < DIM), other=0.0)
+    q_pointers, q_tile = held_rows(q_values, q_row, q_live, DIM, BLOCK_K)
     column = tl.arange(0, BLOCK_N)
     place = tl.arange(0, 8)
     last_slot = tl.minimum(first_slot + documents_per_program, num_slots) - 1

@@ -14,6 +14,18 @@ NAN_KEY = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
+def held_rows(values, row, live, DIM: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Pointers to the first BLOCK_K numbers of rows, and the loaded rows where d is at most BLOCK_K."""
+    k = tl.arange(0, BLOCK_K)
+    pointers = values + row.to(tl.int64)[:, None] * DIM + k[None, :]
+    # Both branches need the name. With a larger d nothing reads it.
+    tile = pointers
+    if DIM <= BLOCK_K:
+        tile = tl.load(pointers, mask=live[:, None] & (k[None, :] < DIM), other=0.0)
+    return pointers, tile
+
+
+@triton.jit
 def inner_products(
     q_tile,
     q_pointers,

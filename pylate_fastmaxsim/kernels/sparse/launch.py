@@ -151,7 +151,6 @@ class DeviceBlocks:
         return state.lost.nonzero()[:, 0].tolist() if lost else [], width
 
     def _restarted(self, queries: list[int], state: State) -> Tensor:
-        """Queries that begin anew with the thresholds that they have."""
         chosen = torch.tensor(queries, device=self.device)
         for tensor in (state.histograms, state.counts, state.lost):
             tensor[chosen] = 0

@@ -10,7 +10,7 @@ Programs whose rows are done return at once. Nothing waits for the device.
 
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.primitives.similarities import NAN_KEY, key_value, order_key, similarity_tile
+from pylate_fastmaxsim.kernels.primitives.similarities import NAN_KEY, held_rows, key_value, order_key, similarity_tile
 from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 
@@ -76,11 +76,7 @@ def collect_kernel(
         # NaN, and every number where there is no bound, is not at most the bound.
         bound = key_value(tl.load(bounds + local))
         row = tl.load(q_rows + first_row + local, mask=wanted, other=0)
-        k = tl.arange(0, BLOCK_K)
-        q_pointers = q_values + row.to(tl.int64)[:, None] * DIM + k[None, :]
-        q_tile = None
-        if DIM <= BLOCK_K:
-            q_tile = tl.load(q_pointers, mask=wanted[:, None] & (k[None, :] < DIM), other=0.0)
+        q_pointers, q_tile = held_rows(q_values, row, wanted, DIM, BLOCK_K)
         num_tokens = tl.load(d_offsets + num_documents).to(tl.int32)
         share = tl.cdiv(tl.cdiv(num_tokens, num_parts), BLOCK_N) * BLOCK_N
         end = tl.minimum((part + 1) * share, num_tokens)
@@ -158,11 +154,7 @@ def bisect_kernel(
     wanted = tl.load(pending + local) != 0
     if tl.max(wanted.to(tl.int32), axis=0) > 0:
         row = tl.load(q_rows + first_row + local, mask=wanted, other=0)
-        dim = tl.arange(0, BLOCK_K)
-        q_pointers = q_values + row.to(tl.int64)[:, None] * DIM + dim[None, :]
-        q_tile = None
-        if DIM <= BLOCK_K:
-            q_tile = tl.load(q_pointers, mask=wanted[:, None] & (dim[None, :] < DIM), other=0.0)
+        q_pointers, q_tile = held_rows(q_values, row, wanted, DIM, BLOCK_K)
         num_tokens = tl.load(d_offsets + num_documents).to(tl.int32)
         column = tl.arange(0, BLOCK_N)
         low = tl.load(bounds + local).to(tl.int64)

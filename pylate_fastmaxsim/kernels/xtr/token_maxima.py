@@ -3,7 +3,7 @@
 import triton.language as tl
 
 from pylate_fastmaxsim.kernels.primitives.running_maximum import maximum_or_nan, running_maximum, same_bits
-from pylate_fastmaxsim.kernels.primitives.similarities import order_key, similarity_tile
+from pylate_fastmaxsim.kernels.primitives.similarities import held_rows, order_key, similarity_tile
 from pylate_fastmaxsim.kernels.runtime.cached_launch import kernel
 
 
@@ -46,11 +46,7 @@ def token_maxima_kernel(
     if first_row + tile * BLOCK_M < num_live:
         live = first_row + local < num_live
         row = tl.load(q_rows + first_row + local, mask=live, other=0)
-        k = tl.arange(0, BLOCK_K)
-        q_pointers = q_values + row.to(tl.int64)[:, None] * DIM + k[None, :]
-        q_tile = None
-        if DIM <= BLOCK_K:
-            q_tile = tl.load(q_pointers, mask=live[:, None] & (k[None, :] < DIM), other=0.0)
+        q_pointers, q_tile = held_rows(q_values, row, live, DIM, BLOCK_K)
         column = tl.arange(0, BLOCK_N)
         in_group = tl.arange(0, 8)
         for document in range(first_document, tl.minimum(first_document + documents_per_program, num_documents)):
@@ -122,11 +118,7 @@ def negative_maxima_kernel(
     # With -infinity all tokens pass.
     negative = live & (threshold < 0.0) & (threshold > float("-inf"))
     if tl.max(negative.to(tl.int32), axis=0) > 0:
-        k = tl.arange(0, BLOCK_K)
-        q_pointers = q_values + row.to(tl.int64)[:, None] * DIM + k[None, :]
-        q_tile = None
-        if DIM <= BLOCK_K:
-            q_tile = tl.load(q_pointers, mask=live[:, None] & (k[None, :] < DIM), other=0.0)
+        q_pointers, q_tile = held_rows(q_values, row, live, DIM, BLOCK_K)
         column = tl.arange(0, BLOCK_N)
         for document in range(first_document, tl.minimum(first_document + documents_per_program, num_documents)):
             begin = tl.load(d_offsets + document).to(tl.int32)

@@ -116,7 +116,6 @@ def _recipe_of_run(recipe: Recipe, batch_size: int | None) -> Recipe:
 
 
 def _phases(recipe: Recipe, kind: Kind, model: HostModel, rows: Dataset) -> dict[str, float]:
-    """Seconds of each phase of a step, in a few more steps of the trained model."""
     arguments = training_arguments(recipe, kind, **ONLY_STEPS, max_steps=STEPS)
     trainer = kind.build_trainer(recipe.loss, model, rows, arguments)
     timer = PhaseTimer(trainer)

@@ -45,7 +45,6 @@ class PhaseTimer(TrainerCallback):
         return {phase: statistics.median(lap[phase] for lap in measured) for phase in PHASES}
 
     def _begin(self, phase: str) -> None:
-        """Begin a phase, which ends the one before."""
         if self._on_gpu:
             now = torch.cuda.Event(enable_timing=True)
             now.record()

@@ -302,7 +302,6 @@ SentenceTransformersFast = _fast_section("SentenceTransformersFast", SENTENCE_TR
 
 
 def _recipe(model: type[ModelSection], mining: bool = False, **sections: type) -> type[Recipe]:
-    """The class of the recipes of a kind, by the sections that it has."""
     keys = [("model", model), *((name, section, field(default_factory=section)) for name, section in sections.items())]
     if mining:
         keys.append(("mining", MiningSection | None, None))

@@ -25,26 +25,11 @@ def key(
     only: tuple[str, ...] | None = None,
     required: bool = False,
 ) -> Any:
-    """A key of a section.
+    """A key of a section, with its ``meaning`` for docs/reference.md; a number counts in ``unit``.
 
-    Parameters
-    ----------
-    meaning
-        What it is, for docs/reference.md.
-    default
-        Its value where it is left out.
-    unit
-        What a number counts.
-    minimum, maximum, above
-        Its limits; ``above`` is one that it must exceed.
-    path
-        Whether it is a path, in which ``~`` is the home directory.
-    on_hub
-        Of a path that may also be a name on the Hub, what has that name.
-    null
-        A word for null.
-    only
-        Values of the section's ``SELECTOR`` that take it, None for all, and whether they need it (``required``).
+    ``path``: in it ``~`` is the home directory. ``on_hub``: of a path that may also be a name on the Hub, what has that
+    name. ``null``: a word for null. ``only``: the values of the section's ``SELECTOR`` that take the key, None for all, and
+    whether they need it (``required``).
     """
     limits = {"minimum": minimum, "maximum": maximum, "above": above}
     places = {"path": path or on_hub is not None, "on_hub": on_hub}
@@ -213,6 +198,7 @@ class MiningSection:
     )
     first_stage: FirstStageSection | None = key("search that finds the candidates of each query; null: none", None)
     corpus_format: CompressedFormat | None = key("compress documents as they are encoded; null: as they are", None)
+    pool_factor: float = key("pool so many tokens of a document into one vector", 1, unit="tokens", minimum=1)
     num_negatives: int = key(
         "negatives of each pair; a pair that has fewer is left out", 15, unit="documents", minimum=1
     )
@@ -355,7 +341,7 @@ class EvaluationSection:
 
     # What only some kinds have as a key.
     beir = nano_beir = corpus_format = None
-    split = "test"
+    split, pool_factor = "test", 1
 
     @property
     def has_rows(self) -> bool:
@@ -388,6 +374,7 @@ class LateEvaluationSection(TextEvaluationSection):
     """Retrieval of texts by late interaction."""
 
     corpus_format: CompressedFormat | None = key("compress the documents of `beir` as they are encoded", None)
+    pool_factor: float = key("pool so many tokens of a document into one vector", 1, unit="tokens", minimum=1)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
 """(query, positive) pairs of real English text that every machine with PyLate already holds.
 
-A docstring opens with one sentence that says what the object is for; the rest explains it. The
-sentence is the query, the rest the document. Documents range from a dozen words to several pages,
-as passages of a search collection do.
+A docstring opens with one sentence that says what the object is for, the query. The rest explains it: the document.
 """
 
 from __future__ import annotations

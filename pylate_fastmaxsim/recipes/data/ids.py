@@ -166,7 +166,6 @@ def _require_one_text_each(table: TextTable, ids: pa.ChunkedArray, texts: pa.Chu
 
 
 def _row_numbers(where: str, ids: pa.ChunkedArray, table: TextTable) -> pa.ChunkedArray:
-    """The row (int64) of each id in a table."""
     ids = as_text(ids, where)
     rows = pc.index_in(ids, value_set=table.known)
     if rows.null_count:

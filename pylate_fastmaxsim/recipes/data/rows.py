@@ -87,7 +87,6 @@ def truncate_lists(batch: dict[str, list], n_ways: int) -> dict[str, list]:
 
 
 def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:
-    """Rows with the texts of ``data.collection`` and ``data.queries`` in place of ids."""
     data = recipe.data
     key, place = (
         ("data.files", ", ".join(Path(file).name for file in data.files)) if data.files else ("data.name", data.name)
@@ -145,7 +144,6 @@ def load_columns(data: RowsSection, section: str) -> Dataset | IterableDataset:
 
 
 def _open_rows(data: RowsSection, section: str) -> Dataset | IterableDataset:
-    """The rows of a section as they are, all of them or as a stream."""
     if data.source == "files":
         key, builder = f"{section}.files", FILE_TYPES[file_type(data.files[0])]
         if builder == "json" and (rows := _read_triples(data, section)) is not None:

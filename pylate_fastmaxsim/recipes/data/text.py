@@ -208,7 +208,6 @@ def require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None:
 
 
 def _require_values(lists: pa.ChunkedArray, column: str, wanted: str, *allowed: Callable[[pa.DataType], bool]) -> None:
-    """Refuse lists of values other than ``wanted``, and values that are missing, nan or infinite."""
     values = pc.list_flatten(lists)
     if not any(is_of(values.type) for is_of in allowed):
         raise RecipeError(f"data.columns: {column!r} must hold lists of {wanted}, but it holds lists of {values.type}.")

@@ -33,10 +33,10 @@ def evaluate(
     progress: Progress,
     per_query: Path | None = None,
     test: str = "student",
-    pool_factors: Sequence[float] = (1,),
+    pool_factors: Sequence[float] | None = None,
     plot: Path | None = None,
 ) -> dict[str, Any]:
-    """Search all judged queries with each model, exactly, with documents pooled by each factor.
+    """Search all judged queries with each model, exactly, with documents pooled by each factor; None: that of its recipe.
 
     ``options.run`` and ``options.index`` are folders, in which each model has a file or a folder. ``per_query`` is a file
     for the metrics of each query, ``plot`` one for a picture of nDCG@10 against vectors.
@@ -49,9 +49,13 @@ def evaluate(
     models at the same factor.
     """
     targets = [
-        replace(each, label=each.label if factor == 1 else f"{each.label}-pool-{factor:g}", pool_factor=factor)
+        replace(
+            each,
+            label=f"{each.label}-pool-{factor:g}" if pool_factors and factor > 1 else each.label,
+            pool_factor=factor,
+        )
         for each in targets
-        for factor in pool_factors
+        for factor in pool_factors or (each.pool_factor,)
     ]
     if options.format is not None:
         check_format(options.format, options.index)
@@ -76,7 +80,7 @@ def evaluate(
     pairs = [
         (one.label, other.label)
         for one, other in combinations(targets, 2)
-        if one.pool_factor == (pool_factors[0] if one.path == other.path else other.pool_factor)
+        if not pool_factors or one.pool_factor == (pool_factors[0] if one.path == other.path else other.pool_factor)
     ]
     result = {
         "collection": name,

@@ -95,7 +95,6 @@ def training_arguments(recipe: Recipe, kind: Kind, **overrides: Any) -> Sentence
 
 
 def _precision(wanted: str, dtype: str, on_gpu: bool) -> str:
-    """The precision that ``training.precision`` stands for on this machine."""
     if not on_gpu:
         return "fp32" if wanted == "auto" else wanted
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)  # emulated, it is slower than fp16

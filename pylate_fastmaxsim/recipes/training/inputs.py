@@ -57,11 +57,7 @@ def _prepared(recipe: Recipe, directory: Path) -> Recipe:
 
 
 def _digest(recipe: Recipe) -> str:
-    """A name for the files that depend on these keys of the recipe."""
-    data = asdict(recipe.data)
-    if data["more"] is None:  # which recipes did not have when the folder was made
-        del data["more"]
-    parts = [data, asdict(recipe.model), recipe.training.seed, recipe.evaluation.rows]
+    parts = [asdict(recipe.data), asdict(recipe.model), recipe.training.seed, recipe.evaluation.rows]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -118,7 +114,6 @@ def _chosen(rows: Dataset, data: DataSection) -> Dataset:
 
 
 def _load_further(recipe: Recipe, kind: Kind, data: DataSection, section: str) -> Dataset:
-    """The rows of a section beside ``data``."""
     try:
         return _chosen(load_rows(replace(recipe, data=data), kind), data)
     except RecipeError as error:  # which names keys of data
@@ -126,7 +121,6 @@ def _load_further(recipe: Recipe, kind: Kind, data: DataSection, section: str) -
 
 
 def _with_more(recipe: Recipe, kind: Kind, rows: Dataset) -> Dataset:
-    """Rows mixed with those of ``data.more``."""
     if recipe.data.more is None:
         return rows
     parts = [rows]

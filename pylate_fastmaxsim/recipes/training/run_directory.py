@@ -79,7 +79,7 @@ def open_run_directory(
         if writes:  # one process of several
             _warn_of_other_masking(recipe, earlier)
             _warn_of_longer_run(recipe, earlier)
-        state = trained_state(checkpoint, recipe.training, earlier.training)
+        state = trained_state(checkpoint, recipe.training)
         if state is None or processes > 1:  # one process is enough to evaluate
             _require_same_processes(checkpoint, processes)
         if state is not None:
@@ -210,11 +210,10 @@ def checkpoints_in(directory: Path) -> dict[Path, int]:
     return {path: int(name[1]) for path, name in names.items() if name and path.is_dir()}
 
 
-def trained_state(checkpoint: Path, now: TrainingSection, recorded: TrainingSection) -> TrainerState | None:
+def trained_state(checkpoint: Path, now: TrainingSection) -> TrainerState | None:
     """The state of a checkpoint if no step is left to do, else None. The trainer itself would do one step more."""
     state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-    # Earlier releases did not write what was asked for.
-    asked = state.stateful_callbacks.get(FinishByEpochs.__name__, {}).get("args", {}).get("asked", lengths_of(recorded))
+    asked = state.stateful_callbacks[FinishByEpochs.__name__]["args"]["asked"]
     return state if state.global_step >= state.max_steps and not is_longer(lengths_of(now), asked) else None
 
 

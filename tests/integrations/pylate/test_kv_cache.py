@@ -1,14 +1,13 @@
 """Decoders that encode texts keep no keys and values for texts that go on."""
 
 import pytest
-import torch
 from pylate import losses
 from transformers import DynamicCache
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from tests.support.compared import assert_equal, batch_of, run
-from tests.support.models import collated, load_model, sentences
+from tests.support.models import load_model, sentences
 
 
 @pytest.fixture
@@ -51,19 +50,3 @@ def test_layers_that_share_keys_find_them(encoder, kept, caplog):
     with pylate_fastmaxsim.enabled(compile=True):
         compilation_layers.compile_layers(model)
     assert "compiles each layer of Gemma3nTextModel separately" in caplog.text
-
-
-@pytest.mark.compile
-def test_layers_share_what_is_compiled(encoder, packed, traced):
-    def graphs(layers):
-        model = load_model(encoder("qwen3", num_hidden_layers=layers))
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        with pylate_fastmaxsim.enabled(compile=True):
-            for seed, count in enumerate((6, 9, 5)):
-                batch = collated(model, *(sentences(count, seed=3 * seed + column) for column in range(3)))
-                losses.Contrastive(model)(batch).backward()
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-    # One of packed documents, one of queries.
-    assert graphs(2) == graphs(3) == 2
