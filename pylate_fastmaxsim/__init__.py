@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which read no strings
     from pylate_fastmaxsim.ops.projection import maxsim_from_hidden as maxsim_from_hidden
     from pylate_fastmaxsim.ops.score_metric import PooledScores as PooledScores
     from pylate_fastmaxsim.ops.splade import splade_pool as splade_pool
+    from pylate_fastmaxsim.ops.token_pooling import pool_tokens as pool_tokens
     from pylate_fastmaxsim.ops.xtr import xtr_scores as xtr_scores
     from pylate_fastmaxsim.pooling import LogSumExp as LogSumExp
     from pylate_fastmaxsim.pooling import Max as Max
@@ -53,6 +54,7 @@ _NAMES = {
     "ops.splade": ("splade_pool",),
     "ops.pooled": ("pooled_scores",),
     "ops.score_metric": ("PooledScores",),
+    "ops.token_pooling": ("pool_tokens",),
     "pooling": ("Max", "TopK", "Softmax", "LogSumExp"),
     "losses.encode": ("encode",),
     "precompile.processes": ("warmup",),

@@ -1,9 +1,10 @@
-"""Scores, projection, SPLADE's head, attention and sparse search in plain PyTorch: the definitions that tests compare with.
+"""Scores, projection, SPLADE's head, attention, pooling and search in plain PyTorch: the definitions that tests compare with.
 
 Everything is padded, and the whole similarity tensor or score matrix is held.
 """
 
 import torch
+from scipy.cluster import hierarchy
 from torch import Tensor
 
 from pylate_fastmaxsim.compressed import CompressedBatch, Residual, rounded_queries
@@ -331,6 +332,42 @@ def splade_pool(
     for _ in range(log1p + (activation_function == "log1p_relu")):
         values = values.log1p()
     return values
+
+
+def pool_tokens(
+    documents: TokenBatch,
+    factor: float | None = None,
+    count: int | None = None,
+    protected: int = 0,
+    normalize: bool = False,
+) -> list[Tensor]:
+    """Means of Ward's clusters of the tokens of each document, a float64 matrix for each.
+
+    As :func:`pylate_fastmaxsim.pool_tokens`, with the clusters of SciPy.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import TokenBatch, reference
+    >>> document = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.8, 0.6]])
+    >>> reference.pool_tokens(TokenBatch.from_list([document]), 1.5)
+    [tensor([[0.9000, 0.3000],
+            [0.0000, 1.0000]], dtype=torch.float64)]
+    """
+    pooled = []
+    for padded, live in zip(*documents.to_padded(), strict=True):
+        tokens = padded[live].double()
+        first, rest = tokens[:protected], tokens[protected:]
+        clusters = max(int(len(rest) // factor), 1) if count is None else count
+        if clusters < len(rest):
+            distances = (1 - rest.detach() @ rest.detach().t()).nan_to_num(2.0).clamp(0, 2)
+            above = torch.triu_indices(len(rest), len(rest), 1)
+            merges = hierarchy.linkage(distances[above[0], above[1]].numpy(), method="ward")
+            labels = torch.from_numpy(hierarchy.fcluster(merges, t=clusters, criterion="maxclust")) - 1
+            rest = torch.stack([rest[labels == label].mean(dim=0) for label in range(int(labels.max()) + 1)])
+        means = torch.cat([first, rest])
+        pooled.append(torch.nn.functional.normalize(means, dim=-1) if normalize else means)
+    return pooled
 
 
 def sparse_scores(queries: SparseBatch, documents: SparseBatch) -> Tensor:

@@ -42,7 +42,7 @@ ROOMS = {
     "reporting": "numbers table figures environment progress < page",
     "kernels": (
         "runtime < primitives < maxsim winner_backward projection attention layers sparse "
-        "< xtr pooled compressed splade"
+        "< xtr pooled compressed splade token_pooling"
     ),
     "retrieval": (
         "topk impacts ids < formats < corpus < search plaid sparse_files sparse_search < plaid_writer sparse_blocks < sparse_index < static < soundness"
@@ -54,7 +54,7 @@ ROOMS = {
         "sparse_encoder < hosts < enable < run_script doctor"
     ),
     "comparison": "gate < turns trainer < verdict < script_child figures < report < script",
-    "losses": "columns views < pylate multi_vector colpali < encode < contrastive_distillation matryoshka",
+    "losses": "columns views < pylate multi_vector colpali < encode < contrastive_distillation matryoshka < pooled_contrastive",
     "recipes": (
         "errors < config files < plugin kind compression pooling < data < models < evaluation trainers < kinds "
         "validate trainer_arguments < load json_schema < training < targets < mining comparison search < robustness"

@@ -8,7 +8,7 @@ Run it once without the sanitizer first, which compiles the kernels into Triton'
 
 import torch
 
-from pylate_fastmaxsim.ops.attention import rotary_self_attention, text_attention
+from pylate_fastmaxsim.ops.encoder.attention import rotary_self_attention, text_attention
 from tests.support.operators import FORMATS, OPERATORS, lengths, outcome, problem
 from tests.support.sparse_cases import CASES, check, check_removed
 

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.harness.lengths import log_normal
 from benchmarks.harness.timing import time_calls
-from pylate_fastmaxsim.ops.attention import is_faster, text_attention
+from pylate_fastmaxsim.ops.encoder.attention import is_faster, text_attention
 
 DIM = 64
 WINDOWS = (64, -1)

@@ -13,6 +13,7 @@ from pylate_fastmaxsim.cli.terminal import (
     progress_of_tasks,
     quiet_libraries,
     report_interruption,
+    several,
 )
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
@@ -32,6 +33,13 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     add("--k", type=at_least(1), default=1000, help="results of each query (%(default)s)")
     add("--run", type=path, metavar="FILE", help="write the results as a TREC run file")
     add_encoding(parser)
+    add(
+        "--pool-factor",
+        type=at_least(1, float),
+        default=1,
+        metavar="N",
+        help="keep one vector for N tokens of a document: the means of hierarchical clusters (%(default)s)",
+    )
     add(
         "--plaid",
         type=path,
@@ -104,6 +112,15 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add_collection(parser, ", in place of what the recipe is evaluated on")
     add_encoding(parser, ", of each model in a folder of its own")
     add("--run", type=path, metavar="DIR", help="write the results of each model as a TREC run file in this folder")
+    add(
+        "--pool-factor",
+        dest="pool_factors",
+        type=several(at_least(1, float)),
+        default=[1.0],
+        metavar="N,N,...",
+        help="evaluate each model with one vector for N tokens of a document, for each N, with 1 as documents are",
+    )
+    add("--plot", type=path, metavar="FILE", help="draw nDCG@10 against vectors per document, .png")
     add("--per-query", type=path, metavar="FILE", help="write the metrics of each query, .jsonl or .tsv")
     add(
         "--test",
@@ -133,7 +150,9 @@ def run_evaluate(options: argparse.Namespace) -> None:
     with report_interruption(lambda: kept_documents(options.index)):
         name, collection, _ = find_collection(targets, options.beir, options.split)
         with progress_of_tasks() as begin:
-            result = evaluate(targets, name, collection, settings, begin, options.per_query, options.test)
+            files = {"per_query": options.per_query, "plot": options.plot}
+            of_factors = {"test": options.test, "pool_factors": options.pool_factors}
+            result = evaluate(targets, name, collection, settings, begin, **files, **of_factors)
         if options.json is not None:
             write_json(options.json, result)
     plain.print(metrics_table(result))

@@ -106,12 +106,14 @@ def _plaid_rows(plaid: dict[str, Any]) -> Rows:
 
 def metrics_table(result: dict[str, Any]) -> Table:
     metrics = list(result["models"][0]["metrics"])
-    rows = [("model", *(METRICS[name] for name in metrics), "encode", "search")]
+    pooled = any(model["pool_factor"] > 1 for model in result["models"])
+    rows = [("model", *(["vectors"] if pooled else []), *(METRICS[name] for name in metrics), "encode", "search")]
     for model in result["models"]:
         encoding = model["seconds"].get(ENCODE_DOCUMENTS)
         rows.append(
             (
                 model["label"],
+                *([f"{model['vectors'] or 0:,}"] if pooled else []),
                 *(f"{model['metrics'][name]:.4f}" for name in metrics),
                 "kept" if encoding is None else f"{encoding:.1f} s",
                 f"{model['seconds'][SEARCH]:.1f} s",

@@ -33,6 +33,7 @@ class Target:
     label: str  # in tables and files
     path: str  # its folder or its name on the Hub
     recipe: Recipe | None = None  # that trained it, if the command line names a recipe
+    pool_factor: float = 1  # tokens of a document a vector
 
     @property
     def pooling(self) -> Pooling:

@@ -31,6 +31,7 @@ RUNS = {
     "pooling_study": ("--quick --only */M=64/*", 6, "| **gradient of the score** |"),
     "encode": ("--texts 70 --layers 1 --hidden 64 --only pylate/doc*/*s[t]*256", 2, "| fast bfloat16 256 |"),
     "exact_search": ("--share 0.002 --dim 16 --only fiqa/* million/add", 5, "| fiqa/bfloat16 | "),
+    "token_pooling": ("--share 0.01 --only distances/* tokens/80", 3, "10 of 10 documents with equal distances have"),
     "corpus_search": (f"{CORPUS} --stock-passages 200 --check-passages 300", 18, "| PyLate |"),
 }
 NOT_HERE = {

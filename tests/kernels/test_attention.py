@@ -13,8 +13,8 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding.attention import variable_length_attention
 from pylate_fastmaxsim.kernels.attention import launch
-from pylate_fastmaxsim.ops import attention as operator
-from pylate_fastmaxsim.ops.attention import is_faster, rotary_self_attention, text_attention
+from pylate_fastmaxsim.ops.encoder import attention as operator
+from pylate_fastmaxsim.ops.encoder.attention import is_faster, rotary_self_attention, text_attention
 from tests.support.attention_cases import (
     case,
     definition,

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from pylate_fastmaxsim import TokenBatch, pool_tokens
 from pylate_fastmaxsim.kernels.attention import launch as attention
 from pylate_fastmaxsim.kernels.compressed import launch as compressed
 from pylate_fastmaxsim.kernels.layers import launch as layers
@@ -188,6 +189,21 @@ def programs_of_layers() -> set[tuple]:
     return launched
 
 
+def programs_of_token_pooling(arch: int) -> set[tuple]:
+    with recorded_launches(arch) as launched:
+        for longest in (200, 300, 768):
+            values = torch.zeros(longest + 5, 100 if longest == 200 else 128).bfloat16()
+            documents = TokenBatch.from_packed(values, torch.tensor([0, longest, longest + 5]), values[:, 0] == 0)
+            pool_tokens(documents, 2)
+    return launched
+
+
+@pytest.mark.parametrize("arch", [pytest.param(90, marks=pytest.mark.smoke), 80, 86, 100, 120])
+def test_token_pooling(arch, tmp_path):
+    for program in programs_of_token_pooling(arch):
+        fits(program, arch, tmp_path)
+
+
 @pytest.mark.smoke
 def test_layers_read_and_write_16_bytes_at_a_time(tmp_path):
     turning = {each for each in programs_of_attention(*ATTENTION[0].values) if each[0] == "rotary_kernel"}
@@ -198,7 +214,9 @@ def test_layers_read_and_write_16_bytes_at_a_time(tmp_path):
 
 def test_every_kernel_is_compiled_and_its_numbers_are_not_specialised():
     cases = [programs_of(*each.values) for each in CASES if each.values[0] == 90]
-    programs = set().union(programs_of_attention(*ATTENTION[0].values), programs_of_layers(), *cases)
+    programs = set().union(
+        programs_of_attention(*ATTENTION[0].values), programs_of_layers(), programs_of_token_pooling(90), *cases
+    )
     assert {launcher for *_, launcher in programs} == set(launchers())
     for name, kinds, _, launcher in programs:
         parameters = launcher.kernel.params

@@ -7,7 +7,7 @@ from torch.nn.functional import gelu, layer_norm
 pytest.importorskip("triton")
 
 from pylate_fastmaxsim.kernels.layers import launch
-from pylate_fastmaxsim.ops.encoder_layers import geglu_linear, norm_with_residual
+from pylate_fastmaxsim.ops.encoder.layers import geglu_linear, norm_with_residual
 from tests.support.interpreter import interpreted  # noqa: F401
 from tests.support.layer_cases import glu_case, gradients, norm_case
 

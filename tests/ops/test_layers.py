@@ -8,8 +8,8 @@ import torch.utils.checkpoint
 from torch.nn.functional import gelu, layer_norm, linear
 
 from pylate_fastmaxsim import reference
-from pylate_fastmaxsim.ops.attention import rotary_self_attention, text_attention
-from pylate_fastmaxsim.ops.encoder_layers import geglu_linear, norm_with_residual
+from pylate_fastmaxsim.ops.encoder.attention import rotary_self_attention, text_attention
+from pylate_fastmaxsim.ops.encoder.layers import geglu_linear, norm_with_residual
 from tests.support.attention_cases import case, definition, distances, gradient_of, rotary_arguments, weights_kept
 from tests.support.layer_cases import glu_case, gradients, norm_case
 

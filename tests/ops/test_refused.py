@@ -19,13 +19,14 @@ from pylate_fastmaxsim import (
     compress,
     maxsim,
     maxsim_from_hidden,
+    pool_tokens,
     pooled_scores,
     splade_pool,
     xtr_scores,
 )
 from pylate_fastmaxsim.ops import operands
-from pylate_fastmaxsim.ops.attention import rotary_self_attention, text_attention
-from pylate_fastmaxsim.ops.encoder_layers import geglu_linear, norm_with_residual
+from pylate_fastmaxsim.ops.encoder.attention import rotary_self_attention, text_attention
+from pylate_fastmaxsim.ops.encoder.layers import geglu_linear, norm_with_residual
 from pylate_fastmaxsim.ops.projection import project_normalize
 from tests.support.attention_cases import case as attention_case
 from tests.support.attention_cases import rotary_arguments
@@ -91,6 +92,15 @@ REFUSED = [
     ("LogSumExp", lambda: LogSumExp("1"), TypeError, "temperature must be a number from 1e-30 to 1e30, got '1'"),
     *(("pooled_scores", lambda p=p: pooled_scores(ONE, ONE, pooling=p), TypeError, r"pooling must be Max\(\)") for p in ("max", TopK)),
     ("PooledScores", lambda: PooledScores(own_documents=True)(Q, D[:3]), ValueError, "with own_documents=True there must be as many queries as documents .* got 2 and 3; a contrastive loss takes"),
+    ("pool_tokens", lambda: pool_tokens(D), ValueError, "give either factor or count"),
+    ("pool_tokens", lambda: pool_tokens(D, 2, count=2), ValueError, "give either factor or count"),
+    ("pool_tokens", lambda: pool_tokens(D, 0.5), ValueError, "factor must be at least 1 and finite, got 0.5"),
+    ("pool_tokens", lambda: pool_tokens(D, "two"), TypeError, "factor must be a number, at least 1, got 'two'"),
+    ("pool_tokens", lambda: pool_tokens(D, count=0), ValueError, "count must be at least 1, got 0"),
+    ("pool_tokens", lambda: pool_tokens(D, 2, protected=-1), ValueError, "protected must be at least 0, got -1"),
+    ("pool_tokens", lambda: pool_tokens(D.to("meta"), 2), ValueError, "documents are on the meta device"),
+    ("pool_tokens", lambda: pool_tokens(D.to(LOW), 2), ValueError, "documents must be bfloat16, float16, float32 or float64"),
+    ("pool_tokens", lambda: pool_tokens(TokenBatch.from_padded(D).select(torch.tensor([0, 0])), 2), ValueError, "documents must not share rows"),
     ("splade_pool", lambda: splade_pool(TEXTS[0], WEIGHT), ValueError, "hidden states must be .N, L, d., got one text of shape .3, 4."),
     ("splade_pool", lambda: splade_pool(TEXTS, WEIGHT, mask=torch.full((2, 3), 2)), ValueError, "mask must hold 1 for tokens that count"),
     ("splade_pool", lambda: splade_pool(TEXTS, [1.0]), TypeError, "weight must be a tensor .V, d., got list"),

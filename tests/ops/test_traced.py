@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pylate_fastmaxsim import TokenBatch, TopK, maxsim, pooled_scores, splade_pool
 from pylate_fastmaxsim import xtr_scores as xtr_of
-from pylate_fastmaxsim.ops import attention, encoder_layers  # noqa: F401
+from pylate_fastmaxsim.ops.encoder import attention, layers  # noqa: F401
 from tests.support.attention_cases import case as attention_case
 from tests.support.attention_cases import rotary_arguments
 from tests.support.layer_cases import glu_case, norm_case

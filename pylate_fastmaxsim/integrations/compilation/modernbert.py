@@ -21,8 +21,8 @@ from pylate_fastmaxsim.integrations.models.encoders import is_packed_mask
 from pylate_fastmaxsim.integrations.models.user_code import has_global_hooks, has_hooks
 from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet
-from pylate_fastmaxsim.ops.attention import rotary_is_faster, rotary_self_attention
-from pylate_fastmaxsim.ops.encoder_layers import geglu_linear, norm_with_residual
+from pylate_fastmaxsim.ops.encoder.attention import rotary_is_faster, rotary_self_attention
+from pylate_fastmaxsim.ops.encoder.layers import geglu_linear, norm_with_residual
 
 try:
     from transformers import modeling_layers

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pylate_fastmaxsim.integrations.compilation import modernbert
 from pylate_fastmaxsim.integrations.models.encoders import is_packed_mask
 from pylate_fastmaxsim.integrations.patching.known_sources import HOSTS, defined_in
-from pylate_fastmaxsim.ops.attention import is_faster, text_attention
+from pylate_fastmaxsim.ops.encoder.attention import is_faster, text_attention
 
 # Attention implementations of transformers that were replaced: name -> the replacement and the original.
 _replaced: dict[str, tuple[Callable, Callable]] = {}

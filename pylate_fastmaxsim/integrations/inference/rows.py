@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations.inference.batches import Batch
+from pylate_fastmaxsim.ops.token_pooling import pool_tokens
+from pylate_fastmaxsim.tokens import TokenBatch
 
 # Batches whose rows may be on their way to the host.
 _COMING = 2
@@ -28,11 +30,21 @@ class Rows:
 
     values: Tensor
     keep: Tensor  # which of the rows are wanted, [R], bool, on the host once they are divided
-    lengths: Sequence[int]  # rows of each text, those that are not wanted included
+    # Rows of each text, those that are not wanted included; a tensor where the device alone knows them.
+    lengths: Sequence[int] | Tensor
+
+    @classmethod
+    def pooled(cls, documents: TokenBatch, factor: float, protected: int, normalize: bool) -> Rows:
+        """Those of documents that are pooled on the device, which is not waited for."""
+        pooled = pool_tokens(documents, factor, protected=protected, normalize=normalize)
+        rows = torch.arange(len(pooled.values), device=pooled.device)
+        text = torch.searchsorted(pooled.starts, rows, right=True) - 1
+        keep = rows < (pooled.starts + pooled.lengths)[text]
+        return cls(pooled.values, keep, pooled.starts.diff(append=pooled.starts.new_full((1,), len(rows))))
 
     def of_texts(self) -> list[Tensor]:
         """The wanted rows of each text, views of one tensor."""
-        ends = np.cumsum([0, *self.lengths])
+        ends = np.cumsum([0, *np.asarray(self.lengths)])
         wanted = np.concatenate([[0], self.keep.numpy().cumsum()])[ends]
         rows = self.keep.nonzero().flatten()
         if self.values.is_cuda:
@@ -70,6 +82,8 @@ def _once_made(rows: Rows, to_host: bool) -> Callable[[], list[Tensor]]:
         return rows.of_texts
     # Into pinned memory, which is used again: what a caller keeps lies in memory of its own.
     coming = replace(rows, values=_copied(rows.values) if to_host else rows.values, keep=_copied(rows.keep))
+    if torch.is_tensor(rows.lengths):
+        coming = replace(coming, lengths=_copied(rows.lengths))
     ready = torch.cuda.Event()
     ready.record(torch.cuda.current_stream(rows.values.device))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,7 +72,11 @@ def encode(
     if show_progress_bar is None:
         show_progress_bar = stock_module.logger.getEffectiveLevel() in (logging.INFO, logging.DEBUG)
 
-    to_host = convert_to_numpy and not convert_to_tensor
+    as_arrays = convert_to_numpy and not convert_to_tensor
+    is_pooled = pool_factor > 1 and not is_query
+    # Only vectors of length 1 have cosine distances.
+    in_batches = is_pooled and normalize_embeddings and protected_tokens >= 0 and _pools_as_stock(self)
+    to_host = as_arrays or in_batches  # where PyLate leaves what it pools
     found = rows_of_texts(
         len(texts),
         batches(
@@ -84,16 +89,23 @@ def encode(
             fixed_width=is_query,
             progress=f"Encoding {'queries' if is_query else 'documents'}" if show_progress_bar else None,
         ),
-        lambda batch: _rows(self, batch, is_query, normalize_embeddings, widen=to_host),
+        lambda batch: _rows(
+            self,
+            batch,
+            is_query,
+            normalize_embeddings,
+            widen=as_arrays,
+            pooled=(pool_factor, protected_tokens) if in_batches else None,
+        ),
         to_host=to_host,
     )
-    if pool_factor > 1 and not is_query:
+    if is_pooled and not in_batches:
         found = self.pool_embeddings_hierarchical(
             documents_embeddings=found, pool_factor=pool_factor, protected_tokens=protected_tokens
         )
     if padding:
         found = list(pad_sequence(found, batch_first=True).split(1))
-    if to_host:
+    if as_arrays:
         found = [each.numpy() for each in found]
     return found[0] if single else found
 
@@ -111,7 +123,14 @@ def _prompt(model: ColBERT, prompt: str | None, name: str | None) -> str | None:
     return model.prompts.get(model.default_prompt_name if name is None else name)
 
 
-def _rows(model: ColBERT, batch: Batch, is_query: bool, normalize: bool, widen: bool) -> Rows:
+def _pools_as_stock(model: ColBERT) -> bool:
+    own = getattr(model.pool_embeddings_hierarchical, "__func__", None)
+    return own is ColBERT.pool_embeddings_hierarchical
+
+
+def _rows(
+    model: ColBERT, batch: Batch, is_query: bool, normalize: bool, widen: bool, pooled: tuple[float, int] | None
+) -> Rows:
     features = batch.features
     mask = features["attention_mask"]
     if is_query:
@@ -126,5 +145,8 @@ def _rows(model: ColBERT, batch: Batch, is_query: bool, normalize: bool, widen: 
         lengths = [mask.shape[1]] * len(mask) if plan.as_stock else batch.tokens
     if normalize:
         values = F.normalize(values, dim=1)
+    rows = Rows(values, keep, lengths)
+    if pooled is not None:
+        rows = Rows.pooled(documents.with_values(values), *pooled, normalize=False)
     # NumPy has no bfloat16.
-    return Rows(values.float() if widen and values.dtype == torch.bfloat16 else values, keep, lengths)
+    return replace(rows, values=rows.values.float()) if widen and values.dtype == torch.bfloat16 else rows

@@ -49,7 +49,7 @@ TURNED = 32
 
 
 class Texts(NamedTuple):
-    """Which rows see which keys: the arguments of :func:`~pylate_fastmaxsim.ops.attention.text_attention` behind vectors."""
+    """Which rows see which keys: the arguments of :func:`~pylate_fastmaxsim.ops.encoder.attention.text_attention` behind vectors."""
 
     cu_seqlens: Tensor
     key_cu_seqlens: Tensor

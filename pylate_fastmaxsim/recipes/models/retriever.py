@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.integrations.sparse_encoder.names import Router
+from pylate_fastmaxsim.ops.token_pooling import pool_tokens
 from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
 from pylate_fastmaxsim.retrieval.corpus import Corpus
@@ -75,7 +76,8 @@ class Retriever:
     """A loaded model of late interaction, a ColBERT of PyLate by default.
 
     With ``finite`` it raises NotFiniteError for embeddings that are NaN or infinite, of which an order would look like any
-    other. Without ``exact`` a static model ranks by upper bounds of MaxSim; every other is exact.
+    other. Without ``exact`` a static model ranks by upper bounds of MaxSim; every other is exact. Documents have one vector
+    for ``pool_factor`` tokens.
     """
 
     kind = "late interaction"  # in reports
@@ -83,9 +85,13 @@ class Retriever:
     has_vectors = True  # whether documents are vectors, which an index keeps, and not token ids
     # Attributes of the host that change documents beside its modules.
     settings: tuple[str, ...] = ("document_length", "document_prefix", "skiplist_words")
+    # How the host pools: PyLate leaves means as they are.
+    pooling_options: dict[str, Any] = {"protected": 1}
 
-    def __init__(self, model: Any, finite: bool = False, exact: bool = True) -> None:
-        self.model, self._finite, self.exact = model, finite, exact
+    def __init__(self, model: Any, finite: bool = False, exact: bool = True, pool_factor: float = 1) -> None:
+        self.model, self._finite, self.exact, self.pool_factor = model, finite, exact, pool_factor
+        if pool_factor > 1 and not self.has_token_embeddings:
+            raise RecipeError(f"A pool factor is for models of token embeddings; this one is {self.kind}.")
 
     def encode(
         self, texts: Sequence[Any], batch_size: int, is_query: bool, show_progress: bool = False, **options: Any
@@ -96,7 +102,10 @@ class Retriever:
         those that ``encode`` of the host takes.
         """
         options |= {"batch_size": batch_size, "show_progress_bar": show_progress}
-        return self._batch(self._host_output(texts, is_query, options))
+        batch = self._batch(self._host_output(texts, is_query, options))
+        if is_query or self.pool_factor == 1:
+            return batch
+        return pool_tokens(batch, self.pool_factor, **self.pooling_options)
 
     def _host_output(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> Any:
         """Embeddings of texts in the form of the host."""
@@ -167,7 +176,15 @@ class Retriever:
         modules = [(type(module).__name__, {**module.get_config_dict(), FOUND_OUT: None}) for module in self.model]
         tokenizers = [getattr(module, "tokenizer", None) for module in self.model]
         rules = [_rules(tokenizer) for tokenizer in tokenizers if tokenizer is not None]
-        return _digest([settings, modules, rules], self.model.state_dict())
+        return self._digest([settings, modules, rules], self.model.state_dict())
+
+    def _digest(self, settings: list, weights: dict[str, Tensor]) -> str:
+        settings = [*settings, *([self.pool_factor] if self.pool_factor > 1 else [])]
+        digest = hashlib.blake2b(json.dumps(settings, default=str).encode(), digest_size=16)
+        for name, weight in weights.items():
+            digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+            digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
 
 class SentenceTransformersRetriever(Retriever):
@@ -186,6 +203,7 @@ class MultiVectorRetriever(SentenceTransformersRetriever):
     """A MultiVectorEncoder, whose modules hold all settings."""
 
     settings = ()
+    pooling_options = {"protected": 1, "normalize": True}
 
     def _document_length_attribute(self) -> tuple[Any, str]:
         transformer = self.document_transformer
@@ -200,13 +218,15 @@ class MultiVectorRetriever(SentenceTransformersRetriever):
 class PagesRetriever(Retriever):
     """A model of pages."""
 
+    pooling_options = {"normalize": True}
+
     def _host_output(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
         return self.model.encode(texts, options["batch_size"], is_query)
 
     def digest(self) -> str:
         model, processor = self.model.model, self.model.processor
         settings = [type(model).__name__, processor.to_dict(), str(model.dtype)]
-        return _digest([*settings, _rules(getattr(processor, "tokenizer", None))], model.state_dict())
+        return self._digest([*settings, _rules(getattr(processor, "tokenizer", None))], model.state_dict())
 
 
 class SparseRetriever(SentenceTransformersRetriever):
@@ -285,10 +305,10 @@ class StaticRetriever(SparseRetriever):
         mean_length = model.statistics.mean_length if model.bm25_weights and model.statistics else None
         settings = [model.threshold, model.keep, model.neighbours, model.skiplist, model.bm25_weights, mean_length]
         tables = {"queries": model.query_vectors, "documents": model.document_vectors}
-        return _digest([*settings, tokenizer.to_str()], tables)
+        return self._digest([*settings, tokenizer.to_str()], tables)
 
 
-def retriever_of(model: Any, finite: bool = False, exact: bool = True) -> Retriever:
+def retriever_of(model: Any, finite: bool = False, exact: bool = True, pool_factor: float = 1) -> Retriever:
     """The :class:`Retriever` of a loaded model."""
     classes = {
         StaticLateInteraction: StaticRetriever,
@@ -298,7 +318,7 @@ def retriever_of(model: Any, finite: bool = False, exact: bool = True) -> Retrie
         getattr(sentence_transformers, "MultiVectorEncoder", Retriever): MultiVectorRetriever,
     }
     kind = next((retriever for host, retriever in classes.items() if isinstance(model, host)), Retriever)
-    return kind(model, finite, exact)
+    return kind(model, finite, exact, pool_factor)
 
 
 def _rules(tokenizer: object) -> object:
@@ -308,11 +328,3 @@ def _rules(tokenizer: object) -> object:
         # Of the last call, and set anew by each.
         return {**rules, "truncation": None, "padding": None}
     return getattr(tokenizer, "get_vocab", dict)()
-
-
-def _digest(settings: list, weights: dict[str, Tensor]) -> str:
-    digest = hashlib.blake2b(json.dumps(settings, default=str).encode(), digest_size=16)
-    for name, weight in weights.items():
-        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

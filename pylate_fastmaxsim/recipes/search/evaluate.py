@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_by_query, require_ids_of_one_word, write_run
 from pylate_fastmaxsim.recipes.files import prepare_file
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
+from pylate_fastmaxsim.recipes.search.pool_curve import write_pool_curve
 from pylate_fastmaxsim.recipes.search.run import METRICS_BY_DEPTH, Options, Progress, Search, best_device, check_format
 from pylate_fastmaxsim.recipes.search.significance import Scores, compare
 from pylate_fastmaxsim.recipes.targets import Target, short_name
@@ -31,18 +33,26 @@ def evaluate(
     progress: Progress,
     per_query: Path | None = None,
     test: str = "student",
+    pool_factors: Sequence[float] = (1,),
+    plot: Path | None = None,
 ) -> dict[str, Any]:
-    """Search all judged queries with each model, exactly.
+    """Search all judged queries with each model, exactly, with documents pooled by each factor.
 
     ``options.run`` and ``options.index`` are folders, in which each model has a file or a folder. ``per_query`` is a file
-    for the metrics of each query.
+    for the metrics of each query, ``plot`` one for a picture of nDCG@10 against vectors.
 
     Returns
     -------
     ``collection`` (its name), ``queries`` and ``documents`` (how many); ``models``: of each its ``label``, the summary
     of its search and its ``metrics``; ``test`` and ``pairs``: each two models by each metric
-    (:func:`~pylate_fastmaxsim.recipes.search.significance.compare`).
+    (:func:`~pylate_fastmaxsim.recipes.search.significance.compare`). A factor is compared with the first of its model, and
+    models at the same factor.
     """
+    targets = [
+        replace(each, label=each.label if factor == 1 else f"{each.label}-pool-{factor:g}", pool_factor=factor)
+        for each in targets
+        for factor in pool_factors
+    ]
     if options.format is not None:
         check_format(options.format, options.index)
     if options.run is not None:
@@ -52,6 +62,10 @@ def evaluate(
         if per_query.suffix not in SUFFIXES:
             raise RecipeError(f"--per-query must be a file that ends in {' or '.join(SUFFIXES)}, got {per_query}.")
         prepare_file("--per-query", per_query, options.inputs)
+    if plot is not None:
+        if plot.suffix != ".png":
+            raise RecipeError(f"--plot must be a file that ends in .png, got {plot}.")
+        prepare_file("--plot", plot, options.inputs)
     models: list[dict[str, Any]] = []
     scores: Scores = {}
     for target in targets:
@@ -59,14 +73,22 @@ def evaluate(
         models.append(summary)
     if per_query is not None:
         write_per_query(per_query, scores)
-    return {
+    pairs = [
+        (one.label, other.label)
+        for one, other in combinations(targets, 2)
+        if one.pool_factor == (pool_factors[0] if one.path == other.path else other.pool_factor)
+    ]
+    result = {
         "collection": name,
         "queries": len(collection.queries),
         "documents": len(collection.corpus),
         "models": models,
         "test": test,
-        "pairs": compare(scores, test),
+        "pairs": compare(scores, test, pairs),
     }
+    if plot is not None:
+        write_pool_curve(result, plot)
+    return result
 
 
 def _evaluate(
@@ -74,7 +96,7 @@ def _evaluate(
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """The summary of a model, and its metrics by query."""
     model = target.load(best_device(), options.trust_remote_code)
-    model = retriever_of(model, finite=True, exact=options.exact)
+    model = retriever_of(model, finite=True, exact=options.exact, pool_factor=target.pool_factor)
     options = replace(
         options,
         k=max(METRICS_BY_DEPTH.values()),
@@ -83,6 +105,7 @@ def _evaluate(
         format=options.format if model.has_token_embeddings else None,
         batch_size=options.batch_size or target.batch_size,
         pooling=target.pooling,
+        pool_factor=target.pool_factor,
     )
 
     def progress_of_model(task: str, total: int, done: int = 0) -> Callable[[int], None]:

@@ -70,6 +70,7 @@ class Options:
     batch_size: int | None = 32  # None of evaluate: that of a recipe, or 32
     trust_remote_code: bool = False
     exact: bool = True
+    pool_factor: float = 1  # tokens of a document a vector
     plaid: Path | None = None
     pooling: Pooling = Max()  # of late interaction
     inputs: Sequence[Path | None] = ()  # what is read, and so not written to
@@ -85,7 +86,7 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
         require_ids_of_one_word(collection)
         prepare_file("--run", options.run, options.inputs)
     model = load_retriever(name, best_device(), options.trust_remote_code)
-    model = retriever_of(model, finite=True, exact=options.exact)
+    model = retriever_of(model, finite=True, exact=options.exact, pool_factor=options.pool_factor)
     _check_options(options, model)
     task = Search(name, model, collection, options, progress)
     found = task.ranking()
@@ -114,8 +115,10 @@ def _check_options(options: Options, retriever: Retriever) -> None:
         raise RecipeError(
             "--index keeps vectors, of which a static model needs none for MaxSim; leave it out, or add --no-exact."
         )
-    if options.plaid is not None and (options.index is not None or not retriever.has_token_embeddings):
-        raise RecipeError("--plaid is an index of its own; it needs a ColBERT and no --index.")
+    if options.plaid is not None and (
+        options.index is not None or options.pool_factor > 1 or not retriever.has_token_embeddings
+    ):
+        raise RecipeError("--plaid is an index of its own; it needs a ColBERT and no --index or --pool-factor.")
     if options.format is not None:
         check_format(options.format, options.index if retriever.has_token_embeddings else None)
 
@@ -172,15 +175,15 @@ class Clock:
 class Search:
     """A search of all queries of a collection with a model that is loaded.
 
-    With an index of PLAID only the documents that it holds are searched. ``clock`` has the seconds of each task, and
-    ``encoded`` the number of documents that were encoded.
+    With an index of PLAID only the documents that it holds are searched. ``clock`` has the seconds of each task, ``encoded``
+    the number of documents that were encoded, and ``vectors`` that of the token vectors that were searched.
     """
 
     def __init__(
         self, name: str, model: Retriever, collection: Collection, options: Options, progress: Progress
     ) -> None:
         self.name, self.model, self.options, self.progress = name, model, options, progress
-        self.clock, self.encoded = Clock(best_device()), 0
+        self.clock, self.encoded, self.vectors = Clock(best_device()), 0, 0
         self.plaid = None if options.plaid is None else open_plaid(options.plaid)
         self.collection = collection if self.plaid is None else self.plaid.reorder(collection)
         self.queries: Encoded | None = None
@@ -217,6 +220,8 @@ class Search:
             "documents": len(self.collection.corpus),
             "encoded_documents": self.encoded,
             "k": options.k,
+            "pool_factor": options.pool_factor,
+            "vectors": self.vectors or None,
             "index": None if options.index is None else str(options.index),
             "run": None if options.run is None else str(options.run),
             "seconds": self.clock.seconds,
@@ -231,6 +236,7 @@ class Search:
                 return self.model.search(queries, self._encode_from(0), depth, self.options.pooling)
         with self.clock.during(INDEX):
             documents = self._open_index() if self.plaid is None else self.plaid.documents_for(queries)
+        self.vectors = getattr(documents, "tokens", None)  # also of those that were there
         searched = self.progress(SEARCH, len(documents))
         # A damaged file may be read late.
         with as_recipe_error("--index" if self.plaid is None else "--plaid"), self.clock.during(SEARCH):
@@ -267,6 +273,8 @@ class Search:
         for batch in self._with_progress(ENCODE_DOCUMENTS, batches, len(corpus), begin):
             yield batch
             self.encoded += len(batch)
+            if self.model.has_token_embeddings:
+                self.vectors += int(batch.lengths.sum())
 
     def _sample(self) -> Iterator[Encoded]:
         corpus = self.collection.corpus

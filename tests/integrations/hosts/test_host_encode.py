@@ -23,6 +23,7 @@ CALLS = {
         {"is_query": False, "convert_to_tensor": True, "normalize_embeddings": False},
         {"is_query": False, "padding": True, "prompt": "title: "},
         {"is_query": False, "pool_factor": 2, "convert_to_numpy": False},
+        {"is_query": False, "pool_factor": 3, "protected_tokens": 0},
         {"is_query": False, "output_value": None},
     ],
     "MultiVectorEncoder": [

@@ -88,6 +88,25 @@ def test_several_models_on_one_collection(saved, encoder, data, tmp_path, monkey
     assert len(list(index.iterdir())) == 4 and "Fisher's randomisation test over 6 queries" in done.stdout
 
 
+@pytest.mark.e2e
+def test_pool_factors_make_a_curve(saved, encoder, data, tmp_path):
+    other = save_retriever(LATE, tmp_path / "other" / "two", encoder("modernbert"))
+    options = ["--beir", data, "--index", tmp_path / "index", "--run", tmp_path / "runs", "--json", tmp_path / "result"]
+    for _ in range(2):  # of indexes that are there as well
+        done = evaluate(other, saved(LATE), *options, "--pool-factor", "1,2,3.5", "--plot", tmp_path / "curve.png")
+    written = json.loads((tmp_path / "result").read_text())
+    one = Path(saved(LATE)).name
+    labels = [f"{name}{pool}" for name in ("two", one) for pool in ("", "-pool-2", "-pool-3.5")]
+    assert [model["label"] for model in written["models"]] == labels
+    full, half, less = (model["vectors"] for model in written["models"][3:])
+    assert 0 < less < half < full and f"{half:,}" in done.stdout
+    against = [(0, 1), (0, 2), (3, 4), (3, 5), (0, 3), (1, 4), (2, 5)]
+    assert {tuple(row["models"]) for row in written["pairs"]} == {(labels[a], labels[b]) for a, b in against}
+    search(saved(LATE), "--beir", data, "--pool-factor", 2, "--run", tmp_path / "run")
+    assert_same(tmp_path / "runs" / f"{one}-pool-2.trec", tmp_path / "run")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("options", [[], ["--no-exact"]])
 def test_static_models_rank_by_maxsim_or_by_bounds_and_only_vectors_are_kept(options, saved, data, tmp_path):
     runs, index = tmp_path / "runs", tmp_path / "index"
@@ -132,6 +151,7 @@ MODEL --beir DATA --run MODEL | --run MODEL/NAME.trec cannot be written: it is i
 MODEL --beir DATA --run DATA/corpus.jsonl | --run DATA/corpus.jsonl cannot be made: File exists.
 a/x b/x a-x --beir DATA --run r | --run: a/x and a-x would be written to one file, r/a-x.trec; evaluate them
 MODEL --beir DATA --format int8 | --format is that of token embeddings in an index; it needs --index
+MODEL --beir DATA --plot a.pdf | --plot must be a file that ends in .png, got a.pdf.
 quickstart | quickstart: there is no model in
 RECIPE --set evaluation.rows=0 | tiny has no data to evaluate on; name one collection with --beir.
 RECIPE OTHER | tiny and other are evaluated on different data; name one collection for all with --beir.

@@ -55,7 +55,7 @@ def test_an_index_that_does_not_fit_is_one_line(plaid, saved, files, tmp_path):
     def refused(*arguments: object, model: str = LATE) -> str:
         return search(saved(model), *files, "--plaid", *arguments, code=2).stderr
 
-    needs = "--plaid is an index of its own; it needs a ColBERT and no --index."
+    needs = "--plaid is an index of its own; it needs a ColBERT and no --index or --pool-factor."
     assert needs in refused(folder, "--index", tmp_path / "index")
     assert needs in refused(folder, model=SPARSE)
     assert "--plaid: read_plaid: " in refused(tmp_path)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.recipes.data import collection as beir
 from pylate_fastmaxsim.recipes.evaluation import ranking
@@ -90,6 +91,23 @@ def test_an_interrupted_index_goes_on_and_is_not_built_again(kind, stored, saved
         search(*command, "--index", folder, "--run", again)
         assert sum(encoded) == left
         assert_same(again, plain)
+
+
+def test_pooled_documents_are_those_of_the_host(saved, files, tmp_path):
+    command, run = [saved(LATE), *files, "--index", tmp_path / "index"], tmp_path / "run"
+    for _ in range(2):
+        search(*command, "--pool-factor", 2, "--run", run, "--k", 150)
+    model = load_retriever(saved(LATE), "cpu")
+    if HOST == "multi_vector":
+        from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
+
+        pooled = model.encode_document(DOCUMENTS, token_pooling=HierarchicalTokenPooling(2), convert_to_numpy=True)
+    else:
+        pooled = model.encode(DOCUMENTS, is_query=False, pool_factor=2)
+    expected = reference.maxsim(retriever_of(model).encode(QUERIES, 32, is_query=True), TokenBatch.from_list(pooled))
+    for scores, found in zip(expected.tolist(), read_run(run).values(), strict=True):
+        assert found == pytest.approx(dict(zip(NAMES, scores, strict=True)), rel=1e-5)
+    assert "another model" in search(*command, code=2).stderr
 
 
 def test_a_static_model_ranks_by_bounds_where_it_is_asked_to(saved, files, tmp_path):
@@ -192,6 +210,7 @@ arguments | said
 --beir DATA --json MODEL/config.json | --json MODEL/config.json cannot be written: it is in MODEL
 --beir DATA --json DATA/../data/run --run DATA/run | --run and --json must be two files.
 --beir DATA --no-exact | --no-exact is for a static model; every other is searched exactly.
+--beir DATA --pool-factor 2 | A pool factor is for models of token embeddings; this one is sparse.
 --beir DATA --format float16 | --format is that of token embeddings in an index
 --beir DATA --index DATA/i --format int4
     | --format must be one of float32, bfloat16, float16, int8, fp8, residual-1, residual-2, residual-4, got int4.

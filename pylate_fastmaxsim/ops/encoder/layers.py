@@ -18,7 +18,7 @@ def geglu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Examples
     --------
     >>> import torch
-    >>> from pylate_fastmaxsim.ops.encoder_layers import geglu_linear
+    >>> from pylate_fastmaxsim.ops.encoder.layers import geglu_linear
     >>> geglu_linear(torch.randn(5, 2 * 8), torch.randn(3, 8), None).shape
     torch.Size([5, 3])
     """
@@ -96,7 +96,7 @@ def norm_with_residual(
     Examples
     --------
     >>> import torch
-    >>> from pylate_fastmaxsim.ops.encoder_layers import norm_with_residual
+    >>> from pylate_fastmaxsim.ops.encoder.layers import norm_with_residual
     >>> x = torch.tensor([[1.0, 3.0]])
     >>> norm_with_residual(x, torch.ones(2), None, eps=0.0, branch=x, dtype=torch.bfloat16)
     (tensor([[-1.,  1.]], dtype=torch.bfloat16), tensor([[2., 6.]]))

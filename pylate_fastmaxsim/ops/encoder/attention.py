@@ -53,7 +53,7 @@ def text_attention(
     Examples
     --------
     >>> import torch
-    >>> from pylate_fastmaxsim.ops.attention import text_attention
+    >>> from pylate_fastmaxsim.ops.encoder.attention import text_attention
     >>> q, k, v = torch.randn(3, 5, 2, 16)
     >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
     >>> text_attention(q, k, v, cu_seqlens, cu_seqlens, max_length=3, scale=0.25).shape
@@ -94,7 +94,7 @@ def rotary_self_attention(
     Examples
     --------
     >>> import torch
-    >>> from pylate_fastmaxsim.ops.attention import rotary_self_attention
+    >>> from pylate_fastmaxsim.ops.encoder.attention import rotary_self_attention
     >>> x, weight = torch.randn(5, 32), torch.randn(3 * 2 * 16, 32)
     >>> angles = torch.tensor([0.0, 1.0, 0.0, 1.0, 2.0])[:, None].expand(5, 16)
     >>> texts = torch.tensor([0, 2, 5], dtype=torch.int32)
