@@ -136,7 +136,8 @@ def text_of(table: dict[str, dict[str, dict]]) -> str:
 
 def functions() -> list[FunctionType]:
     """The functions of the hosts that are replaced, and those that they call."""
-    found, unread = {}, [each.patch.original for each in find_replacements() if each.patch] + also_relied_on()
+    patches = [each.patch for each in find_replacements() if each.patch]
+    found, unread = {}, [part for patch in patches for part in (patch.original, *patch.needs)] + also_relied_on()
     while unread:
         function = known_sources.host_function(unread.pop())
         if function is None or not _of_host(function) or function in found:

@@ -11,7 +11,7 @@ of a SparseEncoder (save_to_cpu=True). The cells of a host and kind of text shar
 for all texts, after one for 512, and with compiled layers another for all. Stock, and SPLADE, encode fewer texts, since
 their rate does not depend on the number. ``busy`` is the time of all kernels over that of a call for 2,048 texts.
 ``distance`` is the largest of 1 - cosine of a token's (SPLADE: a text's) vector and that of stock in float32, over 256
-texts; ``mean_distance`` the mean.
+texts; ``mean_distance`` the mean. ``pooled`` documents have one vector for two tokens.
 
 ``evaluator`` is the host's information retrieval evaluator with 500 queries and 5,000 documents, of a model that
 accelerate has prepared for training in bf16. ``corpus`` is a million documents encoded and written as int8, beside 100,000
@@ -48,7 +48,7 @@ HOSTS = {
 }
 # What encodes, in which dtype, and batch_size.
 WAYS = ("stock float32 32", "stock bfloat16 32", "stock bfloat16 256", "fast float32 32", "fast bfloat16 32")
-WAYS += ("fast bfloat16 256", "compiled bfloat16 256")
+WAYS += ("fast bfloat16 256", "pooled bfloat16 256", "compiled bfloat16 256")
 QUERY_TOKENS, DOCUMENT_TOKENS = 8, 80
 WARM_UP, COMPARED, PROFILED, FEWER = 512, 256, 2048, 4000
 EVALUATED, ALONE = (500, 5000), 100_000  # queries and documents; documents that are encoded and dropped
@@ -68,8 +68,8 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
     ):
         path, dtype, batch = way.split()
         wanted = {
-            "documents": True,
-            "queries": batch == "256" and path != "compiled" and host != "sparse",
+            "documents": path != "pooled" or host != "sparse",
+            "queries": batch == "256" and path not in ("pooled", "compiled") and host != "sparse",
             "evaluator": way in ("stock float32 32", "fast float32 32") and host != "sparse",
             "corpus": path == "compiled" and host == "pylate",
         }
@@ -113,9 +113,14 @@ def _load(host: str, folder: str, dtype: str, device: str):
     return model
 
 
-def _encoding(model, host: str, what: str, batch: int) -> Callable[[list[str]], object]:
+def _encoding(model, host: str, what: str, batch: int, pooled: bool = False) -> Callable[[list[str]], object]:
     options = {"batch_size": batch, "show_progress_bar": False}
+    if pooled and host == "multi_vector":
+        from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
+
+        options["token_pooling"] = HierarchicalTokenPooling(2)
     if host == "pylate":
+        options["pool_factor"] = 1 + pooled
         return lambda texts: model.encode(texts, is_query=what == "queries", **options)
     options["convert_to_numpy" if host == "multi_vector" else "save_to_cpu"] = True
     encode = model.encode_query if what == "queries" else model.encode_document
@@ -163,7 +168,7 @@ def measure(cell: dict) -> dict:
 def _texts(model, cell: dict, folder: str, device: str) -> dict:
     host, what = cell["host"], cell["what"]
     texts = texts_of(max(cell["texts"], COMPARED), QUERY_TOKENS if what == "queries" else DOCUMENT_TOKENS, seed=0)
-    encode = _encoding(model, host, what, cell["batch"])
+    encode = _encoding(model, host, what, cell["batch"], cell["path"] == "pooled")
     encode(texts[:WARM_UP])
     if cell["path"] == "compiled":
         encode(texts)  # sizes that are compiled for
@@ -175,6 +180,8 @@ def _texts(model, cell: dict, folder: str, device: str) -> dict:
     made = {"seconds": seconds, "texts_per_second": len(texts) / seconds, "peak_gib": peak}
     if device == "cuda":
         made["busy"] = _busy(encode, texts[: PROFILED // (4 if host == "sparse" else 1)])
+    if cell["path"] == "pooled":
+        return made
     return made | _distances(encode(texts[:COMPARED]), _expected(host, what, folder, device))
 
 

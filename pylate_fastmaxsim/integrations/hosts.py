@@ -102,6 +102,7 @@ HOSTS = (
             "sentence_transformers.scores",
             "sentence_transformers.encoder",
             "sentence_transformers.inference",
+            "sentence_transformers.token_pooling",
             "sentence_transformers.search",
             "encoding.masks",
         ),

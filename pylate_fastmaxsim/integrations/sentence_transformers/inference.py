@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
+from sentence_transformers.multi_vector_encoder.modules import BaseTokenPooling
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -17,6 +18,8 @@ from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.sentence_transformers.encoder import without_padding
 from pylate_fastmaxsim.integrations.sentence_transformers.texts import text_batches
+from pylate_fastmaxsim.integrations.sentence_transformers.token_pooling import options_of
+from pylate_fastmaxsim.tokens import TokenBatch
 
 
 def patches() -> list[Patch]:
@@ -42,8 +45,10 @@ def _inference(
 ) -> list[Tensor]:
     if output_value is None:
         raise FallbackToHost("the call asks for output_value=None")
-    if token_pooling is not None:
-        raise FallbackToHost("the call asks for token_pooling")
+    if token_pooling is not None and any(isinstance(module, BaseTokenPooling) for module in self):
+        raise FallbackToHost("the call asks for token_pooling, and the model pools itself")
+    is_pooled = token_pooling is not None and token_pooling.applies_to(task)
+    pooling = options_of(token_pooling) if is_pooled else None
     device = torch.device(self._resolve_inference_device(device))
     self.eval()
     progress = f"Encoding {'queries' if task == 'query' else 'documents'}" if show_progress_bar else None
@@ -54,10 +59,10 @@ def _inference(
             # Through __call__, so that a model that was compiled as a whole runs as compiled.
             made = self(batch.features, task=task, **kwargs)
         values, mask = made["token_embeddings"], made["attention_mask"].bool()
-        values = values.flatten(0, 1)
-        return Rows(
-            F.normalize(values, dim=-1) if normalize_embeddings else values, mask.flatten(), [mask.shape[1]] * len(mask)
-        )
+        values = F.normalize(values, dim=-1) if normalize_embeddings else values
+        if pooling is not None:
+            return Rows.pooled(TokenBatch.from_padded(values, mask), **pooling)
+        return Rows(values.flatten(0, 1), mask.flatten(), [mask.shape[1]] * len(mask))
 
     return rows_of_texts(len(inputs), batches, embed, to_host=save_to_cpu)
 

@@ -198,6 +198,7 @@ class MiningSection:
     )
     first_stage: FirstStageSection | None = key("search that finds the candidates of each query; null: none", None)
     corpus_format: CompressedFormat | None = key("compress documents as they are encoded; null: as they are", None)
+    pool_factor: float = key("pool so many tokens of a document into one vector", 1, unit="tokens", minimum=1)
     num_negatives: int = key(
         "negatives of each pair; a pair that has fewer is left out", 15, unit="documents", minimum=1
     )
@@ -340,7 +341,7 @@ class EvaluationSection:
 
     # What only some kinds have as a key.
     beir = nano_beir = corpus_format = None
-    split = "test"
+    split, pool_factor = "test", 1
 
     @property
     def has_rows(self) -> bool:
@@ -373,6 +374,7 @@ class LateEvaluationSection(TextEvaluationSection):
     """Retrieval of texts by late interaction."""
 
     corpus_format: CompressedFormat | None = key("compress the documents of `beir` as they are encoded", None)
+    pool_factor: float = key("pool so many tokens of a document into one vector", 1, unit="tokens", minimum=1)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def evaluate(recipe: Recipe, model: HostModel, data: RecipeData) -> dict[str, fl
     """
     if not data.is_evaluated:
         return {"ndcg@10": None}
-    retriever = retriever_of(model, finite=True)
+    retriever = retriever_of(model, finite=True, pool_factor=recipe.evaluation.pool_factor)
     pooling, batch_size = final_pooling(recipe.loss.pooling), recipe.evaluation.batch_size
     try:
         with torch.no_grad():  # not inference mode, whose tensors a training that goes on could not use

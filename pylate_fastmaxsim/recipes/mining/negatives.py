@@ -37,7 +37,7 @@ PAIRS_AT_ONCE = 1 << 16
 class DocumentSearch:
     """Exact search of the documents of all pairs with the model that mines, part by part.
 
-    Documents are scored in ``mining.corpus_format``. One process trains its codec, which is kept for all. Every part
+    Documents are scored as ``mining.corpus_format`` and ``mining.pool_factor`` say. One process trains its codec, which is kept for all. Every part
     depends on the settings ``common``.
     """
 
@@ -45,7 +45,8 @@ class DocumentSearch:
         self, model: ColBERT, pairs: Pairs, section: MiningSection, work: Work, common: dict[str, Any]
     ) -> None:
         self.model, self.pairs, self.section, self.work = model, pairs, section, work
-        self.common = common | {"mining.corpus_format": section.corpus_format}
+        self.common = common | {f"mining.{key}": getattr(section, key) for key in ("corpus_format", "pool_factor")}
+        self.retriever = retriever_of(model, pool_factor=section.pool_factor)
         self.compress = self._load_compressor()
 
     def best_documents(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,7 +126,7 @@ class DocumentSearch:
     @functools.cached_property
     def _queries(self) -> TokenBatch:
         options = {"is_query": True, "show_progress": self.work.processes.is_main_process}
-        return retriever_of(self.model).encode(self.pairs.queries[:]["text"], self.section.batch_size, **options)
+        return self.retriever.encode(self.pairs.queries[:]["text"], self.section.batch_size, **options)
 
     def _load_compressor(self) -> Compress:
         key, format = f"mining.corpus_format {self.section.corpus_format}", self.section.corpus_format
@@ -147,7 +148,7 @@ class DocumentSearch:
 
     def _encoded(self, documents: Dataset, bar: Progress) -> Iterator[TokenBatch]:
         for rows in documents.iter(BATCHES_AT_ONCE * self.section.batch_size):
-            yield retriever_of(self.model).encode(rows["text"], self.section.batch_size, is_query=False)
+            yield self.retriever.encode(rows["text"], self.section.batch_size, is_query=False)
             bar.update(len(rows["text"]))
 
     def _name_of_model(self) -> str:

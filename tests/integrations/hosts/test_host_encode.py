@@ -31,6 +31,9 @@ CALLS = {
         {"task": "query", "convert_to_numpy": True},
         {"prompt": "title: ", "normalize_embeddings": False},
         {"task": "document", "output_value": None},
+        {"task": "document", "token_pooling": 2, "convert_to_numpy": True},
+        {"task": "query", "token_pooling": 2},
+        {"task": "document", "token_pooling": 1.5, "output_value": None},
     ],
     "SparseEncoder": [
         {},
@@ -77,6 +80,11 @@ def test_embeddings_are_those_of_stock(encoder, host, options, mode):
     model = accelerated(host, encoder)
     if host is host_of("PyLate") and not options.keys() <= signature(type(model).encode).parameters.keys():
         pytest.skip("this release has no output_value")
+
+    if factor := options.get("token_pooling"):
+        from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
+
+        options = {**options, "token_pooling": HierarchicalTokenPooling(factor, num_protected_tokens=0)}
 
     def encode(texts):
         return model.encode(texts, batch_size=2, show_progress_bar=False, **options)

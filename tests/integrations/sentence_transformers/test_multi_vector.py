@@ -239,6 +239,24 @@ def test_modules_of_sentence_transformers_behind_the_encoder(encoder, mode, monk
     assert [modes(each) for each in routed] == [{mode}, {mode}]
 
 
+class First(HierarchicalTokenPooling):
+    def pool_one(self, embedding, **kwargs):
+        return embedding[:1]
+
+
+@pytest.mark.parametrize("pooling", [HierarchicalTokenPooling(2, normalize_embeddings=False), First(2)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_embeddings_that_are_pooled_later(pooling, dtype):
+    tokens = torch.nn.functional.normalize(torch.randn(3, 9, 8), dim=-1).to(dtype)
+    lists = [tokens[0], tokens[1, :4], tokens[2, :0]]
+    expected = [*pooling.pool(lists), *pooling.pool(tokens), *pooling.pool(lists, task="query")]
+    pylate_fastmaxsim.enable()
+    made = [*pooling.pool(lists), *pooling.pool(tokens), *pooling.pool(lists, task="query")]
+    torch.testing.assert_close(made, expected)
+    with pytest.raises(ValueError, match="list entries must be 2D tensors"):
+        pooling.pool([tokens])
+
+
 def test_routes_that_share_their_encoder(model, mode, monkeypatch):
     encoder, *rest = model
     convolved = CNN(32, 32, kernel_sizes=[3]).double()

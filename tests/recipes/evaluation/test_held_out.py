@@ -200,6 +200,7 @@ def test_a_collection_is_ranked_alike_with_the_plugin_and_by_the_codec_that_is_a
     with pylate_fastmaxsim.enabled():
         # Documents that are the same tokens change places where vectors differ by rounding.
         assert evaluate(recipe, model, data) == pytest.approx(stock, abs=1e-6 if LATE == "colbert" else 0.05)
+    assert evaluate(recipe_of(tmp_path, LATE, PAIRS, collection, "evaluation.pool_factor=9"), model, data) != stock
     trained, train_codec = [], ranking.train_codec
     monkeypatch.setattr(ranking, "train_codec", lambda *args: trained.append(args[:2]) or train_codec(*args))
     compressed = recipe_of(tmp_path, LATE, PAIRS, collection, "evaluation.corpus_format=residual-1")

@@ -65,6 +65,7 @@ before | override | again | said
 | model.query_length=10 | search*3 positives*5 teacher*5 | 5 finished parts .* positives .*: model.
 | PAIRS | search*3 positives*5 teacher*5 | 3 finished parts of the stage search .*: mining.pairs or
 | mining.corpus_format=int8 | search*3 positives*5 teacher*3 | stage search .*: mining.corpus_format.
+| mining.pool_factor=2 | search*3 positives*5 teacher*5 | stage search .*: mining.pool_factor.
 mining.first_stage={kind: bm25, k: 16} | mining.first_stage={kind: bm25, k: 17} | candidates*2 search*3 teacher*5
     | stage candidates .*: mining.first_stage.
 mining.first_stage={kind: bm25, k: 16} | mining.first_stage={kind: sparse, k: 16, model: SPARSE}

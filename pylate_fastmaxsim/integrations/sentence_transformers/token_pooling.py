@@ -1,0 +1,73 @@
+"""HierarchicalTokenPooling of Sentence Transformers on the device of the embeddings, all documents at once."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from sentence_transformers.multi_vector_encoder.modules import BaseTokenPooling, HierarchicalTokenPooling
+from torch import Tensor
+
+from pylate_fastmaxsim.integrations.options import Options
+from pylate_fastmaxsim.integrations.patching import fallback
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.ops.token_pooling import pool_tokens
+
+_replaces = partial(fallback.replaces, host="Sentence Transformers", pooled=False)
+
+
+def patches() -> list[Patch]:
+    """Replacements in Sentence Transformers."""
+    of_one = HierarchicalTokenPooling.pool_one
+    return [
+        Patch(HierarchicalTokenPooling, "forward", forward, needs=(BaseTokenPooling.forward, of_one)),
+        Patch(HierarchicalTokenPooling, "pool", pool, needs=(of_one,)),
+    ]
+
+
+def options_of(pooling: BaseTokenPooling) -> dict[str, Any]:
+    """Those of :func:`pool_tokens`. FallbackToHost where it pools otherwise."""
+    if type(pooling) is not HierarchicalTokenPooling:
+        raise FallbackToHost(f"{type(pooling).__name__} is a pooling of its own")
+    protected, normalize = pooling.num_protected_tokens, pooling.normalize_embeddings
+    return {"factor": pooling.pool_factor, "protected": protected, "normalize": normalize}
+
+
+@_replaces(HierarchicalTokenPooling.forward)
+def forward(
+    _options: Options, self: HierarchicalTokenPooling, features: dict[str, Tensor], task: str | None = None
+) -> dict[str, Tensor]:
+    options, tokens = options_of(self), features["token_embeddings"]
+    if not self.applies_to(task) or len(tokens) == 0:
+        return features
+    if self.pool_factor == 1:
+        raise FallbackToHost("it only normalises")
+    pooled = pool_tokens(tokens, **options, mask=features["attention_mask"].bool())
+    values, mask = pooled.to_padded()
+    longest = int(pooled.lengths.max())
+    features["token_embeddings"], features["attention_mask"] = values[:, :longest], mask[:, :longest]
+    return features
+
+
+@_replaces(HierarchicalTokenPooling.pool)
+def pool(
+    _options: Options,
+    self: HierarchicalTokenPooling,
+    embeddings: list[Tensor] | Tensor,
+    *,
+    task: str | None = None,
+    attention_mask: Tensor | None = None,
+    padding_side: str = "right",
+) -> list[Tensor] | Tensor:
+    options = options_of(self)
+    if not self.applies_to(task):
+        return embeddings
+    if not (isinstance(embeddings, list) and embeddings and all(map(torch.is_tensor, embeddings))):
+        raise FallbackToHost("its embeddings are not a list of tensors")
+    if any(each.dim() != 2 or not each.is_floating_point() for each in embeddings):
+        raise FallbackToHost("its embeddings are no matrices of floating-point numbers")
+    pooled = pool_tokens(embeddings, **options)
+    spans = zip(pooled.starts.tolist(), pooled.lengths.tolist(), strict=True)
+    return [pooled.values[start : start + length] for start, length in spans]
