@@ -1,12 +1,13 @@
-"""Exact search of sparse vectors on one GPU: SparseIndex, the published scatter-add kernel, and cuSPARSE on the same data.
+"""Search of sparse vectors on the same data: on one GPU SparseIndex, the published scatter-add kernel, cuSPARSE, a dense
+product and splade-index; on the CPU beside it SparseIndex, Seismic, BMP and splade-index.
 
     python -m benchmarks sparse_search                  # measure what is missing, then print the tables
     python -m benchmarks sparse_search --sizes 100 300 --sweep-size 300 --queries 4 --tiny --results /tmp/a.json   # on a CPU
 
-A cell is a collection: of so many documents, with so many terms a document, or on a CPU. It has every engine with its
-cases, each a number of queries and a k. A time is from the call, with the device idle, to the last kernel. The first
-queries of each collection are compared with float64 in the order that SparseIndex promises. At ``--sweep-size`` documents
-there are also batch sizes. What fails is recorded and the rest goes on.
+A cell is a collection of so many documents, or such a one on a CPU. It has every engine with its cases, each a number of
+queries and a k. A time is from the call, with the device idle, to the last kernel. The first queries of each collection
+are compared with float64 in the order that SparseIndex promises, those of a CPU with what SparseIndex finds. At
+``--sweep-size`` documents there are also batch sizes. What fails is recorded and the rest goes on.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from benchmarks.harness.tables import machine, table, time_and_memory, times
+from benchmarks.harness.tables import machine, table, time_and_memory
 from benchmarks.harness.timing import elapsed, mark, peak_bytes
 from benchmarks.harness.workers import failure
+from benchmarks.retrieval import sparse_baselines as baselines
 from benchmarks.retrieval import sparse_data
-from benchmarks.retrieval.sparse_baselines import CuSparse, Found, ScatterAdd
+from benchmarks.retrieval.sparse_baselines import Found
 from pylate_fastmaxsim import SparseBatch, SparseIndex, reference
 from pylate_fastmaxsim.kernels.sparse.postings import DOCUMENTS_PER_BLOCK
 from pylate_fastmaxsim.retrieval.topk import merge_results
@@ -36,15 +38,18 @@ ENGINES = {
     "index": "`SparseIndex`",
     "scatter": "scatter-add",
     "cusparse": "cuSPARSE",
+    "dense": "dense, compiled",
+    "splade": "splade-index",
 }
-# ms of 500 queries in the paper that published the scatter-add kernel.
+ON_CPU = {"index": "`SparseIndex`", "seismic": "Seismic", "bmp": "BMP", "splade": "splade-index"}
+# ms of 500 queries in the paper that published the scatter-add kernel; it has 69 ms for a million, too.
 PUBLISHED = {100_000: 7.3, 1_000_000: 393.0, 8_800_000: 635.0}
 LINKS = "([numbers](../benchmarks/results/sparse_search.json), [plot](../benchmarks/results/sparse_search.png))"
 CASES = {"k=10": "k = 10", "k=1000": "k = 1000", "one": "k = 1000, one query"}
-K = 1000
+K, ON_CPU_QUERIES = 1000, 100
 BATCHES = (1, 4, 16, 64, 256, 1024)
-TERMS = (10, 25, 50, 127, 250, 500)
-CPU_DOCUMENTS = 100_000
+SIZE_LIMITS = {"dense": 1_000_000, "splade": 1_000_000, "bmp": 100_000}  # of memory; of minutes to build in Python
+POSTING_BYTES = 3  # of a document's number and an impact
 CHECKED = 8  # queries that are compared with float64
 REPEATS, MILLISECONDS = 20, 500  # a case is repeated until one of them is reached
 
@@ -53,7 +58,9 @@ class Engine(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def search(self, queries: SparseBatch, k: int) -> Found: ...
+    def search(
+        self, queries: SparseBatch, k: int
+    ) -> Any: ...  # scores and positions, or what its `found` makes these of
 
 
 def build_index(collection: list[SparseBatch]) -> SparseIndex:
@@ -62,8 +69,12 @@ def build_index(collection: list[SparseBatch]) -> SparseIndex:
 
 MAKERS: dict[str, Callable[[list[SparseBatch]], Engine]] = {
     "index": build_index,
-    "scatter": ScatterAdd,
-    "cusparse": CuSparse,
+    "scatter": baselines.ScatterAdd,
+    "cusparse": baselines.CuSparse,
+    "dense": baselines.Dense,
+    "splade": baselines.SpladeIndex,
+    "seismic": baselines.Seismic,
+    "bmp": baselines.BlockMaxPruning,
 }
 
 
@@ -118,12 +129,12 @@ def timed(call: Callable[[], object], cuda: bool) -> dict:
 
 def measured(engine: Engine, queries: SparseBatch, k: int, expected: Found) -> dict:
     """Time, memory beyond the engine, whether results repeat, and how they compare."""
-    search = partial(engine.search, queries, k)
-    found = search()
+    search, as_found = partial(engine.search, queries, k), getattr(engine, "found", lambda each: each)
+    found = [each.to(expected[0].device) for each in as_found(search())]
     return {
         **timed(search, queries.device.type == "cuda"),
         "peak_bytes": peak_bytes(search, queries.device),
-        "repeatable": same(found, search()),
+        "repeatable": same(found, [each.to(expected[0].device) for each in as_found(search())]),
         **agreement(found, expected),
     }
 
@@ -135,15 +146,16 @@ class Collection:
         self.few = slice(2 if cell["tiny"] else None)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.queries, self.sizes = cell["queries"], BATCHES[self.few] if cell["sweep"] else ()
-        self.documents = list(sparse_data.documents(cell["documents"], self.device, cell["terms"]))
+        self.documents = list(sparse_data.documents(cell["documents"], self.device))
         self.asked = sparse_data.queries(self.documents, max(self.queries, *self.sizes, 0))
-        self.expected = exact(self.first(CHECKED), self.documents, K)
         self.measured: dict[str, dict] = {"data": sparse_data.describe(self.documents, self.asked)}
-
-    def to_cpu(self) -> None:
-        self.device = torch.device("cpu")
-        self.documents = [chunk.to("cpu") for chunk in self.documents]
-        self.asked, self.expected = self.asked.to("cpu"), tuple(each.cpu() for each in self.expected)
+        if cell["cpu"]:
+            self.expected = build_index(self.documents).search(self.first(self.queries), K)
+            self.device = torch.device("cpu")
+            self.documents = [chunk.to("cpu") for chunk in self.documents]
+            self.asked, self.expected = self.asked.to("cpu"), tuple(each.cpu() for each in self.expected)
+        else:
+            self.expected = exact(self.first(CHECKED), self.documents, K)
 
     def first(self, count: int) -> SparseBatch:
         return self.asked.select(torch.arange(min(count, len(self.asked)), device=self.asked.device))
@@ -188,11 +200,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
-    shared = {"queries": options.queries, "tiny": options.tiny, "terms": sparse_data.DOCUMENT_TERMS, "sweep": False}
-    made = {str(count): {**shared, "documents": count, "sweep": count == options.sweep_size} for count in options.sizes}
-    for terms in TERMS[: 2 if options.tiny else None]:
-        made[f"terms={terms}"] = {**shared, "documents": options.sweep_size, "terms": terms}
-    return made | {"cpu": {**shared, "documents": min(CPU_DOCUMENTS, options.sweep_size), "cpu": True}}
+    shared = {"queries": options.queries, "tiny": options.tiny}
+    made = {}
+    for count, cpu in itertools.product(options.sizes, (False, True)):
+        if not cpu or count <= options.sweep_size:
+            sweep = count == options.sweep_size and not cpu
+            few = {"queries": min(options.queries, ON_CPU_QUERIES)} if cpu else {}
+            made["cpu/" * cpu + str(count)] = {**shared, **few, "documents": count, "sweep": sweep, "cpu": cpu}
+    return made
 
 
 def recorded(_: str, options: argparse.Namespace) -> dict:
@@ -201,24 +216,25 @@ def recorded(_: str, options: argparse.Namespace) -> dict:
 
 def measure(cell: dict) -> dict:
     found = Collection(cell)
+    cuda = found.device.type == "cuda"
     batch = found.first(cell["queries"])
-    largest = {f"k={K}": (batch, K)}
-    if cell.get("cpu"):
-        found.to_cpu()
-        found.cases("index", {f"k={K}": (found.asked, K)})
-    elif cell["terms"] != sparse_data.DOCUMENT_TERMS:
-        for kind in ("index", "scatter"):
-            found.cases(kind, largest)
-    else:
-        if found.device.type == "cuda":  # compile
-            few = list(sparse_data.documents(DOCUMENTS_PER_BLOCK, found.device))
-            build_index(few).search(sparse_data.queries(few, 4), K)
-        cases = {"k=10": (batch, 10), **largest, "one": (found.first(1), K)}
-        batches = {f"batch={size}": (found.first(size), K) for size in found.sizes}
-        for kind in ("index", "scatter"):
-            found.cases(kind, cases | batches)
-        found.cases("cusparse", cases)
+    cases = {"k=10": (batch, 10), f"k={K}": (batch, K), "one": (found.first(1), K)}
+    batches = {f"batch={size}": (found.first(size), K) for size in found.sizes}
+    if cuda:
+        found.measured["copy"] = copied(found.device)
+        few = list(sparse_data.documents(DOCUMENTS_PER_BLOCK, found.device))  # compile
+        build_index(few).search(sparse_data.queries(few, 4), K)
+    for kind in ON_CPU if cell["cpu"] else ENGINES:
+        if cell["documents"] <= SIZE_LIMITS.get(kind, cell["documents"]):
+            found.cases(kind, cases | (batches if kind in ("index", "scatter") else {}))
     return {"measured": found.measured}
+
+
+def copied(device: torch.device) -> dict:
+    """Rate of a copy on the device, of bytes that are read and written."""
+    memory = torch.empty(2, 2**30, dtype=torch.uint8, device=device)
+    time = timed(lambda: memory[0].copy_(memory[1]), True)
+    return {**time, "gb_per_second": memory.nbytes / 1e6 / time["ms"]}
 
 
 def measures(content: dict) -> dict[str, dict]:
@@ -226,41 +242,49 @@ def measures(content: dict) -> dict[str, dict]:
     return {f"{name}/{key}": each for name, cell in content["cells"].items() for key, each in cell["measured"].items()}
 
 
-def sizes(cells: dict) -> list[int]:
+def sizes(cells: dict, where: str = "") -> list[int]:
     """Numbers of documents, ascending."""
-    return sorted({int(first) for name in cells if (first := name.partition("/")[0]).isdigit()})
+    first = (name.removeprefix(where).partition("/")[0] for name in cells if name.startswith(where))
+    return sorted({int(each) for each in first if each.isdigit()})
 
 
-def _time(cell: dict) -> str:
-    return time_and_memory({**cell, "peak_bytes": None})
+def _entry(cell: dict) -> str:
+    """Milliseconds, and the share of the right documents where it is not all."""
+    found = f", {cell['recall']:.1%}" if cell.get("recall", 1) < 0.9995 else ""
+    return time_and_memory({**cell, "peak_bytes": None}) + found
 
 
-def _faster(cells: dict, name: str, *others: str) -> list[str]:
-    """How many times the time of one cell others take."""
-    return [times(cells.get(other, {}).get("ms"), cells.get(name, {}).get("ms")) for other in others]
-
-
-def speed_table(cells: dict) -> str:
+def speed_table(cells: dict, engines: dict[str, str], where: str = "") -> str:
     rows = []
-    for size, (case, title) in itertools.product(sizes(cells), CASES.items()):
-        names = [f"{size}/{engine}/{case}" for engine in ENGINES]
+    for size, (case, title) in itertools.product(sizes(cells, where), CASES.items()):
+        entries = [_entry(cells.get(f"{where}{size}/{engine}/{case}", {})) for engine in engines]
         published = f"{PUBLISHED[size]:g} ms" if case == f"k={K}" and size in PUBLISHED else ""
-        entries = [*(_time(cells.get(name, {})) for name in names), *_faster(cells, *names)]
-        rows.append([f"{size:,}", title, *entries, published])
-    header = ["documents", "", *ENGINES.values(), "times scatter-add", "times cuSPARSE", "published scatter-add"]
-    return table(header, rows)
+        rows.append([f"{size:,}", title, *entries, *([] if where else [published])])
+    return table(["documents", "", *engines.values(), *([] if where else ["scatter-add, as published"])], rows)
+
+
+def scanned(cells: dict, queries: int) -> str:
+    """The rate at which the largest search reads postings, beside that of a copy."""
+    size = sizes(cells)[-1]
+    data, found, copy = (cells.get(f"{size}/{name}", {}) for name in ("data", f"index/k={K}", "copy"))
+    if "gb_per_second" not in copy:
+        return ""
+    read = POSTING_BYTES * queries * data["shared_terms"] * size / 1e9 / found["ms"]
+    return f" Of {size:,} documents it reads {read:.1f} TB of postings a second; a copy moves {copy['gb_per_second'] / 1e3:.1f}."
 
 
 def markdown(content: dict) -> str:
     """The tables of docs/sparse.md."""
     cells, made = measures(content), next(iter(content["cells"].values()))["environment"]
-    data = next((cell for name, cell in cells.items() if name.endswith("/data")), None)
-    drawn = data and (
-        f" Documents of {data['terms_per_document']:.0f} terms, queries of {data['terms_per_query']:.0f}, "
-        f"{data['shared_terms']:.1f} shared."
+    data, queries = next(cell for name, cell in cells.items() if name.endswith("/data")), made["setting"]["queries"]
+    drawn = (
+        f"Documents of {data['terms_per_document']:.0f} terms, queries of {data['terms_per_query']:.0f}, "
+        f"{data['shared_terms']:.1f} shared.{scanned(cells, queries)} {LINKS}"
     )
-    queries = f"{made['setting']['queries']} queries"
-    return f"{machine(made, 'triton')}; {queries}.{drawn or ''} {LINKS}\n\n{speed_table(cells)}"
+    tables = [f"{machine(made, 'triton')}; {queries} queries. {drawn}", speed_table(cells, ENGINES)]
+    if sizes(cells, "cpu/"):
+        tables += [f"{made['host']}; {min(queries, ON_CPU_QUERIES)} queries.", speed_table(cells, ON_CPU, "cpu/")]
+    return "\n\n".join(tables)
 
 
 def plot(content: dict, target: Path) -> None:
@@ -270,7 +294,7 @@ def plot(content: dict, target: Path) -> None:
     cells, lines = measures(content), []
     known = {
         title: {n: cells.get(f"{n}/{engine}/k={K}", {}).get("ms") for n in sizes(cells)}
-        for engine, title in ENGINES.items()
+        for engine, title in itertools.islice(ENGINES.items(), 3)
     }
     known["scatter-add, as published"] = PUBLISHED
     styles = zip((COLOURS[3], COLOURS[1], COLOURS[2], COLOURS[0]), ("o-", "s-", "s-", "^:"), strict=True)
