@@ -175,10 +175,11 @@ class SpladeIndex:
         terms, order = batch.terms.int().sort(stable=True)
         rows = torch.arange(len(batch), device=batch.device).repeat_interleave(batch.offsets.diff())[order]
         starts = torch.nn.functional.pad(terms.bincount(minlength=batch.vocabulary).cumsum(0), (1, 0))
-        values = starts, rows, batch.weights[order].float()
+        values = starts.cpu(), rows.cpu(), batch.weights[order].float().cpu()  # it moves them itself
         self.documents = torch.sparse_csc_tensor(*values, size=(len(batch), batch.vocabulary), check_invariants=False)
         self.prepare(batch.select(torch.arange(1, device=batch.device)))  # it searches once to compile
-        self.engine = SPLADE_GPU() if batch.device.type == "cuda" else SPLADE(backend="numba")
+        cuda = batch.device.type == "cuda"
+        self.engine, self.threads = (SPLADE_GPU(), 0) if cuda else (SPLADE(backend="numba"), os.cpu_count())
         self.engine.index(self, [""] * len(batch), show_progress=False)
         del self.documents
 
@@ -208,7 +209,7 @@ class SpladeIndex:
 
     def search(self, queries: SparseBatch, k: int) -> tuple:
         self.prepare(queries)
-        return self.engine.retrieve([""] * len(queries), k, show_progress=False, n_threads=os.cpu_count())
+        return self.engine.retrieve([""] * len(queries), k, show_progress=False, n_threads=self.threads)
 
     def found(self, results: tuple) -> Found:
         return torch.tensor(results.scores), torch.tensor(results.doc_ids)

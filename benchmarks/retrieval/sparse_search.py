@@ -17,6 +17,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ from benchmarks.retrieval import sparse_data
 from benchmarks.retrieval.sparse_baselines import Found
 from pylate_fastmaxsim import SparseBatch, SparseIndex, reference
 from pylate_fastmaxsim.kernels.sparse.postings import DOCUMENTS_PER_BLOCK
+from pylate_fastmaxsim.retrieval.batching import BatchingSearcher
 from pylate_fastmaxsim.retrieval.topk import merge_results
 
 TIMEOUT = 300
@@ -47,6 +49,8 @@ PUBLISHED = {100_000: 7.3, 1_000_000: 393.0, 8_800_000: 635.0}
 LINKS = "([numbers](../benchmarks/results/sparse_search.json), [plot](../benchmarks/results/sparse_search.png))"
 CASES = {"k=10": "k = 10", "k=1000": "k = 1000", "one": "k = 1000, one query"}
 K, ON_CPU_QUERIES = 1000, 100
+CLIENTS = 64
+WINDOWS = (0, 0.002)  # seconds
 BATCHES = (1, 4, 16, 64, 256, 1024)
 SIZE_LIMITS = {"dense": 1_000_000, "splade": 1_000_000, "bmp": 100_000}  # of memory; of minutes to build in Python
 POSTING_BYTES = 3  # of a document's number and an impact
@@ -183,6 +187,9 @@ class Collection:
             return {"seconds": seconds, "nbytes": made[0].nbytes, "bytes_per_posting": each, "peak_bytes": peak}
 
         self.measure(f"{kind}/build", build)
+        if made and kind == "index":
+            for window in WINDOWS:
+                self.measure(f"index/served={window}", partial(served, made[0], self.asked.to("cpu"), window))
         return made[0] if made else None
 
     def cases(self, kind: str, cases: dict[str, tuple[SparseBatch, int]]) -> None:
@@ -190,6 +197,34 @@ class Collection:
         engine = self.build(kind)
         for case, (queries, k) in cases.items() if engine else ():
             self.measure(f"{kind}/{case}", partial(measured, engine, queries, k, self.expected))
+
+
+def served(index: SparseIndex, queries: SparseBatch, window: float) -> dict:
+    """What so many threads get that ask for one query after another, and one thread that passes as many in one call."""
+    singles = [queries.select(torch.tensor([row])) for row in range(len(queries))]
+    answered: list[tuple[float, float]] = []
+
+    def search(queries: SparseBatch, k: int) -> Found:
+        return tuple(each.cpu() for each in index.search(queries.to(index.device), k))
+
+    def ask(client: int) -> None:
+        for query in itertools.islice(itertools.cycle(singles), client, None):
+            began = time.perf_counter()
+            searcher.search(query, K)
+            answered.append((began, time.perf_counter()))
+            if answered[-1][1] > ends:
+                break
+
+    batch = queries.select(torch.arange(CLIENTS) % len(queries))
+    alone = timed(partial(search, batch, K), False)["ms"] / 1e3
+    begins = time.perf_counter() + max(0.5, alone)
+    ends = begins + max(1, 4 * alone)
+    with BatchingSearcher(search, window=window) as searcher, ThreadPoolExecutor(CLIENTS) as threads:
+        [*threads.map(ask, range(CLIENTS))]
+    latencies = [1e3 * (end - began) for began, end in answered if began >= begins]
+    parts = statistics.quantiles(latencies, n=100)
+    rate = sum(begins <= end < ends for _, end in answered) / (ends - begins)
+    return {"ms": parts[49], "ms_99": parts[98], "per_second": rate, "per_second_in_calls": CLIENTS / alone}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

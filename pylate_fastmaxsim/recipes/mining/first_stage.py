@@ -21,7 +21,7 @@ from pylate_fastmaxsim.recipes.mining.resumable import Work, read_parts
 from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, SparseRetriever, StaticRetriever, retriever_of
 from pylate_fastmaxsim.reporting.progress import Progress
-from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
+from pylate_fastmaxsim.retrieval.sparse.index import SparseIndex
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 from pylate_fastmaxsim.retrieval.static.tokens import BM25, Statistics
 from pylate_fastmaxsim.sparse import SparseBatch

@@ -41,7 +41,7 @@ from pylate_fastmaxsim.recipes.models.retriever import (
 from pylate_fastmaxsim.recipes.search.index import Description, open_or_build
 from pylate_fastmaxsim.recipes.search.plaid import open_plaid, overlap
 from pylate_fastmaxsim.retrieval.corpus import Corpus
-from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
+from pylate_fastmaxsim.retrieval.sparse.index import SparseIndex
 
 # The tasks, in the order of the report. INDEX is to write the index, and to open it.
 ENCODE_QUERIES, ENCODE_DOCUMENTS, INDEX, SEARCH = "encode queries", "encode documents", "index", "search"

@@ -20,10 +20,10 @@ from pylate_fastmaxsim.files.lock import holds_something, writing
 from pylate_fastmaxsim.files.record import read_again_if_replaced
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.ops.gathered import all_gather, rank_and_ranks
-from pylate_fastmaxsim.retrieval import sparse_files as files
 from pylate_fastmaxsim.retrieval.ids import Id, Ids, as_ids, from_lines
-from pylate_fastmaxsim.retrieval.sparse_blocks import Blocks, all_live
-from pylate_fastmaxsim.retrieval.sparse_search import in_blocks, require_device, require_fitting, search_blocks
+from pylate_fastmaxsim.retrieval.sparse import files
+from pylate_fastmaxsim.retrieval.sparse.blocks import Blocks, all_live
+from pylate_fastmaxsim.retrieval.sparse.search import in_blocks, require_device, require_fitting, search_blocks
 from pylate_fastmaxsim.retrieval.topk import merge_results
 from pylate_fastmaxsim.sparse import SparseBatch, SparseVectors, as_sparse_batch, sparse_batches
 
