@@ -1,8 +1,8 @@
 """What the sparse index is compared with: on a GPU a published kernel, written from its description, cuSPARSE, a dense
 product and splade-index; on a CPU splade-index, Seismic and BMP.
 
-Each is made of a list of SparseBatches, has ``nbytes``, and ``search(queries, k)`` returns float32 scores and positions,
-or what ``found`` makes these of. What is in the format of another library is prepared at the first search of a batch.
+Each is made of a list of SparseBatches, has ``nbytes``, and ``search(queries, k)`` returns float32 scores and positions.
+In another library it takes what ``prepare`` makes of queries, and returns what ``found`` makes scores and positions of.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SEISMIC_BUILD = {
     "min_cluster_size": 10,
 }
 SEISMIC_SEARCH = {"query_cut": 7, "heap_factor": 0.8, "n_knn": 0, "sorted": False}
-BMP_BLOCK = 32  # documents; it keeps weights in 8 bits
+BMP_BLOCK = 32  # documents
 LARGEST_WEIGHT = 3.5
 
 Found = tuple[Tensor, Tensor]
@@ -171,32 +171,26 @@ class SpladeIndex:
         from splade_index import SPLADE
         from splade_index.pytorch import SPLADE_GPU
 
-        batch, self.vectors, self.tokenizer = SparseBatch.concatenate(collection), {}, self
+        batch, self.tokenizer = SparseBatch.concatenate(collection), self
         terms, order = batch.terms.int().sort(stable=True)
         rows = torch.arange(len(batch), device=batch.device).repeat_interleave(batch.offsets.diff())[order]
         starts = torch.nn.functional.pad(terms.bincount(minlength=batch.vocabulary).cumsum(0), (1, 0))
         values = starts.cpu(), rows.cpu(), batch.weights[order].float().cpu()  # it moves them itself
         self.documents = torch.sparse_csc_tensor(*values, size=(len(batch), batch.vocabulary), check_invariants=False)
-        self.prepare(batch.select(torch.arange(1, device=batch.device)))  # it searches once to compile
+        self.asked = self.prepare(batch.select(torch.arange(1, device=batch.device)))  # it searches once to compile
         cuda = batch.device.type == "cuda"
         self.engine, self.threads = (SPLADE_GPU(), 0) if cuda else (SPLADE(backend="numba"), os.cpu_count())
         self.engine.index(self, [""] * len(batch), show_progress=False)
+        self.nbytes = sum(self.engine.scores[name].nbytes for name in ("data", "indices", "indptr"))
         del self.documents
 
-    @property
-    def nbytes(self) -> int:
-        return sum(self.engine.scores[name].nbytes for name in ("data", "indices", "indptr"))
-
-    def prepare(self, queries: SparseBatch) -> None:
-        if queries not in self.vectors:
-            found = zip(
-                queries.terms.long().cpu().split(queries.offsets.diff().tolist()),
-                queries.weights.float().cpu().split(queries.offsets.diff().tolist()),
-                strict=True,
-            )
-            vectors = [torch.sparse_coo_tensor(terms[None], weights, (queries.vocabulary,)) for terms, weights in found]
-            self.vectors[queries] = [vector.coalesce() for vector in vectors]
-        self.asked = self.vectors[queries]
+    def prepare(self, queries: SparseBatch) -> list[Tensor]:
+        lengths = queries.offsets.diff().tolist()
+        parts = zip(
+            *(each.cpu().split(lengths) for each in (queries.terms.long(), queries.weights.float())), strict=True
+        )
+        size = (queries.vocabulary,)
+        return [torch.sparse_coo_tensor(terms[None], weights, size).coalesce() for terms, weights in parts]
 
     def encode_document(self, documents: list[str], **_: object) -> Tensor:
         return self.documents
@@ -207,8 +201,8 @@ class SpladeIndex:
     def get_vocab(self) -> dict[str, int]:
         return {}
 
-    def search(self, queries: SparseBatch, k: int) -> tuple:
-        self.prepare(queries)
+    def search(self, queries: list[Tensor], k: int) -> tuple:
+        self.asked = queries
         return self.engine.retrieve([""] * len(queries), k, show_progress=False, n_threads=self.threads)
 
     def found(self, results: tuple) -> Found:
@@ -221,64 +215,56 @@ class Seismic:
     def __init__(self, collection: list[SparseBatch]) -> None:
         from seismic import SeismicIndexRaw
 
-        self.folder, self.files = tempfile.TemporaryDirectory(), {}
-        file = self.written(collection)
-        self.engine = SeismicIndexRaw.build(file, **SEISMIC_BUILD)
+        self.folder = tempfile.TemporaryDirectory()
+        self.engine = SeismicIndexRaw.build(self.written(collection), **SEISMIC_BUILD)
         self.engine.save(f"{self.folder.name}/index")
-        Path(file).unlink()
-        (saved,) = Path(self.folder.name).iterdir()
+        (saved,) = Path(self.folder.name).glob("index*")
         self.nbytes = saved.stat().st_size
 
     def written(self, batches: list[SparseBatch]) -> str:
-        """The number of vectors, and of each the number of its terms, its terms and its weights, all in 32 bits."""
+        """A file of the number of vectors, and of each the number of its terms, its terms and its weights, in 32 bits."""
         with tempfile.NamedTemporaryFile(dir=self.folder.name, delete=False) as file:
             file.write(np.uint32(sum(map(len, batches))))
             for batch in batches:
                 offsets = batch.offsets.numpy()
-                counts, places = np.diff(offsets), np.arange(offsets[-1])
-                heads = 2 * offsets[:-1] + np.arange(len(batch))
-                places += (1 + heads - offsets[:-1]).repeat(counts)
+                counts, heads = np.diff(offsets), 2 * offsets[:-1] + np.arange(len(batch))
+                places = np.arange(offsets[-1]) + (1 + heads - offsets[:-1]).repeat(counts)
                 words = np.empty(2 * offsets[-1] + len(batch), np.uint32)
-                words[heads] = counts
-                words[places] = batch.terms.int().numpy()
+                words[heads], words[places] = counts, batch.terms.int().numpy()
                 words[places + counts.repeat(counts)] = batch.weights.float().numpy().view(np.uint32)
                 file.write(words)
         return file.name
 
-    def search(self, queries: SparseBatch, k: int) -> list:
-        if queries not in self.files:
-            self.files[queries] = self.written([queries])
-        return self.engine.batch_search(self.files[queries], k, **SEISMIC_SEARCH)
+    def prepare(self, queries: SparseBatch) -> str:
+        return self.written([queries])
+
+    def search(self, queries: str, k: int) -> list:
+        return self.engine.batch_search(queries, k, **SEISMIC_SEARCH)
 
     def found(self, results: list) -> Found:
-        return as_tensors([[(score, position) for score, position in row] for row in results])
+        return as_tensors(results)
 
 
 class BlockMaxPruning:
-    """BMP, with all terms and blocks (``alpha`` and ``beta`` of 1), a query after the other."""
+    """BMP, with all terms and blocks (``alpha`` and ``beta`` of 1), one query after the other. It keeps weights in 8 bits."""
 
     def __init__(self, collection: list[SparseBatch]) -> None:
         from bmp import Indexer, Searcher
 
         with tempfile.NamedTemporaryFile() as file:
             index = Indexer(file.name, BMP_BLOCK, False)
-            numbers = (each for chunk in collection for each in self.impacts(chunk))
-            for number, impacts in enumerate(numbers):
+            for number, impacts in enumerate(each for chunk in collection for each in self.prepare(chunk)):
                 index.add_document(str(number), impacts)
             index.finish()
-            self.nbytes = Path(file.name).stat().st_size
-            self.engine, self.asked = Searcher(file.name), {}
+            self.nbytes, self.engine = Path(file.name).stat().st_size, Searcher(file.name)
 
-    @staticmethod
-    def impacts(batch: SparseBatch) -> list[dict[str, int]]:
+    def prepare(self, batch: SparseBatch) -> list[dict[str, int]]:
         impacts = (batch.weights.float() * (255 / LARGEST_WEIGHT)).round().clamp(1, 255).int().tolist()
         terms = [*map(str, batch.terms.tolist())]
         return [dict(zip(terms[a:b], impacts[a:b], strict=True)) for a, b in pairwise(batch.offsets.tolist())]
 
-    def search(self, queries: SparseBatch, k: int) -> list:
-        if queries not in self.asked:
-            self.asked[queries] = self.impacts(queries)
-        return [self.engine.search(query, k, 1.0, 1.0) for query in self.asked[queries]]
+    def search(self, queries: list[dict[str, int]], k: int) -> list:
+        return [self.engine.search(query, k, 1.0, 1.0) for query in queries]
 
     def found(self, results: list) -> Found:
         return as_tensors([[*zip(scores, map(int, names), strict=True)] for names, scores in results])

@@ -2,12 +2,12 @@
 product and splade-index; on the CPU beside it SparseIndex, Seismic, BMP and splade-index.
 
     python -m benchmarks sparse_search                  # measure what is missing, then print the tables
-    python -m benchmarks sparse_search --sizes 100 300 --sweep-size 300 --queries 4 --tiny --results /tmp/a.json   # on a CPU
+    python -m benchmarks sparse_search --sizes 100 300 --queries 4 --results /tmp/a.json   # on a CPU
 
 A cell is a collection of so many documents, or such a one on a CPU. It has every engine with its cases, each a number of
 queries and a k. A time is from the call, with the device idle, to the last kernel. The first queries of each collection
-are compared with float64 in the order that SparseIndex promises, those of a CPU with what SparseIndex finds. At
-``--sweep-size`` documents there are also batch sizes. What fails is recorded and the rest goes on.
+are compared with float64 in the order that SparseIndex promises, those of a CPU with what SparseIndex finds. What fails is
+recorded and the rest goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -46,12 +45,11 @@ ENGINES = {
 ON_CPU = {"index": "`SparseIndex`", "seismic": "Seismic", "bmp": "BMP", "splade": "splade-index"}
 # ms of 500 queries in the paper that published the scatter-add kernel; it has 69 ms for a million, too.
 PUBLISHED = {100_000: 7.3, 1_000_000: 393.0, 8_800_000: 635.0}
-LINKS = "([numbers](../benchmarks/results/sparse_search.json), [plot](../benchmarks/results/sparse_search.png))"
+LINKS = "([numbers](../benchmarks/results/sparse_search.json))"
 CASES = {"k=10": "k = 10", "k=1000": "k = 1000", "one": "k = 1000, one query"}
-K, ON_CPU_QUERIES = 1000, 100
+K, ON_CPU_QUERIES, ON_CPU_DOCUMENTS = 1000, 100, 1_000_000
 CLIENTS = 64
 WINDOWS = (0, 0.002)  # seconds
-BATCHES = (1, 4, 16, 64, 256, 1024)
 SIZE_LIMITS = {"dense": 1_000_000, "splade": 1_000_000, "bmp": 100_000}  # of memory; of minutes to build in Python
 POSTING_BYTES = 3  # of a document's number and an impact
 CHECKED = 8  # queries that are compared with float64
@@ -62,9 +60,7 @@ class Engine(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def search(
-        self, queries: SparseBatch, k: int
-    ) -> Any: ...  # scores and positions, or what its `found` makes these of
+    def search(self, queries: Any, k: int) -> Any: ...
 
 
 def build_index(collection: list[SparseBatch]) -> SparseIndex:
@@ -133,7 +129,8 @@ def timed(call: Callable[[], object], cuda: bool) -> dict:
 
 def measured(engine: Engine, queries: SparseBatch, k: int, expected: Found) -> dict:
     """Time, memory beyond the engine, whether results repeat, and how they compare."""
-    search, as_found = partial(engine.search, queries, k), getattr(engine, "found", lambda each: each)
+    asked = engine.prepare(queries) if hasattr(engine, "prepare") else queries
+    search, as_found = partial(engine.search, asked, k), getattr(engine, "found", lambda each: each)
     found = [each.to(expected[0].device) for each in as_found(search())]
     return {
         **timed(search, queries.device.type == "cuda"),
@@ -147,11 +144,10 @@ class Collection:
     """One collection with its queries, and what was measured of it."""
 
     def __init__(self, cell: dict) -> None:
-        self.few = slice(2 if cell["tiny"] else None)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.queries, self.sizes = cell["queries"], BATCHES[self.few] if cell["sweep"] else ()
+        self.queries = cell["queries"]
         self.documents = list(sparse_data.documents(cell["documents"], self.device))
-        self.asked = sparse_data.queries(self.documents, max(self.queries, *self.sizes, 0))
+        self.asked = sparse_data.queries(self.documents, self.queries)
         self.measured: dict[str, dict] = {"data": sparse_data.describe(self.documents, self.asked)}
         if cell["cpu"]:
             self.expected = build_index(self.documents).search(self.first(self.queries), K)
@@ -229,24 +225,20 @@ def served(index: SparseIndex, queries: SparseBatch, window: float) -> dict:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 8_800_000, 1_000_000], help="documents")
-    parser.add_argument("--sweep-size", type=int, default=1_000_000, help="documents of what is measured at one size")
     parser.add_argument("--queries", type=int, default=500)
-    parser.add_argument("--tiny", action="store_true", help="two cells of each sweep")
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
-    shared = {"queries": options.queries, "tiny": options.tiny}
-    made = {}
-    for count, cpu in itertools.product(options.sizes, (False, True)):
-        if not cpu or count <= options.sweep_size:
-            sweep = count == options.sweep_size and not cpu
-            few = {"queries": min(options.queries, ON_CPU_QUERIES)} if cpu else {}
-            made["cpu/" * cpu + str(count)] = {**shared, **few, "documents": count, "sweep": sweep, "cpu": cpu}
+    few, made = min(options.queries, ON_CPU_QUERIES), {}
+    for count in options.sizes:
+        made[str(count)] = {"documents": count, "queries": options.queries, "cpu": False}
+        if count <= ON_CPU_DOCUMENTS:
+            made[f"cpu/{count}"] = {"documents": count, "queries": few, "cpu": True}
     return made
 
 
 def recorded(_: str, options: argparse.Namespace) -> dict:
-    return {"setting": {"queries": options.queries, "checked_queries": CHECKED, "sweep_size": options.sweep_size}}
+    return {"setting": {"queries": options.queries, "checked_queries": CHECKED}}
 
 
 def measure(cell: dict) -> dict:
@@ -254,14 +246,13 @@ def measure(cell: dict) -> dict:
     cuda = found.device.type == "cuda"
     batch = found.first(cell["queries"])
     cases = {"k=10": (batch, 10), f"k={K}": (batch, K), "one": (found.first(1), K)}
-    batches = {f"batch={size}": (found.first(size), K) for size in found.sizes}
     if cuda:
         found.measured["copy"] = copied(found.device)
         few = list(sparse_data.documents(DOCUMENTS_PER_BLOCK, found.device))  # compile
         build_index(few).search(sparse_data.queries(few, 4), K)
     for kind in ON_CPU if cell["cpu"] else ENGINES:
         if cell["documents"] <= SIZE_LIMITS.get(kind, cell["documents"]):
-            found.cases(kind, cases | (batches if kind in ("index", "scatter") else {}))
+            found.cases(kind, cases)
     return {"measured": found.measured}
 
 
@@ -290,7 +281,8 @@ def _entry(cell: dict) -> str:
 
 
 def speed_table(cells: dict, engines: dict[str, str], where: str = "") -> str:
-    rows = []
+    known, rows = {part for name in cells for part in name.split("/")}, []
+    engines = {engine: title for engine, title in engines.items() if engine in known}
     for size, (case, title) in itertools.product(sizes(cells, where), CASES.items()):
         entries = [_entry(cells.get(f"{where}{size}/{engine}/{case}", {})) for engine in engines]
         published = f"{PUBLISHED[size]:g} ms" if case == f"k={K}" and size in PUBLISHED else ""
@@ -308,35 +300,35 @@ def scanned(cells: dict, queries: int) -> str:
     return f" Of {size:,} documents it reads {read:.1f} TB of postings a second; a copy moves {copy['gb_per_second'] / 1e3:.1f}."
 
 
+def serving(cells: dict, where: str = "") -> str:
+    """What threads get that ask for one query after another, in the larger collection and by the better window."""
+    found = [
+        (size, cell)
+        for size in sizes(cells, where)
+        for name, cell in cells.items()
+        if name.startswith(f"{where}{size}/index/served=") and "per_second" in cell
+    ]
+    if not found:
+        return ""
+    size, best = max(found, key=lambda each: (each[0], each[1]["per_second"]))
+    return (
+        f" {CLIENTS} threads get {best['per_second']:,.0f} answers a second from {size:,} documents by `BatchingSearcher`, "
+        f"each in {best['ms']:.3g} ms (99%: {best['ms_99']:.3g}); calls of {CLIENTS}, {best['per_second_in_calls']:,.0f}."
+    )
+
+
 def markdown(content: dict) -> str:
     """The tables of docs/sparse.md."""
     cells, made = measures(content), next(iter(content["cells"].values()))["environment"]
     data, queries = next(cell for name, cell in cells.items() if name.endswith("/data")), made["setting"]["queries"]
     drawn = (
         f"Documents of {data['terms_per_document']:.0f} terms, queries of {data['terms_per_query']:.0f}, "
-        f"{data['shared_terms']:.1f} shared.{scanned(cells, queries)} {LINKS}"
+        f"{data['shared_terms']:.1f} shared.{scanned(cells, queries)}{serving(cells)} {LINKS}"
     )
     tables = [f"{machine(made, 'triton')}; {queries} queries. {drawn}", speed_table(cells, ENGINES)]
     if sizes(cells, "cpu/"):
-        tables += [f"{made['host']}; {min(queries, ON_CPU_QUERIES)} queries.", speed_table(cells, ON_CPU, "cpu/")]
+        tables += [
+            f"{made['host']}; {min(queries, ON_CPU_QUERIES)} queries.{serving(cells, 'cpu/')}",
+            speed_table(cells, ON_CPU, "cpu/"),
+        ]
     return "\n\n".join(tables)
-
-
-def plot(content: dict, target: Path) -> None:
-    """Milliseconds of 500 queries, k = 1000, beside the results file."""
-    from benchmarks.harness.plots import COLOURS, Line, curves
-
-    cells, lines = measures(content), []
-    known = {
-        title: {n: cells.get(f"{n}/{engine}/k={K}", {}).get("ms") for n in sizes(cells)}
-        for engine, title in itertools.islice(ENGINES.items(), 3)
-    }
-    known["scatter-add, as published"] = PUBLISHED
-    styles = zip((COLOURS[3], COLOURS[1], COLOURS[2], COLOURS[0]), ("o-", "s-", "s-", "^:"), strict=True)
-    for (title, of_size), (colour, style) in zip(known.items(), styles, strict=True):
-        points = [(size, ms) for size, ms in of_size.items() if ms is not None]
-        # Times of cuSPARSE are those of scatter-add, nearly.
-        texts = [] if title == ENGINES["cusparse"] else [f"{ms:.3g}" for _, ms in points]
-        lines.append(Line(title.strip("`"), colour, points, style, texts=texts))
-    axis = {"xlabel": "documents", "ylabel": "ms", "xscale": "log", "yscale": "log"}
-    curves([(axis, lines)], target.with_suffix(".png"), f"500 queries, k = {K}")
