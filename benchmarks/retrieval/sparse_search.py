@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from benchmarks.harness.tables import machine, table, time_and_memory
-from benchmarks.harness.timing import elapsed, mark, peak_bytes
+from benchmarks.harness.timing import elapsed, mark, peak_bytes, seconds_of
 from benchmarks.harness.workers import failure
 from benchmarks.retrieval import sparse_baselines as baselines
 from benchmarks.retrieval import sparse_data
@@ -56,18 +56,11 @@ CHECKED = 8  # queries that are compared with float64
 REPEATS, MILLISECONDS = 20, 500  # a case is repeated until one of them is reached
 
 
-class Engine(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-    def search(self, queries: Any, k: int) -> Any: ...
-
-
 def build_index(collection: list[SparseBatch]) -> SparseIndex:
     return SparseIndex.build(collection, device=collection[0].device)
 
 
-MAKERS: dict[str, Callable[[list[SparseBatch]], Engine]] = {
+MAKERS: dict[str, Callable[[list[SparseBatch]], Any]] = {
     "index": build_index,
     "scatter": baselines.ScatterAdd,
     "cusparse": baselines.CuSparse,
@@ -76,12 +69,6 @@ MAKERS: dict[str, Callable[[list[SparseBatch]], Engine]] = {
     "seismic": baselines.Seismic,
     "bmp": baselines.BlockMaxPruning,
 }
-
-
-def posting_bytes(engine: Engine) -> int:
-    """Bytes of what is scanned; an index on a GPU keeps the exact rows beside it."""
-    on_gpu = isinstance(engine, SparseIndex) and engine.device.type == "cuda"
-    return engine._blocks.searched.posting_bytes if on_gpu else engine.nbytes
 
 
 def exact(queries: SparseBatch, collection: list[SparseBatch], k: int) -> Found:
@@ -98,9 +85,9 @@ def same(found: Found, expected: Found) -> bool:
     return all(torch.equal(ours, right) for ours, right in zip(found, expected, strict=True))
 
 
-def agreement(found: Found, expected: Found) -> dict:
-    """How a result compares with the right one for its first queries."""
-    rows, k = min(len(found[0]), len(expected[0])), found[0].shape[1]
+def agreement(found: Found, expected: Found, k: int) -> dict:
+    """How a result compares with the right one for its first queries. Some have fewer than ``k``."""
+    rows = min(len(found[0]), len(expected[0]))
     found, expected = (tuple(each[:rows, :k] for each in pair) for pair in (found, expected))
     right = expected[1] >= 0
     present = (expected[1][:, :, None] == found[1][:, None, :]).any(dim=2)
@@ -127,7 +114,7 @@ def timed(call: Callable[[], object], cuda: bool) -> dict:
     return {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times), "repeats": len(times)}
 
 
-def measured(engine: Engine, queries: SparseBatch, k: int, expected: Found) -> dict:
+def measured(engine: Any, queries: SparseBatch, k: int, expected: Found) -> dict:
     """Time, memory beyond the engine, whether results repeat, and how they compare."""
     asked = engine.prepare(queries) if hasattr(engine, "prepare") else queries
     search, as_found = partial(engine.search, asked, k), getattr(engine, "found", lambda each: each)
@@ -136,7 +123,7 @@ def measured(engine: Engine, queries: SparseBatch, k: int, expected: Found) -> d
         **timed(search, queries.device.type == "cuda"),
         "peak_bytes": peak_bytes(search, queries.device),
         "repeatable": same(found, [each.to(expected[0].device) for each in as_found(search())]),
-        **agreement(found, expected),
+        **agreement(found, expected, k),
     }
 
 
@@ -167,20 +154,16 @@ class Collection:
         except Exception as error:  # noqa: BLE001
             self.measured[name] = {"failure": failure(error)}
 
-    def build(self, kind: str) -> Engine | None:
+    def build(self, kind: str) -> Any:
         """An engine, and what it took; None where it cannot be built."""
-        made: list[Engine] = []
+        made: list[Any] = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # of the engine before
 
         def build() -> dict:
-            began = time.perf_counter()
-            peak = peak_bytes(lambda: made.append(MAKERS[kind](self.documents)), self.device)
-            if peak is None:  # nothing is run to measure the memory of a CPU
-                made.append(MAKERS[kind](self.documents))
-            seconds = time.perf_counter() - began
-            each = posting_bytes(made[0]) / sum(len(chunk.terms) for chunk in self.documents)
-            return {"seconds": seconds, "nbytes": made[0].nbytes, "bytes_per_posting": each, "peak_bytes": peak}
+            took, engine = seconds_of(partial(MAKERS[kind], self.documents), self.device)
+            made.append(engine)
+            return {**took, "nbytes": engine.nbytes}
 
         self.measure(f"{kind}/build", build)
         if made and kind == "index":
@@ -292,7 +275,7 @@ def speed_table(cells: dict, engines: dict[str, str], where: str = "") -> str:
 
 def scanned(cells: dict, queries: int) -> str:
     """The rate at which the largest search reads postings, beside that of a copy."""
-    size = sizes(cells)[-1]
+    size = max(sizes(cells), default=0)
     data, found, copy = (cells.get(f"{size}/{name}", {}) for name in ("data", f"index/k={K}", "copy"))
     if "gb_per_second" not in copy:
         return ""

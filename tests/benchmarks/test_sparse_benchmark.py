@@ -17,7 +17,8 @@ def test_baselines_find_the_same(kind, bound, monkeypatch):
     documents = [whole.select(torch.arange(50)), whole.select(torch.arange(50, 70))]
     asked = sparse_data.queries(documents, 5)
     found, expected = kind(documents).search(asked, 20), exact(asked, documents, 20)
-    assert agreement(expected, reference.sparse_top(asked, whole, 20)) == {"recall": 1, "exact": True}
-    assert agreement((expected[0], expected[1].roll(1, dims=0)), expected)["exact"] is False
-    torch.testing.assert_close(found[0], expected[0], rtol=bound, atol=bound / 10)
-    assert agreement(found, expected)["recall"] > 0.99
+    assert agreement(expected, reference.sparse_top(asked, whole, 20), 20) == {"recall": 1, "exact": True}
+    few = [each[:, :5] for each in expected]
+    assert agreement(few, expected, 20) == {"recall": 0.25, "exact": False}
+    torch.testing.assert_close(found[0].float(), expected[0], rtol=bound, atol=bound / 10)
+    assert agreement(found, expected, 20)["recall"] > 0.99
