@@ -45,7 +45,7 @@ ROOMS = {
         "< xtr pooled compressed splade token_pooling"
     ),
     "retrieval": (
-        "topk impacts ids < formats < corpus < search plaid sparse_files sparse_search < plaid_writer sparse_blocks < sparse_index < static < soundness"
+        "topk impacts ids batching < formats < corpus < search plaid sparse < plaid_writer static < soundness"
     ),
     "indexes": "storage < exact",
     "export": "source < parquet qdrant < run",

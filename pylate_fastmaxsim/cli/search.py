@@ -51,7 +51,7 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=path, metavar="FILE", help="write metrics and times as JSON")
 
 
-def add_encoding(parser: argparse.ArgumentParser, place: str = "") -> None:
+def add_encoding(parser: argparse.ArgumentParser, place: str = "", compared: str = "") -> None:
     parser.add_argument(
         "--index",
         type=path,
@@ -68,6 +68,14 @@ def add_encoding(parser: argparse.ArgumentParser, place: str = "") -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="rank a static model by MaxSim, or by the upper bounds of its sparse vectors",
+    )
+    parser.add_argument(
+        "--first-stage",
+        metavar="STAGE",
+        help=f"score with late interaction only the candidates of this search: bm25, sparse:MODEL or static:MODEL{compared}",
+    )
+    parser.add_argument(
+        "--candidates", type=at_least(1), metavar="N", help="documents of each query that the first stage finds (1000)"
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
 
@@ -110,7 +118,7 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_overrides(parser)
     add_collection(parser, ", in place of what the recipe is evaluated on")
-    add_encoding(parser, ", of each model in a folder of its own")
+    add_encoding(parser, ", of each model in a folder of its own", ", beside an exhaustive search")
     add("--run", type=path, metavar="DIR", help="write the results of each model as a TREC run file in this folder")
     add(
         "--pool-factor",

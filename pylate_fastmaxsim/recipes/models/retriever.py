@@ -22,8 +22,8 @@ from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 from pylate_fastmaxsim.retrieval.search import search
-from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
-from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
+from pylate_fastmaxsim.retrieval.sparse.index import SparseIndex
+from pylate_fastmaxsim.retrieval.sparse.search import sparse_search
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 from pylate_fastmaxsim.sparse import SparseBatch

@@ -17,8 +17,8 @@ from pylate_fastmaxsim.recipes.models.retriever import Encoded, Retriever
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE as CORPUS_FILE
 from pylate_fastmaxsim.retrieval.formats.format import CODEC_FILE, DTYPES
-from pylate_fastmaxsim.retrieval.sparse_files import DESCRIPTION_FILE as SPARSE_FILE
-from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
+from pylate_fastmaxsim.retrieval.sparse.files import DESCRIPTION_FILE as SPARSE_FILE
+from pylate_fastmaxsim.retrieval.sparse.index import SparseIndex
 
 DESCRIPTION_FILE = "search.json"  # written first
 LOCK_FILE = "lock"

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_count, require_tensor
-from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
-from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
+from pylate_fastmaxsim.retrieval.sparse.index import SparseIndex
+from pylate_fastmaxsim.retrieval.sparse.search import sparse_search
 from pylate_fastmaxsim.retrieval.static import files
 from pylate_fastmaxsim.retrieval.static.documents import (
     Neighbours,

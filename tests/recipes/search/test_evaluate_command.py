@@ -20,7 +20,7 @@ from tests.support.command_line import Done, fastmaxsim
 from tests.support.recipe_kinds import LATE as HOST
 from tests.support.recipe_kinds import tiny_of
 from tests.support.saved_models import LATE, SPARSE, STATIC, save_retriever
-from tests.support.searches import assert_same, search
+from tests.support.searches import assert_same, read_run, search
 from tests.support.tiny_recipe import write
 
 METRICS = ["ndcg@10", "mrr@10", "recall@100", "recall@1000"]
@@ -105,6 +105,24 @@ def test_pool_factors_make_a_curve(saved, encoder, data, tmp_path):
     search(saved(LATE), "--beir", data, "--pool-factor", 2, "--run", tmp_path / "run")
     assert_same(tmp_path / "runs" / f"{one}-pool-2.trec", tmp_path / "run")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.e2e
+def test_a_first_stage_is_compared_with_exhaustive_search(saved, data, tmp_path):
+    runs, result = tmp_path / "runs", tmp_path / "result.json"
+    options = ["--beir", data, "--run", runs, "--json", result, "--first-stage", "bm25", "--candidates", 12]
+    done = evaluate(saved(LATE), saved(SPARSE), *options)
+    written = json.loads(result.read_text())
+    whole, behind, sparse = written["models"]
+    name = whole["label"]
+    assert (behind["label"], sparse["kind"]) == (f"{name} after bm25", SPARSE)
+    found, best = (read_run(Path(model["run"])) for model in (behind, whole))
+    shares = [len({*found[query]} & {*[*best[query]][:10]}) for query in best]
+    assert behind["overlap@10"] == pytest.approx(sum(shares) / 10 / len(best)) and 0 < behind["overlap@10"] < 1
+    assert f"{behind['overlap@10']:.1%}" in done.stdout and "overlap@10" not in whole
+    assert all(set(row) <= set(best[query]) and len(row) <= 12 for query, row in found.items())
+    assert [name, f"{name} after bm25"] in [row["models"] for row in written["pairs"]]
+    assert whole["encoded_documents"] == 150 > behind["encoded_documents"] > 0
 
 
 @pytest.mark.parametrize("options", [[], ["--no-exact"]])

@@ -127,6 +127,26 @@ def test_a_static_model_ranks_by_bounds_where_it_is_asked_to(saved, files, tmp_p
     assert done.stderr.startswith("fastmaxsim: --index keeps vectors, of which a static model needs none for MaxSim;")
 
 
+@pytest.mark.parametrize(("kind", "indexed"), [(SPARSE, False), (STATIC, True)])
+def test_late_interaction_scores_the_candidates_of_a_first_stage_alone(kind, indexed, saved, files, tmp_path):
+    first, whole, run, result = (tmp_path / name for name in ("first", "whole", "run", "result"))
+    search(saved(kind), *files, "--k", 30, "--run", first, *(["--no-exact"] if kind == STATIC else []))
+    search(saved(LATE), *files, "--k", 150, "--run", whole)
+    stage = f"{kind.partition(' ')[0]}:{saved(kind)}"
+    options = ["--first-stage", stage, "--candidates", 30, "--k", 10, *(["--index", tmp_path / "i"] if indexed else [])]
+    candidates = read_run(first)
+    for encoded in [150, 0] if indexed else [len({name for row in candidates.values() for name in row})]:
+        done = search(saved(LATE), *files, *options, "--run", run, "--json", result)
+        assert json.loads(result.read_text())["encoded_documents"] == encoded and "first stage" in done.stdout
+        for (query, found), scores in zip(read_run(run).items(), read_run(whole).values(), strict=True):
+            expected = {name: score for name, score in scores.items() if name in candidates[query]}
+            assert [*found.items()] == [(name, pytest.approx(expected[name], rel=1e-5)) for name in [*expected][:10]]
+    assert (
+        "must be of the kind sparse, but"
+        in search(saved(LATE), *files, "--first-stage", f"sparse:{saved(STATIC)}", code=2).stderr
+    )
+
+
 @pytest.mark.parametrize("name", ["float16", "int8", "fp8", "residual-2"])
 def test_token_embeddings_are_kept_in_the_format_that_is_asked_for(name, saved, files, tmp_path):
     folder, result = tmp_path / "index", tmp_path / "result.json"
@@ -211,6 +231,9 @@ arguments | said
 --beir DATA --json DATA/../data/run --run DATA/run | --run and --json must be two files.
 --beir DATA --no-exact | --no-exact is for a static model; every other is searched exactly.
 --beir DATA --pool-factor 2 | A pool factor is for models of token embeddings; this one is sparse.
+--beir DATA --first-stage bm25 | --first-stage is for late interaction, and for no index of PLAID.
+--beir DATA --first-stage sparse | --first-stage must be bm25, sparse:
+--beir DATA --candidates 9 | --candidates are those of a first stage; name it with --first-stage.
 --beir DATA --format float16 | --format is that of token embeddings in an index
 --beir DATA --index DATA/i --format int4
     | --format must be one of float32, bfloat16, float16, int8, fp8, residual-1, residual-2, residual-4, got int4.
