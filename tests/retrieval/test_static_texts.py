@@ -82,8 +82,22 @@ def test_the_table_of_a_static_embedding_encodes_as_it_does():
     module = modules.StaticEmbedding(word_tokenizer(), embedding_weights=vectors())
     whole = pytest.importorskip("sentence_transformers").SentenceTransformer(modules=[module], device="cpu")
     model = StaticLateInteraction.from_static_embedding(whole, threshold=0.2, normalize=False)
-    with pytest.raises(TypeError, match="must be a StaticEmbedding or a SentenceTransformer .* got str"):
-        StaticLateInteraction.from_static_embedding("minishlab/potion", threshold=0.2)
+    other = modules.StaticEmbedding(module.tokenizer, embedding_weights=2 - vectors())
+    sides = modules.Router.for_query_document([module], [other, modules.Normalize()])
+    both = StaticLateInteraction.from_static_embedding(torch.nn.Sequential(sides), threshold=0.2, normalize=False)
+    assert torch.equal(both.query_vectors, vectors()) and torch.equal(both.document_vectors, 2 - vectors())
+    different = Tokenizer(models.WordLevel({word: len(word) for word in WORDS}))
+    unlike = modules.Router.for_query_document(
+        [module], [modules.StaticEmbedding(different, embedding_weights=vectors())]
+    )
+    for wrong, sentence in (
+        ("minishlab/potion", "must be a StaticEmbedding or a SentenceTransformer .* got str"),
+        (torch.nn.Sequential(unlike), "queries and documents must have the same tokenizer"),
+    ):
+        with pytest.raises(
+            (TypeError, ValueError), match=f"^StaticLateInteraction.from_static_embedding: .*{sentence}"
+        ):
+            StaticLateInteraction.from_static_embedding(wrong, threshold=0.2)
     sentences = ["bees bread", "yeast honey bees bread"]
     features = model.token_ids(sentences)
     # What the module means over.

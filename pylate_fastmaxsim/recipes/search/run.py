@@ -70,6 +70,7 @@ class Options:
     batch_size: int | None = 32  # None of evaluate: that of a recipe, or 32
     trust_remote_code: bool = False
     exact: bool = True
+    dense: bool = False
     plaid: Path | None = None
     pooling: Pooling = Max()  # of late interaction
     inputs: Sequence[Path | None] = ()  # what is read, and so not written to
@@ -84,7 +85,7 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
     if options.run is not None:
         require_ids_of_one_word(collection)
         prepare_file("--run", options.run, options.inputs)
-    model = load_retriever(name, best_device(), options.trust_remote_code)
+    model = load_retriever(name, best_device(), options.trust_remote_code, dense=options.dense)
     model = retriever_of(model, finite=True, exact=options.exact)
     _check_options(options, model)
     task = Search(name, model, collection, options, progress)
@@ -114,7 +115,7 @@ def _check_options(options: Options, retriever: Retriever) -> None:
         raise RecipeError(
             "--index keeps vectors, of which a static model needs none for MaxSim; leave it out, or add --no-exact."
         )
-    if options.plaid is not None and (options.index is not None or not retriever.has_token_embeddings):
+    if options.plaid is not None and (options.index is not None or retriever.kind != Retriever.kind):
         raise RecipeError("--plaid is an index of its own; it needs a ColBERT and no --index.")
     if options.format is not None:
         check_format(options.format, options.index if retriever.has_token_embeddings else None)

@@ -21,6 +21,7 @@ from tests.support.recipe_kinds import LATE as HOST
 from tests.support.recipe_kinds import tiny_of
 from tests.support.saved_models import LATE, SPARSE, STATIC, save_retriever
 from tests.support.searches import assert_same, search
+from tests.support.static_cases import save_table
 from tests.support.tiny_recipe import write
 
 METRICS = ["ndcg@10", "mrr@10", "recall@100", "recall@1000"]
@@ -97,6 +98,16 @@ def test_static_models_rank_by_maxsim_or_by_bounds_and_only_vectors_are_kept(opt
     assert len(list(index.iterdir())) == 1 + len(options)
 
 
+@pytest.mark.e2e
+def test_a_table_is_compared_with_its_own_mean(encoder, data, tmp_path):
+    folder, result = tmp_path / "table", tmp_path / "result.json"
+    save_table("StaticEmbedding", folder, encoder("bert"))
+    evaluate(folder, "--dense", folder, "--beir", data, "--index", tmp_path / "index", "--json", result)
+    models = json.loads(result.read_text())["models"]
+    assert [(each["label"], each["kind"]) for each in models] == [("table", STATIC), ("table-dense", "dense")]
+    assert models[0]["metrics"] != models[1]["metrics"] and len(list((tmp_path / "index").iterdir())) == 1
+
+
 @pytest.fixture
 def recipe(saved, tmp_path) -> Path:
     """A recipe with pooling, whose model is there as if it were trained."""
@@ -121,6 +132,7 @@ def test_a_recipe_is_evaluated_on_the_rows_that_it_holds_out_as_in_training(reci
 @case_table("""
 arguments | said
 MODEL | name a collection in BEIR's layout with --beir, or give the recipe of a model.
+MODEL --dense MODEL --beir DATA | --dense is for a StaticEmbedding or a model of model2vec, but MODEL is a
 MODEL MODEL/ --beir DATA | each model must be given once, but MODEL/ is given twice.
 link MODEL --beir DATA | each model must be given once, but MODEL is given twice.
 MODEL --beir DATA --set a=1 | --set overrides a key of a recipe, and no recipe is given.

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from sentence_transformers import util
 
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.recipes.data import collection as beir
@@ -21,6 +22,7 @@ from tests.support.command_line import fastmaxsim
 from tests.support.recipe_kinds import LATE as HOST
 from tests.support.saved_models import LATE, RETRIEVERS, SPARSE, STATIC, host_scores, save_retriever
 from tests.support.searches import DOCUMENTS, NAMES, QUERIES, assert_same, read_run, search
+from tests.support.static_cases import save_table
 from tests.support.tiny_recipe import json_lines, text
 
 
@@ -109,6 +111,29 @@ def test_a_static_model_ranks_by_bounds_where_it_is_asked_to(saved, files, tmp_p
     assert done.stderr.startswith("fastmaxsim: --index keeps vectors, of which a static model needs none for MaxSim;")
 
 
+@pytest.mark.parametrize("made_by", ["StaticEmbedding", "Router", "model2vec"])
+def test_a_table_of_a_library_is_ranked_by_maxsim_and_by_its_own_embeddings(made_by, files, encoder, tmp_path):
+    folder, run, index = (tmp_path / name for name in ("table", "run", "index"))
+    host = save_table(made_by, folder, encoder("bert"))
+    dense = [util.normalize_embeddings(torch.as_tensor(host.encode(texts))) for texts in (QUERIES, DOCUMENTS)]
+    if made_by == "Router":
+        dense[0] = torch.from_numpy(host.encode_query(QUERIES))
+    scores = {
+        "--exact": host_scores(load_retriever(str(folder), "cpu"), QUERIES, DOCUMENTS),
+        "--dense": dense[0] @ dense[1].T,
+    }
+    for option, expected in scores.items():
+        search(folder, *files, "--k", 150, "--run", run, option)
+        for row, found in zip(expected.tolist(), read_run(run).values(), strict=True):
+            assert [found[name] for name in NAMES] == pytest.approx(row, abs=1e-5)
+    command = [folder, *files, "--dense", "--index", index, "--format", "float16", "--json", tmp_path / "result.json"]
+    search(*command), search(*command)
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert (written["kind"], written["encoded_documents"]) == ("dense", 0)
+    done = search(folder, *files, "--no-exact", code=2)
+    assert "--no-exact needs a threshold; save a StaticLateInteraction that has one." in done.stderr
+
+
 @pytest.mark.parametrize("name", ["float16", "int8", "fp8", "residual-2"])
 def test_token_embeddings_are_kept_in_the_format_that_is_asked_for(name, saved, files, tmp_path):
     folder, result = tmp_path / "index", tmp_path / "result.json"
@@ -192,6 +217,7 @@ arguments | said
 --beir DATA --json MODEL/config.json | --json MODEL/config.json cannot be written: it is in MODEL
 --beir DATA --json DATA/../data/run --run DATA/run | --run and --json must be two files.
 --beir DATA --no-exact | --no-exact is for a static model; every other is searched exactly.
+--beir DATA --dense | --dense is for a StaticEmbedding or a model of model2vec, but MODEL is a SparseEncoder.
 --beir DATA --format float16 | --format is that of token embeddings in an index
 --beir DATA --index DATA/i --format int4
     | --format must be one of float32, bfloat16, float16, int8, fp8, residual-1, residual-2, residual-4, got int4.
