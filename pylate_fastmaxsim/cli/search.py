@@ -43,7 +43,7 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--dense",
         action="store_true",
-        help="rank a StaticEmbedding or a model of model2vec by one vector a text, not by MaxSim",
+        help="rank a StaticEmbedding or a model of model2vec by its own embeddings, not by MaxSim",
     )
     add("--batch-size", type=at_least(1), default=32, help="texts encoded at once (%(default)s)")
     add("--json", type=path, metavar="FILE", help="write metrics and times as JSON")
@@ -115,7 +115,7 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         dest="dense_models",
         metavar="MODEL",
-        help="also a StaticEmbedding or a model of model2vec ranked by one vector a text, not by MaxSim (may repeat)",
+        help="also a StaticEmbedding or a model of model2vec, ranked by its own embeddings (may repeat)",
     )
     add_overrides(parser)
     add_collection(parser, ", in place of what the recipe is evaluated on")

@@ -59,17 +59,14 @@ def test_the_run_file_has_the_ranking_and_the_scores_of_the_host(kind, saved, fi
 
 
 # Of sparse ones whole blocks are kept.
-@pytest.mark.parametrize(("kind", "stored"), [(SPARSE, None), (STATIC, None), (LATE, None), (LATE, "residual-2")])
+@pytest.mark.parametrize(
+    "kind, options", [(SPARSE, ""), (STATIC, "--no-exact"), (LATE, ""), (LATE, "--format residual-2")]
+)
 @pytest.mark.usefixtures("small_parts")
-def test_an_interrupted_index_goes_on_and_is_not_built_again(kind, stored, saved, files, tmp_path, monkeypatch):
+def test_an_interrupted_index_goes_on_and_is_not_built_again(kind, options, saved, files, tmp_path, monkeypatch):
     kept = 112 if kind == LATE else 96
     folder, plain, again = tmp_path / "index", tmp_path / "plain.trec", tmp_path / "again.trec"
-    command = [
-        saved(kind),
-        *files,
-        *(["--format", stored] if stored else []),
-        *([] if kind != STATIC else ["--no-exact"]),
-    ]
+    command, stored = [saved(kind), *files, *options.split()], "--format" in options
     search(*command, *(["--index", tmp_path / "whole"] if stored else []), "--run", plain)
     encoded, encode, sample = [], Retriever.encode, 150 if stored else 0  # documents that train a codec
 
