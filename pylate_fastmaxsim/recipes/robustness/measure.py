@@ -18,7 +18,7 @@ from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import inputs_of, prepare_file, write_json
 from pylate_fastmaxsim.recipes.load import is_recipe
-from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, Retriever, retriever_of
+from pylate_fastmaxsim.recipes.models.retriever import DenseRetriever, Encoded, NotFiniteError, Retriever, retriever_of
 from pylate_fastmaxsim.recipes.robustness.lengthen import Lengthened, encode
 from pylate_fastmaxsim.recipes.robustness.task import Append, Settings, Task, collection_task, texts_trained_on
 from pylate_fastmaxsim.recipes.search.run import best_device
@@ -107,6 +107,10 @@ def robustness(
     fillers = None if trained_on is None else texts_trained_on(trained_on, collection, settings)
     task = collection_task(data, collection, settings, fillers)
     retriever = retriever_of(target.load(best_device(), trust_remote_code=False), finite=True)
+    if isinstance(retriever, DenseRetriever):
+        raise RecipeError(
+            f"{target.label} has one vector a text; fastmaxsim robustness measures models of token vectors."
+        )
     own = None if recipe is None else target.pooling
     measured, pairs = measure(retriever, task, settings, target.batch_size, own)
     names = {"model": target.path, "recipe": None if recipe is None else recipe.name}

@@ -79,6 +79,7 @@ class Options:
     batch_size: int | None = 32  # None of evaluate: that of a recipe, or 32
     trust_remote_code: bool = False
     exact: bool = True
+    dense: bool = False
     pool_factor: float = 1  # tokens of a document a vector
     plaid: Path | None = None
     first_stage: str | None = None  # as first_stage_named takes it
@@ -96,7 +97,7 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
     if options.run is not None:
         require_ids_of_one_word(collection)
         prepare_file("--run", options.run, options.inputs)
-    model = load_retriever(name, best_device(), options.trust_remote_code)
+    model = load_retriever(name, best_device(), options.trust_remote_code, dense=options.dense)
     model = retriever_of(model, finite=True, exact=options.exact, pool_factor=options.pool_factor)
     _check_options(options, model)
     task = Search(name, model, collection, options, progress)
@@ -127,7 +128,7 @@ def _check_options(options: Options, retriever: Retriever) -> None:
             "--index keeps vectors, of which a static model needs none for MaxSim; leave it out, or add --no-exact."
         )
     if options.plaid is not None and (
-        options.index is not None or options.pool_factor > 1 or not retriever.has_token_embeddings
+        options.index is not None or options.pool_factor > 1 or retriever.kind != Retriever.kind
     ):
         raise RecipeError("--plaid is an index of its own; it needs a ColBERT and no --index or --pool-factor.")
     check_first_stage(options)
