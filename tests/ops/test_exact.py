@@ -9,17 +9,15 @@ from pylate_fastmaxsim import LogSumExp, Max, Softmax, TopK, maxsim, maxsim_from
 from pylate_fastmaxsim._dtypes import float32_precision  # which only kernels read: no result on a CPU shows it
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops import pooled
-from tests.support.operators import (
-    FORMATS,
-    OPERATORS,
+from tests.support.operator_checks import (
     check,
     check_each_gradient,
     check_exactly,
     check_strided,
     outcome,
-    problem,
     random_gradient,
 )
+from tests.support.operators import FORMATS, OPERATORS, problem
 from tests.support.ragged_batches import batches
 from tools import fuzz_operators
 
