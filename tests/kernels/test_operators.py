@@ -9,10 +9,9 @@ import torch
 
 from tests.support.operator_checks import (
     check,
-    check_each_gradient,
     check_exactly,
+    check_layouts,
     check_rows_without_a_gradient,
-    check_strided,
     outcome,
     random_gradient,
 )
@@ -275,8 +274,7 @@ def test_equal_maxima_of_int8_go_to_the_first_token(small):
 def test_strided_tensors_and_each_gradient_alone(small, name, layout):
     sizes = {"queries": (5, 0, 3), "documents": (7, 0, 20), "rows": 33, "masked": layout == "shared"}
     case = problem(name, layout=layout, floor=name == "maxsim", **sizes)
-    check_strided(name, case)
-    check_each_gradient(name, case)
+    check_layouts(name, case)
 
 
 @pytest.mark.interpret

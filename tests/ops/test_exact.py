@@ -11,9 +11,8 @@ from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops import pooled
 from tests.support.operator_checks import (
     check,
-    check_each_gradient,
     check_exactly,
-    check_strided,
+    check_layouts,
     outcome,
     random_gradient,
 )
@@ -74,8 +73,7 @@ def test_compressed_documents_are_pooled_as_they_decompress(format, layout, numb
 )
 def test_each_gradient_alone_and_strided_tensors(name):
     case = problem(name, layout="shared", floor=True)
-    check_each_gradient(name, case)
-    check_strided(name, case, 1e-5)
+    check_layouts(name, case, 1e-5)
     with torch.no_grad():
         assert not OPERATORS[name].call(case).requires_grad
 

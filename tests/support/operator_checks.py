@@ -171,28 +171,19 @@ def check_exactly(name: str, problem: Problem, tolerance: float = 0.0) -> None:
             )
 
 
-def check_each_gradient(name: str, problem: Problem) -> None:
-    """The same bits, whichever gradients are asked for, and whatever tensors lie between the numbers of the arguments."""
-    call = OPERATORS[name].call
+def check_layouts(name: str, problem: Problem, tolerance: float = 0.0) -> None:
+    """The same, whichever gradients are asked for, and where numbers of arguments and gradient do not lie one after the other."""
+    call, device = OPERATORS[name].call, problem.documents.device
     with torch.no_grad():
         shape = call(problem).shape
-    grad = random_gradient(problem, shape)
-    results, *gradients = outcome(call, problem, grad)
+    for grad in (torch.ones(1, 1, device=device).expand(shape), random_gradient(problem, shape)):
+        expected = outcome(call, problem, grad.contiguous())
+        found = outcome(call, problem.each(spread_out), grad if grad.stride() == (0, 0) else spread_out(grad))
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    results, *gradients = expected
     for leaf, wanted in zip(problem.leaves, gradients, strict=True):
         again, alone = outcome(call, problem, grad, leaf)
         assert torch.equal(again, results) and torch.equal(alone, wanted), f"gradient of {leaf} alone"
-
-
-def check_strided(name: str, problem: Problem, tolerance: float = 0.0) -> None:
-    """The same where the numbers of all arguments, and of the gradient, do not lie one after the other."""
-    call = OPERATORS[name].call
-    with torch.no_grad():
-        shape = call(problem).shape
-    for grad in (random_gradient(problem, shape), torch.ones(1, 1, device=problem.documents.device).expand(shape)):
-        expected = outcome(call, problem, grad.contiguous())
-        spread = grad if grad.stride() == (0, 0) else spread_out(grad)
-        found = outcome(call, problem.each(spread_out), spread)
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def check_rows_without_a_gradient(problem: Problem) -> None:

@@ -67,7 +67,7 @@ def injection_rows(result: dict[str, Any], attack: str) -> Rows:
 def retained_rows(result: dict[str, Any]) -> Rows:
     """The shares of Recall@k that are left of the longest documents, and with the most tokens of each attack."""
     settings = {"{times} times as long": result["lengths"]}
-    settings |= {f"{{tokens}} tokens {title}": _of(result, attack) for attack, title in attacks_of(result).items()}
+    settings |= {f"{{tokens}} tokens: {title}": _of(result, attack) for attack, title in attacks_of(result).items()}
     table: list[tuple[str, ...]] = [("", *result["poolings"])]
     for name, rows in settings.items():
         last = rows[-len(result["poolings"]) :]
@@ -170,8 +170,7 @@ def _sections(result: dict[str, Any]) -> list[Section]:
             "The share of each pooling's weight that is on injected tokens; the table is of tokens near query tokens."
         )
         rows = _rows(result, _of(result, TARGETED), "tokens", {"tokens": "{tokens}"}, "{injected_weight:.3f}")
-        draw = partial(_draw_hijacking, result)
-        sections.append(Section("What is hijacked", weights, rows, draw, (9, 3.4)))
+        sections.append(Section("What is hijacked", weights, rows))
     sections.append(Section("What is retained", f"The share of {RECALLS_TITLE} that is left.", retained_rows(result)))
     if result["pairs"]:
         gradients = (
@@ -208,22 +207,9 @@ def _draw_overview(result: dict[str, Any], figure: Figure) -> None:
     axes[0, 0].set_title("longer documents", fontsize=10)
     axes[-1, 0].set_xlabel("times as long")
     for place, title in enumerate(attacks.values(), start=1):
-        axes[0, place].set_title(title, fontsize=10)
+        axes[0, place].set_title(title.replace(", ", ",\n"), fontsize=10)
         axes[-1, place].set_xlabel("injected tokens")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
-
-
-def _draw_hijacking(result: dict[str, Any], figure: Figure) -> None:
-    """The share of the weight of each pooling on injected tokens; that of the largest similarity is dotted."""
-    for axes, attack in zip(figure.subplots(1, 2, sharey=True), (TARGETED, RANDOM), strict=True):
-        rows = _of(result, attack)
-        _draw_lines(axes, result, rows, "tokens", "injected_weight")
-        winners = {row["tokens"]: row["hijack_rate"] for row in rows}
-        axes.plot(list(winners), list(winners.values()), "k:", label="hijack rate")
-        axes.set_title(ATTACKS[attack], fontsize=10)
-        axes.set_xlabel("injected tokens")
-        axes.set_ylim(-0.02, 1.02)
-    axes.legend(frameon=False, fontsize=9)
 
 
 def _titled(pair: Pair) -> list[tuple[str, Tensor]]:

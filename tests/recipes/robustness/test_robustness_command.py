@@ -139,7 +139,7 @@ def test_a_trained_recipe_is_measured_and_reported(tmp_path):
     (found,) = (row for row in result["pairs"] if row["metric"] == "gini")
     assert found["models"] == ["max", "softmax=0.1"] and found["p"] == student(np.subtract(*reversed(gini.values())))
     page = (folder / "robustness.html").read_text()
-    assert "http://" not in page and "https://" not in page and page.count("data:image/svg+xml;base64,") == 5
+    assert "http://" not in page and "https://" not in page and page.count("data:image/svg+xml;base64,") == 4
     assert "nDCG@10 / Recall@1" in done.stdout and str(folder / "robustness.png") in done.stdout
     model, data = folder / "model", write_folder(tmp_path / "data")
     for words, said in (

@@ -76,7 +76,7 @@ def test_the_model_of_a_recipe_is_measured_on_its_held_out_rows(kind, recipe_of,
     evaluated = json.loads((tmp_path / "out" / "train.json").read_text())["ndcg@10"]
     assert result["lengths"][0]["ndcg@10"] == pytest.approx(evaluated, abs=1e-6)
     if kind in PAGES:
-        assert (tmp_path / "out" / "robustness.html").read_text().count("data:image/svg+xml;base64,") == 5
+        assert (tmp_path / "out" / "robustness.html").read_text().count("data:image/svg+xml;base64,") == 4
         done = fastmaxsim([*arguments, "--append", "text"])
         assert "--append text needs a model of texts, and this one is of pages" in done.stderr
 
