@@ -28,7 +28,7 @@ RUNS = {
     "splade_step": (f"{TINY_STEPS} 8 --hidden 64", 2, "| Sentence Transformers + pylate-fastmaxsim | "),
     "sparse_search": ("--sizes 100 300 --queries 4", 4, "| 300 | k = 10 |"),
     "sparse_two_gpus": ("--documents 300 --queries 3", 1, "| all cases k=10 sharded_ms |"),
-    "pooling_study": ("--quick --only */M=64/*", 6, "| **gradient of the score** |"),
+    "pooling_study": ("--quick --only */M=64/*", 12, "| gradient of the score |"),
     "encode": ("--texts 70 --layers 1 --hidden 64 --only pylate/doc*/*s[t]*256", 2, "| fast bfloat16 256 |"),
     "exact_search": ("--share 0.002 --dim 16 --only fiqa/* million/add", 5, "| fiqa/bfloat16 | "),
     "token_pooling": ("--share 0.01 --only distances/* tokens/80", 3, "10 of 10 documents with equal distances have"),

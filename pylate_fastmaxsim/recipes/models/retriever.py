@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 import sentence_transformers
@@ -84,6 +85,7 @@ class Retriever:
     kind = "late interaction"  # in reports
     has_token_embeddings = True  # whether documents are dense vectors, one for each token, and not sparse ones
     has_vectors = True  # whether documents are vectors, which an index keeps, and not token ids
+    of_pages = False  # whether documents are images
     # Attributes of the host that change documents beside its modules.
     settings: tuple[str, ...] = ("document_length", "document_prefix", "skiplist_words")
     # How the host pools: PyLate leaves means as they are.
@@ -159,6 +161,11 @@ class Retriever:
         """The host's module with the tokenizer and the encoder of documents."""
         first = self.model[0]
         return first.sub_modules["document"][0] if isinstance(first, Router) else first
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of documents."""
+        return self.document_transformer.tokenizer
 
     def document_prompt_tokens(self) -> int:
         """Tokens that stand before the text of each document."""
@@ -248,7 +255,26 @@ class Model2VecRetriever(DenseRetriever):
 class PagesRetriever(Retriever):
     """A model of pages."""
 
+    of_pages = True
+    document_length = None
     pooling_options = {"normalize": True}
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.model.processor.tokenizer
+
+    def query_token_ids(self, text: str) -> Tensor:
+        batch = self.model.processor.process_queries([text])
+        return batch["input_ids"][0][batch["attention_mask"][0].bool()]
+
+    def patches(self, page: Image) -> Tensor:
+        """Where the token of each patch of a page is among those that ``encode`` makes of it, ``[rows, columns]``."""
+        processor = self.model.processor
+        batch = processor.process_images([page])
+        places = processor.get_image_mask(batch)[0][batch["attention_mask"][0].bool()].nonzero().flatten()
+        if "image_grid_thw" in batch:  # of a ColQwen2; those of a ColPali are a square
+            return places.view(*(batch["image_grid_thw"][0, 1:] // processor.image_processor.merge_size).tolist())
+        return places.view(isqrt(len(places)), -1)
 
     def _host_output(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
         return self.model.encode(texts, options["batch_size"], is_query)
