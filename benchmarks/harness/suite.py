@@ -37,7 +37,14 @@ ROOMS = {
     "operators": ("operators", "head", "xtr", "attention", "pooling_operators", "splade_head", "compressed_operators"),
     "training": ("train_step", "lengths", "losses", "ceilings", "long_documents")
     + ("multi_vector_step", "splade_step", "page_step"),
-    "quality": ("cranfield", "first_stage_cranfield", "static_cranfield", "compressed_fidelity", "pooling_study"),
+    "quality": (
+        "cranfield",
+        "first_stage_cranfield",
+        "static_cranfield",
+        "pooled_cranfield",
+        "compressed_fidelity",
+        "pooling_study",
+    ),
     "retrieval": ("encode", "corpus_search", "exact_search", "token_pooling") + ("sparse_search", "sparse_two_gpus"),
 }
 SUITES = {name: room for room, names in ROOMS.items() for name in names}

@@ -13,6 +13,7 @@ from pylate_fastmaxsim.cli.terminal import (
     progress_of_tasks,
     quiet_libraries,
     report_interruption,
+    several,
 )
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
@@ -22,8 +23,8 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "model",
         metavar="MODEL",
-        help="a ColBERT of PyLate, a MultiVectorEncoder or SparseEncoder of Sentence Transformers, by its folder or its name "
-        "on the Hub, or the folder of a StaticLateInteraction",
+        help="a ColBERT of PyLate, a model of Sentence Transformers or model2vec, by its folder or its name on the Hub, or the "
+        "folder of a StaticLateInteraction",
     )
     add_collection(parser, "; its judged queries")
     add("--corpus", type=path, metavar="FILE", help="documents, .jsonl or .parquet, with _id, text and perhaps title")
@@ -46,11 +47,16 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
         help="search all that this index of PLAID stores, in place of encoded documents, and say how much of the best its own "
         "search finds",
     )
+    add(
+        "--dense",
+        action="store_true",
+        help="rank a StaticEmbedding or a model of model2vec by its own embeddings, not by MaxSim",
+    )
     add("--batch-size", type=at_least(1), default=32, help="texts encoded at once (%(default)s)")
     add("--json", type=path, metavar="FILE", help="write metrics and times as JSON")
 
 
-def add_encoding(parser: argparse.ArgumentParser, place: str = "") -> None:
+def add_encoding(parser: argparse.ArgumentParser, place: str = "", compared: str = "") -> None:
     parser.add_argument(
         "--index",
         type=path,
@@ -67,6 +73,14 @@ def add_encoding(parser: argparse.ArgumentParser, place: str = "") -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="rank a static model by MaxSim, or by the upper bounds of its sparse vectors",
+    )
+    parser.add_argument(
+        "--first-stage",
+        metavar="STAGE",
+        help=f"score with late interaction only the candidates of this search: bm25, sparse:MODEL or static:MODEL{compared}",
+    )
+    parser.add_argument(
+        "--candidates", type=at_least(1), metavar="N", help="documents of each query that the first stage finds (1000)"
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
 
@@ -107,10 +121,27 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL_OR_RECIPE",
         help="models, as for search, and recipes (.yaml, or names of fastmaxsim recipes) whose models are trained",
     )
+    add(
+        "--dense",
+        action="append",
+        default=[],
+        dest="dense_models",
+        metavar="MODEL",
+        help="also a StaticEmbedding or a model of model2vec, ranked by its own embeddings (may repeat)",
+    )
     add_overrides(parser)
     add_collection(parser, ", in place of what the recipe is evaluated on")
-    add_encoding(parser, ", of each model in a folder of its own")
+    add_encoding(parser, ", of each model in a folder of its own", ", beside an exhaustive search")
     add("--run", type=path, metavar="DIR", help="write the results of each model as a TREC run file in this folder")
+    add(
+        "--pool-factor",
+        dest="pool_factors",
+        type=several(at_least(1, float)),
+        default=[1.0],
+        metavar="N,N,...",
+        help="evaluate each model with one vector for N tokens of a document, for each N, with 1 as documents are",
+    )
+    add("--plot", type=path, metavar="FILE", help="draw nDCG@10 against vectors per document, .png")
     add("--per-query", type=path, metavar="FILE", help="write the metrics of each query, .jsonl or .tsv")
     add(
         "--test",
@@ -130,17 +161,19 @@ def run_evaluate(options: argparse.Namespace) -> None:
     from pylate_fastmaxsim.recipes.targets import find_collection, find_targets
 
     quiet_libraries()
-    inputs = (*map(path, options.models), options.index, *files_of_collection(options.beir))
+    inputs = (*map(path, [*options.models, *options.dense_models]), options.index, *files_of_collection(options.beir))
     if options.json is not None:
         prepare_file("--json", options.json, inputs)
         if options.per_query is not None and options.per_query.resolve() == options.json.resolve():
             raise RecipeError("--per-query and --json must be two files.")
     settings = from_arguments(Options, options, inputs=inputs)
-    targets = find_targets(options.models, options.overrides)
+    targets = find_targets(options.models, options.overrides, options.dense_models)
     with report_interruption(lambda: kept_documents(options.index)):
         name, collection, _ = find_collection(targets, options.beir, options.split)
         with progress_of_tasks() as begin:
-            result = evaluate(targets, name, collection, settings, begin, options.per_query, options.test)
+            files = {"per_query": options.per_query, "plot": options.plot}
+            of_factors = {"test": options.test, "pool_factors": options.pool_factors}
+            result = evaluate(targets, name, collection, settings, begin, **files, **of_factors)
         if options.json is not None:
             write_json(options.json, result)
     plain.print(metrics_table(result))

@@ -70,6 +70,18 @@ def at_least(least: float, number: Callable[[str], float] = int) -> Callable[[st
     return parse
 
 
+def several(parse_one: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """The type of an argument that is a list with commas, without repetitions."""
+
+    def parse(text: str) -> list[T]:
+        values = [parse_one(part) for part in text.split(",")]
+        if len(set(values)) < len(values):
+            raise argparse.ArgumentTypeError(f"must name each once, got {text!r}")
+        return values
+
+    return parse
+
+
 def from_arguments(dataclass: type[T], options: argparse.Namespace, **more: Any) -> T:
     """An instance of a dataclass whose fields are arguments of a command by their names."""
     given = {field.name: getattr(options, field.name) for field in fields(dataclass) if hasattr(options, field.name)}

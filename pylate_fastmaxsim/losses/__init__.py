@@ -2,5 +2,6 @@
 
 from pylate_fastmaxsim.losses.contrastive_distillation import ContrastiveDistillation
 from pylate_fastmaxsim.losses.matryoshka import Matryoshka
+from pylate_fastmaxsim.losses.pooled_contrastive import PooledContrastive
 
-__all__ = ["ContrastiveDistillation", "Matryoshka"]
+__all__ = ["ContrastiveDistillation", "Matryoshka", "PooledContrastive"]

@@ -107,7 +107,7 @@ class ContrastiveDistillation(nn.Module):
         """The settings, which Sentence Transformers writes in a model card."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "training"}
 
-    def forward(self, sentence_features: Iterable[Features], labels: Tensor) -> Tensor:
+    def forward(self, sentence_features: Iterable[Features], labels: Tensor | None = None) -> Tensor:
         """The loss, a scalar.
 
         Parameters
@@ -115,7 +115,7 @@ class ContrastiveDistillation(nn.Module):
         sentence_features
             The tokenized columns: B queries, and N documents a query in one column or several, the positive first.
         labels
-            The teacher's scores, ``[B, N]``, floating point.
+            The teacher's scores, ``[B, N]``, floating point; not read where ``distillation_weight`` is 0.
 
         Raises
         ------
@@ -125,7 +125,7 @@ class ContrastiveDistillation(nn.Module):
         features = list(sentence_features)
         counts = [texts_in(column) for column in features]
         ways = sum(counts[1:]) / max(1, counts[0])
-        if ways < 2 or labels is None or labels.shape != (counts[0], ways):
+        if self.distillation_weight and (ways < 2 or labels is None or labels.shape != (counts[0], ways)):
             raise ValueError(
                 "ContrastiveDistillation: labels must be the teacher's scores of each query's documents, at least two, "
                 f"[B, N] = [{counts[0]}, {ways:g}], got {None if labels is None else tuple(labels.shape)}."
@@ -148,7 +148,7 @@ class ContrastiveDistillation(nn.Module):
         self, labels: Tensor, mask: Tensor | None, queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None
     ) -> Tensor:
         """The loss of embeddings; with GradCache of some queries at a time, which leaves gradients at them."""
-        own = torch.arange(len(documents), device=documents.device).view(labels.shape)
+        own = torch.arange(len(documents), device=documents.device).view(len(queries), -1)
         if self.gather_across_devices and dist.is_available() and dist.is_initialized():
             own = own + dist.get_rank() * len(documents)
             documents, zero_floor = gather_documents(documents, zero_floor)
@@ -161,12 +161,13 @@ class ContrastiveDistillation(nn.Module):
             scores = pooled_scores(batch, documents.with_values(values), pooling=pooling, zero_floor=zero_floor)
             scores = scores / self.temperature
             # Not times the number of ranks, as in PyLate: the balance of the terms would depend on it.
-            contrastive = F.cross_entropy(scores, own[chunk, 0])
+            loss = self.contrastive_weight * F.cross_entropy(scores, own[chunk, 0])
+            if not self.distillation_weight:
+                return loss * (len(batch) / len(queries))
             teacher = F.log_softmax(labels[chunk].detach().to(scores.dtype) / self.teacher_temperature, dim=1)
             student = F.log_softmax(scores.gather(1, own[chunk]), dim=1)
             distillation = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
-            loss = self.contrastive_weight * contrastive + self.distillation_weight * distillation
-            return loss * (len(batch) / len(queries))
+            return (loss + self.distillation_weight * distillation) * (len(batch) / len(queries))
 
         if not self.uses_gradient_cache:
             return loss_of(slice(None), documents.values)

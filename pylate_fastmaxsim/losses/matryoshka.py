@@ -1,4 +1,4 @@
-"""Matryoshka: a loss over fewer dimensions and fewer document tokens of one encoding."""
+"""Matryoshka: a loss over fewer dimensions, fewer document tokens and pooled documents of one encoding."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from pylate_fastmaxsim.integrations.models.wrappers import StandIn
 from pylate_fastmaxsim.losses.columns import Features
 from pylate_fastmaxsim.losses.encode import host_of
 from pylate_fastmaxsim.losses.views import View
+from pylate_fastmaxsim.ops.token_pooling import require_factor
 
 
 class Matryoshka(nn.Module):
     """A loss over fewer dimensions, and over fewer tokens of each document, of one encoding.
 
-    The weighted sum of the loss of all combinations of ``dims`` and ``document_tokens``. Inside may be the losses of the
+    The weighted sum of the loss of all combinations of ``dims``, ``document_tokens`` and ``pool_factors``. Inside may be the losses of the
     model's library, :class:`ContrastiveDistillation`, and a loss of your own that calls ``self.model``: of a ColBERT once
     with each column in order, with masks from the columns as in PyLate's; of a MultiVectorEncoder with token embeddings
     and masks from what it returns. With :func:`~pylate_fastmaxsim.enable` losses are as fast inside as outside.
@@ -43,14 +44,20 @@ class Matryoshka(nn.Module):
     pooled
         Take not the first tokens of a document but so many means of neighbours
         (:func:`~pylate_fastmaxsim.losses.views.pooled_tokens`).
+    pool_factors
+        By how much to pool these tokens as the model's library does when it encodes with a ``pool_factor``
+        (:func:`~pylate_fastmaxsim.pool_tokens`), each at least 1; 1 does not pool. Clusters are constants, and gradients go
+        through their means. ``None``: 1 only.
+    pool_weights
+        One for each of ``pool_factors``; ``None``: 1.
 
     Raises
     ------
     ValueError
-        Neither ``dims`` nor ``document_tokens`` is given, a number is below 1, weights differ in number, or the loss has
-        no ``model``. In ``forward``: one of ``dims`` is larger than the model's.
+        None of ``dims``, ``document_tokens`` and ``pool_factors`` is given, a number is below 1, weights differ in number, or
+        the loss has no ``model``. In ``forward``: one of ``dims`` is larger than the model's.
     TypeError
-        One of ``dims`` or ``document_tokens`` is no integer, or the model is another.
+        One of ``dims`` or ``document_tokens`` is no integer, one of ``pool_factors`` no number, or the model is another.
 
     Examples
     --------
@@ -70,23 +77,27 @@ class Matryoshka(nn.Module):
         document_tokens: Sequence[int | None] | None = None,
         token_weights: Sequence[float] | None = None,
         pooled: bool = False,
+        pool_factors: Sequence[float] | None = None,
+        pool_weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        if not dims and not document_tokens:
-            raise ValueError("Matryoshka: give dims, document_tokens or both.")
+        if not dims and not document_tokens and not pool_factors:
+            raise ValueError("Matryoshka: give dims, document_tokens or pool_factors.")
         if not hasattr(loss, "model"):
             raise ValueError(
                 f"Matryoshka: {type(loss).__name__} has no self.model, so that its embeddings cannot be cut."
             )
         self.model, self.loss, self.pooled = model, loss, pooled
-        self.dims, self.weights = _weighted("dims", dims, "weights", weights)
-        self.document_tokens, self.token_weights = _weighted(
-            "document_tokens", document_tokens, "token_weights", token_weights
-        )
+        self.dims, self.weights = self._weighted("dims", dims, weights)
+        self.document_tokens, self.token_weights = self._weighted("document_tokens", document_tokens, token_weights)
+        self.pool_factors, self.pool_weights = self._weighted("pool_factors", pool_factors or (1,), pool_weights)
+        unit_means = host_of(type(self).__name__, model).UNIT_MEANS
         self.views = [
-            View(of_dim * of_tokens, dim, tokens, pooled)
-            for (dim, of_dim), (tokens, of_tokens) in product(
-                zip(self.dims, self.weights, strict=True), zip(self.document_tokens, self.token_weights, strict=True)
+            View(of_dim * of_tokens * of_factor, dim, tokens, pooled, factor, unit_means)
+            for (dim, of_dim), (tokens, of_tokens), (factor, of_factor) in product(
+                zip(self.dims, self.weights, strict=True),
+                zip(self.document_tokens, self.token_weights, strict=True),
+                zip(self.pool_factors, self.pool_weights, strict=True),
             )
         ]
 
@@ -97,11 +108,11 @@ class Matryoshka(nn.Module):
 
     def get_config_dict(self) -> dict[str, object]:
         """The settings, which Sentence Transformers writes in a model card."""
-        names = "dims", "weights", "document_tokens", "token_weights", "pooled"
+        names = "dims", "weights", "document_tokens", "token_weights", "pooled", "pool_factors", "pool_weights"
         return {"loss": type(self.loss).__name__, **{name: getattr(self, name) for name in names}}
 
     def forward(self, sentence_features: Iterable[Features], labels: Tensor | None = None) -> Tensor:
-        """The weighted sum of the loss over all combinations of ``dims`` and ``document_tokens``, a scalar."""
+        """The weighted sum of the loss over all combinations, a scalar."""
         features = list(sentence_features)
         # As our losses and, with the flag, PyLate's: they take the views of what they encode.
         # Not inside of another Matryoshka, whose view its stand-in gives them.
@@ -165,16 +176,13 @@ class Matryoshka(nn.Module):
         finally:
             del vars(self.loss)["calculate_loss"]
 
-
-def _weighted(
-    name: str, values: Sequence[int | None] | None, weights_name: str, weights: Sequence[float] | None
-) -> tuple[tuple[int | None, ...], tuple[float, ...]]:
-    values = tuple(
-        None if value is None else require_count("Matryoshka", f"each of {name}", value) for value in values or (None,)
-    )
-    weights = (1.0,) * len(values) if weights is None else tuple(weights)
-    if len(weights) != len(values):
-        raise ValueError(
-            f"Matryoshka: {weights_name} must be one number for each of {name}, got {len(weights)} for {len(values)}."
-        )
-    return values, weights
+    def _weighted(
+        self, name: str, values: Sequence[float | None] | None, weights: Sequence[float] | None
+    ) -> tuple[tuple[float | None, ...], tuple[float, ...]]:
+        where, what = type(self).__name__, f"each of {name}"
+        require = require_factor if name == "pool_factors" else require_count
+        values = tuple(None if value is None else require(where, what, value) for value in values or (None,))
+        weights = (1.0,) * len(values) if weights is None else tuple(weights)
+        if len(weights) != len(values):
+            raise ValueError(f"{where}: give one weight for {what}, got {len(weights)} for {len(values)}.")
+        return values, weights

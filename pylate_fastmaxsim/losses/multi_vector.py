@@ -15,6 +15,8 @@ from pylate_fastmaxsim.losses.columns import Encoded, Features, by_query, texts_
 from pylate_fastmaxsim.losses.views import View, replaced_model
 from pylate_fastmaxsim.tokens import TokenBatch
 
+UNIT_MEANS = True  # what HierarchicalTokenPooling makes by default
+
 
 def encoded(model: nn.Module, features: Sequence[Features]) -> Encoded:
     """Queries and documents of a batch, differentiable."""

@@ -19,6 +19,8 @@ from pylate_fastmaxsim.losses.columns import Encoded, Features, by_query, texts_
 from pylate_fastmaxsim.losses.views import View, replaced_model
 from pylate_fastmaxsim.tokens import TokenBatch
 
+UNIT_MEANS = False  # what `encode(pool_factor=...)` makes
+
 
 def encoded(model: nn.Module, features: Sequence[Features]) -> Encoded:
     """Queries and documents of a batch, differentiable."""
@@ -41,6 +43,12 @@ def sum_of_answers(
     loss: nn.Module, views: Sequence[View], features: list[Features], loss_of: Callable[[list[Features]], Tensor]
 ) -> Tensor:
     """The weighted sum over views of a loss that calls its model and scores. ``loss_of`` calls it with columns."""
+    name = type(loss).__name__
+    if type(loss).__module__.startswith("pylate.") and any(view.factor > 1 for view in views):
+        raise ValueError(
+            f"Matryoshka: pool_factors need pylate_fastmaxsim.enable() here, because {name} of PyLate itself makes means unit "
+            "vectors, and encode(pool_factor=...) does not; or give ContrastiveDistillation."
+        )
     columns = [dict(column) for column in features]
     embeddings = [unit(loss.model(column)["token_embeddings"]) for column in columns]
     skiplist = wrapper_attribute(loss.model, "skiplist")
@@ -66,9 +74,7 @@ def sum_of_answers(
         def answer(texts: Features, answers=answers) -> Features:
             values = next(answers, None)
             if values is None or len(texts["input_ids"]) != len(values):
-                raise ValueError(
-                    f"Matryoshka: {type(loss).__name__} must call its model once for each column of texts, in order."
-                )
+                raise ValueError(f"Matryoshka: {name} must call its model once for each column of texts, in order.")
             return {"token_embeddings": values}
 
         with replaced_model(loss, answer):

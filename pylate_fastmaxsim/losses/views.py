@@ -1,6 +1,6 @@
 """Fewer dimensions and tokens of one encoding, and the models that return them to a loss.
 
-The tokens are the first ones of each document, or means of neighbours.
+The tokens are the first ones of each document, means of neighbours, or means of Ward's clusters.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,17 +15,23 @@ from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim.integrations.encoding.plans import unit
 from pylate_fastmaxsim.integrations.models.wrappers import StandIn
 from pylate_fastmaxsim.ops.pooled import live_counts
+from pylate_fastmaxsim.ops.token_pooling import pool_tokens
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
 @dataclass(frozen=True)
 class View:
-    """The first ``dim`` dimensions of each token, renormalised, and so many tokens of each document; None: all."""
+    """The first ``dim`` dimensions of each token, renormalised, and so many tokens of each document; None: all.
+
+    Of these tokens one in ``factor`` is left by ``pool_tokens``, with the first protected and means as the host has them.
+    """
 
     weight: float
     dim: int | None
     tokens: int | None
     pooled: bool
+    factor: float = 1
+    unit_means: bool = False
 
     def of(
         self, queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None
@@ -37,7 +43,14 @@ class View:
                 live = live_counts(documents.starts, documents.lengths, documents.keep)
                 zero_floor = zero_floor | (live > self.tokens)
             documents = fewer
-        return self._cut(queries), documents.with_values(self._cut(documents.values)), zero_floor
+        documents = documents.with_values(self._cut(documents.values))
+        if self.factor > 1:
+            clusters = self._clusters(documents)
+            if zero_floor is not None:
+                live = live_counts(documents.starts, documents.lengths, documents.keep)
+                zero_floor = zero_floor | (live > clusters.lengths)
+            documents = clusters
+        return self._cut(queries), documents, zero_floor
 
     def of_padded(self, values: Tensor, live: Tensor, are_documents: bool) -> tuple[Tensor, Tensor]:
         """View of one side as ``[N, L, d]`` with a mask ``[N, L]``, in as many places."""
@@ -49,7 +62,16 @@ class View:
                 values, live = F.pad(values, (0, 0, 0, more)), F.pad(live, (0, more))
             else:
                 live = first_live(live, self.tokens)
-        return self._cut(values), live
+        values = self._cut(values)
+        if are_documents and self.factor > 1:
+            places = live.shape[1]
+            values, live = self._clusters(TokenBatch.from_padded(values, live)).to_padded()
+            more = places - live.shape[1]
+            values, live = F.pad(values, (0, 0, 0, more)), F.pad(live, (0, more))
+        return values, live
+
+    def _clusters(self, documents: TokenBatch) -> TokenBatch:
+        return pool_tokens(documents, self.factor, protected=1, normalize=self.unit_means)
 
     def _cut(self, values: Tensor) -> Tensor:
         if self.dim is None:

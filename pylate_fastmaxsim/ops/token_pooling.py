@@ -118,13 +118,18 @@ def _limits(factor: float | None, count: int | None) -> tuple[float, int]:
         raise ValueError("pool_tokens: give either factor or count.")
     if count is not None:
         return 0.0, require_count("pool_tokens", "count", count)
+    return require_factor("pool_tokens", "factor", factor), 0
+
+
+def require_factor(where: str, name: str, factor: object) -> float:
+    """The tokens per vector of pooled documents. ValueError or TypeError if it is no number of at least 1."""
     try:
         number = float(factor)
     except (TypeError, ValueError):
-        raise TypeError(f"pool_tokens: factor must be a number, at least 1, got {factor!r}.") from None
+        raise TypeError(f"{where}: {name} must be a number, at least 1, got {factor!r}.") from None
     if not 1 <= number < math.inf:
-        raise ValueError(f"pool_tokens: factor must be at least 1 and finite, got {factor!r}.")
-    return number, 0
+        raise ValueError(f"{where}: {name} must be at least 1 and finite, got {factor!r}.")
+    return number
 
 
 def _most(tokens: int | SymInt, factor: float) -> int | SymInt:

@@ -79,7 +79,8 @@ def _of_type(hint: Any, limits: dict[str, float | None], sections: dict[str, Sch
         if origin is Literal:
             found.append({"enum": list(typing.get_args(option))})
         elif origin is list:
-            found.append({"type": "array", "items": _section(section, sections) if section else {"type": "string"}})
+            item = typing.get_args(option)[0]
+            found.append({"type": "array", "items": _of_type(item, limits, sections)})
         elif section is not None:
             found.append(_section(section, sections))
         else:

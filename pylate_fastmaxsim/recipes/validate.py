@@ -172,6 +172,11 @@ def _problems_of_loss(recipe: Recipe) -> Iterator[str]:
         yield "loss.temperature does not apply to loss.objective margin_mse, which compares scores as they are."
     if loss.objective == "margin_mse" and loss.pooling is not None:
         yield "loss.pooling must be max with loss.objective margin_mse."
+    if loss.pool_weights is not None and len(loss.pool_weights) != len(loss.pool_factors or ()):
+        yield "loss.pool_weights must be one for each of loss.pool_factors."
+    needs_plugin = recipe.model.kind == "colbert" and loss.name != "cached_contrastive"
+    if loss.pool_factors is not None and needs_plugin and not recipe.fast.enabled:
+        yield f"fast.enabled must be true with loss.pool_factors: PyLate's own {loss.name} loss makes all means unit vectors."
     if recipe.model.kind != "splade":
         return
     if recipe.training.query_learning_rate is not None and not recipe.model.inference_free:

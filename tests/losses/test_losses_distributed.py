@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
-from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
+from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka, PooledContrastive
 from tests.support.compared import assert_equal, found, run
 from tests.support.loss_hosts import HOST
 from tests.support.models import attend_to_own_document, sentences
@@ -91,6 +91,7 @@ def _pages(folder: str) -> None:
 
 
 _both = partial(ContrastiveDistillation, temperature=0.5, distillation_weight=2.0, gather_across_devices=True)
+_pooled = partial(PooledContrastive, factors=(1, 2.5), gather_across_devices=True)
 
 
 def _cut(model: nn.Module) -> nn.Module:
@@ -101,6 +102,7 @@ CASES = {
     "as host": _as_host,
     "cached": partial(_same, makes=[lambda model: HOST.with_gradcache(model)[0]], **HOST.exactly),
     "by tokens": partial(_same, makes=[_both, partial(_both, mini_batch_tokens=90)]),
+    "pooled": partial(_same, makes=[_pooled, partial(_pooled, mini_batch_tokens=90)]),
     "matryoshka": partial(_same, makes=[_cut], **HOST.exactly),
 }
 if importlib.util.find_spec("colpali_engine") and HOST.exactly:

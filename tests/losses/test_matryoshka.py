@@ -6,11 +6,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim import TokenBatch
-from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
+from pylate_fastmaxsim import TokenBatch, reference
+from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka, PooledContrastive
 from pylate_fastmaxsim.losses.views import pooled_tokens
-from tests.support.compared import assert_equal, run
-from tests.support.loss_hosts import HOST, LABELS, OPTIONS, VIEWS, batch_of
+from tests.support.compared import assert_equal, found, run
+from tests.support.loss_hosts import COUNT, HOST, LABELS, OPTIONS, VIEWS, WAYS, batch_of
+
+# Means of neighbours, and of Ward's clusters.
+POOLED = [{"pooled": True}, {"pool_factors": (1, 2.5), "pool_weights": (1.0, 0.5)}]
 
 
 @pytest.fixture
@@ -35,10 +38,37 @@ def test_it_is_the_sum_over_models_that_are_cut(model, mode, name):
     assert_with_and_without(Matryoshka(model, HOST.loss(name, model), **VIEWS), batch, stock)
 
 
+@pytest.mark.parametrize("more", POOLED)
 @pytest.mark.parametrize("name", HOST.losses)
-def test_of_pooled_tokens(model, packed, name):
-    loss = Matryoshka(model, HOST.loss(name, model), **VIEWS, pooled=True)
-    assert_with_and_without(loss, HOST.batch_for(name, model))
+def test_of_pooled_tokens(model, packed, name, more):
+    loss, batch = Matryoshka(model, HOST.loss(name, model), **VIEWS, **more), HOST.batch_for(name, model)
+    if "pooled" in more or HOST.unit_means:
+        assert_with_and_without(loss, batch)
+        return
+    with pytest.raises(ValueError, match=f"{type(loss.loss).__name__} of PyLate itself makes means unit vectors"):
+        run(loss, batch, LABELS)
+    with pylate_fastmaxsim.enabled(**HOST.exactly, padding_free=False):
+        padded = run(loss, batch, LABELS)
+    with pylate_fastmaxsim.enabled(**HOST.exactly):
+        assert_equal(run(loss, batch, LABELS), padded)
+
+
+@pytest.mark.parametrize("size", [{}, {"mini_batch_size": 3}, {"mini_batch_tokens": 100}], ids=str)
+def test_pooled_contrastive_is_the_reference(model, mode, size):
+    factors, weights, total = (1, 2.5, 4), (1.0, 0.5, 2.0), 0.0
+    queries, documents = pylate_fastmaxsim.encode(model, batch_of(model))
+    for factor, weight in zip(factors, weights, strict=True):
+        means = reference.pool_tokens(documents, factor, protected=1, normalize=HOST.unit_means)
+        scores = reference.maxsim(queries, TokenBatch.from_list(means))
+        total = total + weight * F.cross_entropy(scores / 0.5, torch.arange(COUNT) * WAYS)
+    model.zero_grad()
+    total.backward()
+    expected = found(model, total)
+    loss = PooledContrastive(model, factors, weights, temperature=0.5, **size)
+    for options in (None, {"padding_free": False}, {}):
+        if options is not None:
+            pylate_fastmaxsim.enable(**options)
+        assert_equal(run(loss, batch_of(model)), expected)
 
 
 @pytest.mark.parametrize("count", [1, 3, 7, 20])
@@ -62,10 +92,11 @@ def test_pooled_tokens_are_means_of_runs(count):
     assert values.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("pooled", [False, True])
-def test_gradcache_gives_the_gradients_of_the_whole_batch(model, mode, pooled):
-    loss, whole = (Matryoshka(model, each, **VIEWS, pooled=pooled) for each in HOST.with_gradcache(model))
-    whole = run(whole, batch_of(model))
+@pytest.mark.parametrize("more", [{}, *POOLED])
+def test_gradcache_gives_the_gradients_of_the_whole_batch(model, mode, more):
+    loss, whole = (Matryoshka(model, each, **VIEWS, **more) for each in HOST.with_gradcache(model))
+    with pylate_fastmaxsim.enabled(**HOST.exactly, padding_free=False):
+        whole = run(whole, batch_of(model))
     assert_equal(run(loss, batch_of(model)), whole, max(HOST.tolerance, 1e-7))
     assert_with_and_without(loss, batch_of(model))
     with torch.no_grad():
@@ -74,10 +105,10 @@ def test_gradcache_gives_the_gradients_of_the_whole_batch(model, mode, pooled):
 
 
 @pytest.mark.parametrize("size", [{}, {"mini_batch_size": 3}, {"mini_batch_tokens": 100}], ids=str)
-@pytest.mark.parametrize("pooled", [False, True])
-def test_contrastive_and_distillation_inside(model, packed, size, pooled):
+@pytest.mark.parametrize("more", [{}, *POOLED])
+def test_contrastive_and_distillation_inside(model, packed, size, more):
     whole, loss = (ContrastiveDistillation(model, **OPTIONS, **each) for each in ({}, size))
-    whole, loss = (Matryoshka(model, each, **VIEWS, pooled=pooled) for each in (whole, loss))
+    whole, loss = (Matryoshka(model, each, **VIEWS, **more) for each in (whole, loss))
     whole = run(whole, batch_of(model), LABELS)
     for options in ({"padding_free": False}, {}):
         with pylate_fastmaxsim.enabled(**options):
@@ -160,8 +191,9 @@ def test_losses_that_cannot_be_cut_are_refused(model, packed, on, make, sentence
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({}, "give dims, document_tokens or both"),
-        ({"dims": (16, 8), "weights": (1.0,)}, "weights must be one number for each of dims, got 1 for 2"),
+        ({}, "give dims, document_tokens or pool_factors"),
+        ({"dims": (16, 8), "weights": (1.0,)}, "give one weight for each of dims, got 1 for 2"),
+        ({"pool_factors": (1, 0.5)}, "each of pool_factors must be at least 1 and finite, got 0.5"),
         ({"document_tokens": (0,)}, "each of document_tokens must be at least 1, got 0"),
         ({"loss": nn.MSELoss(), "dims": (16,)}, "MSELoss has no self.model"),
         ({"dims": (999,)}, r"at most the \d+ dimensions of the model's embeddings, got 999"),

@@ -95,7 +95,7 @@ class Host:
 
 
 class PyLate(Host):
-    tolerance = 1e-10
+    tolerance, unit_means = 1e-10, False
     # Losses without GradCache by their names.
     losses = "contrastive", "distillation"
 
@@ -145,7 +145,7 @@ class PyLate(Host):
 
 class MultiVector(Host):
     # Scores are float32 in a model in float64 too.
-    tolerance = 3e-6
+    tolerance, unit_means = 3e-6, True
     losses = "contrastive", "contrastive in mini-batches", "contrastive, mean", "contrastive by XTR"
     losses += "distillation", "margins"
 

@@ -37,6 +37,8 @@ _GATHER = "documents of all processes are negatives"
 _POOLING = "pooling of scores and evaluation in place of the maximum"
 _OBJECTIVE = "KL divergence from the teacher's scores, or mean squared error of margins"
 _THRESHOLD = "of `flops`, vectors with at most so many non-zeros count as zero"
+_POOL_FACTORS = "sum of the loss over documents pooled by token pooling, tokens per vector"
+_POOL_WEIGHTS = "weights of this sum; null: all 1"
 _CONCENTRATION = "log how concentrated gradients are every so many (docs/compare.md); null: never"
 
 
@@ -174,6 +176,8 @@ class ColBERTLoss(LossSection):
     gather_across_devices: bool | None = key(_GATHER, None, only=CONTRASTIVE)
     normalize_scores: bool | None = key("scale the model's scores of a query to [0, 1]", None, only=DISTILLATION)
     pooling: PoolingSection | None = key(_POOLING, None, null="max")
+    pool_factors: list[float] | None = key(_POOL_FACTORS, None, minimum=1)
+    pool_weights: list[float] | None = key(_POOL_WEIGHTS, None, minimum=0)
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,8 @@ class MultiVectorLoss(LossSection):
     score_mini_batch_size: int | None = key(_SCORED, None, unit="queries", minimum=1, only=CONTRASTIVE)
     gather_across_devices: bool | None = key(_GATHER, None, only=CONTRASTIVE)
     pooling: PoolingSection | None = key(_POOLING, None, null="max")
+    pool_factors: list[float] | None = key(_POOL_FACTORS, None, minimum=1)
+    pool_weights: list[float] | None = key(_POOL_WEIGHTS, None, minimum=0)
     objective: Objective | None = key(_OBJECTIVE, None, only=DISTILLATION)
 
 

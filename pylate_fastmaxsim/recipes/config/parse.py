@@ -20,6 +20,7 @@ _TYPE_NAMES = {
     float: "a number",
     str: "a string",
     list[str]: "a list of at least one string",
+    list[float]: "a list of at least one number",
     dict[str, Any]: "a mapping",
 }
 _LIMITS = {
@@ -100,6 +101,8 @@ def convert(value: Any, hint: Any, limits: Limits, path: str, whose: str = "") -
         return [build(section, each, f"{path}[{place}]", whose) for place, each in enumerate(value)]
     if section is kinds[0]:
         return build(section, value, path, whose)
+    if kinds[0] == list[float] and isinstance(value, list) and value:
+        return [convert(each, float, limits, f"{path}[{place}]") for place, each in enumerate(value)]
     if float in kinds and str not in kinds and isinstance(value, (int, str)) and not isinstance(value, bool):
         with suppress(ValueError, OverflowError):
             value = float(value)
@@ -125,7 +128,7 @@ def _is_a(value: Any, kind: Any) -> bool:
         return value in typing.get_args(kind)
     if kind == list[str]:
         return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
-    if section_of(kind) is not None:
+    if section_of(kind) is not None or kind == list[float]:
         return False
     if kind == dict[str, Any]:
         return isinstance(value, dict) and all(isinstance(item, str) for item in value)

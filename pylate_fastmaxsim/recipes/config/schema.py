@@ -253,12 +253,13 @@ class LossSection:
 
     # What only some kinds have as a key.
     temperature = mini_batch_size = mini_batch_num_tokens = score_mini_batch_size = pooling = objective = None
+    pool_factors = pool_weights = None
 
     @property
     def options(self) -> dict[str, Any]:
         """The arguments of a loss of PyLate or colpali-engine that are not null, under its own names."""
-        own = {name: value for name, value in asdict(self).items() if name not in ("name", "pooling")}
-        return {name: value for name, value in own.items() if value is not None}
+        ours = "name", "pooling", "pool_factors", "pool_weights"
+        return {name: value for name, value in asdict(self).items() if name not in ours and value is not None}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from pylate_fastmaxsim.integrations.sparse_encoder.names import Router
+from pylate_fastmaxsim.losses import Matryoshka
 from pylate_fastmaxsim.pooling import Max
 from pylate_fastmaxsim.recipes.config.schema import LossSection, Recipe
 from pylate_fastmaxsim.recipes.data.text import fit_to_loss
@@ -51,11 +52,12 @@ class TextKind(Kind):
             )
 
         pooled = recipe.loss.pooling is not None
+        loss = trainer.loss.loss if recipe.loss.pool_factors else trainer.loss
         return LogGradientConcentration(
             trainer,
             encode_pairs,
             recipe.training.log_gradient_concentration,
-            pooling=(lambda: getattr(trainer.loss, self.score_attribute).pooling) if pooled else Max(),
+            pooling=(lambda: getattr(loss, self.score_attribute).pooling) if pooled else Max(),
             temperature=None if recipe.loss.name == "distillation" else recipe.loss.temperature or 1.0,
         )
 
@@ -67,7 +69,7 @@ class TextKind(Kind):
             model=model,
             args=arguments,
             train_dataset=rows,
-            loss=function,
+            loss=_over_pooled_documents(loss, function),
             data_collator=collator,
             callbacks=self.callbacks(loss, function),
         )
@@ -96,6 +98,12 @@ class TextKind(Kind):
             "documents": sum(map(_texts, documents)),
             "live": sum(map(_tokens, documents)),
         }
+
+
+def _over_pooled_documents(section: LossSection, loss: nn.Module) -> nn.Module:
+    if section.pool_factors is None:
+        return loss
+    return Matryoshka(loss.model, loss, pool_factors=section.pool_factors, pool_weights=section.pool_weights)
 
 
 def _texts(column: dict[str, Any]) -> int:

@@ -18,8 +18,8 @@ FLIPS = 10_000
 SIGNS_AT_ONCE = 1 << 23
 
 
-def compare(scores: Scores, test: str) -> list[dict[str, Any]]:
-    """Each pair of models by each metric, in the order of the models.
+def compare(scores: Scores, test: str, pairs: Sequence[tuple[str, str]] | None = None) -> list[dict[str, Any]]:
+    """Each pair of models by each metric, in the order of the models; ``pairs`` for only these.
 
     ``scores`` are metrics of each model for the same queries, and ``test`` is one of ``TESTS``.
 
@@ -33,7 +33,7 @@ def compare(scores: Scores, test: str) -> list[dict[str, Any]]:
     rows = []
     for metric, by_query in first.items():
         found = []
-        for pair in combinations(scores, 2):
+        for pair in combinations(scores, 2) if pairs is None else pairs:
             left, right = (np.array([scores[model][metric][query] for query in by_query]) for model in pair)
             differences = right - left
             counts = {"better": differences > 0, "equal": differences == 0, "worse": differences < 0}

@@ -63,6 +63,10 @@ colbert | loss.pooling={top_k: 4, softmax: 1} | top_k, softmax, log_sum_exp, got
 colbert | loss.pooling={softmax: 1, start: 2} | loss.pooling.schedule is missing; a schedule has a start,
 colbert | loss.pooling={top_k: 1, start: 2.5, schedule: linear} | loss.pooling.start must be an integer with top_k, got
 colbert | loss.pooling.top_k=2 fast.stock_masking=true | fast.stock_masking must be false with loss.pooling:
+colbert | loss.pool_factors=2 | loss.pool_factors must be a list of at least one number of at least 1 or null, got 2.
+colbert | loss.pool_factors=[1,.5] | loss.pool_factors[1] must be a number of at least 1, got 0.5.
+multi_vector | loss.pool_weights=[1] | loss.pool_weights must be one for each of loss.pool_factors.
+colbert | loss.pool_factors=[2] fast.enabled=false | fast.enabled must be true with loss.pool_factors: PyLate's own contrastive
 colbert | evaluation.beir=some/data | evaluation must have at most one of rows, data, beir and nano_beir.
 colbert | evaluation={rows: 0, nano_beir: [nq, ms_marco]} | evaluation.nano_beir must
 colbert | evaluation={rows: 0, nano_beir: [nq, NQ]} | evaluation.nano_beir must
