@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # for editors and type checkers, which read no strings
     from pylate_fastmaxsim.precompile.shapes import BatchShape as BatchShape
     from pylate_fastmaxsim.retrieval.plaid import read_plaid as read_plaid
     from pylate_fastmaxsim.retrieval.plaid_writer import write_plaid as write_plaid
-    from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex as SparseIndex
-    from pylate_fastmaxsim.retrieval.sparse_search import sparse_search as sparse_search
+    from pylate_fastmaxsim.retrieval.sparse.index import SparseIndex as SparseIndex
+    from pylate_fastmaxsim.retrieval.sparse.search import sparse_search as sparse_search
     from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction as StaticLateInteraction
     from pylate_fastmaxsim.retrieval.static.tokens import BM25 as BM25
     from pylate_fastmaxsim.sparse import SparseBatch as SparseBatch
@@ -44,8 +44,8 @@ _NAMES = {
     "retrieval.plaid": ("read_plaid",),
     "retrieval.plaid_writer": ("write_plaid",),
     "sparse": ("SparseBatch",),
-    "retrieval.sparse_index": ("SparseIndex",),
-    "retrieval.sparse_search": ("sparse_search",),
+    "retrieval.sparse.index": ("SparseIndex",),
+    "retrieval.sparse.search": ("sparse_search",),
     "retrieval.static.model": ("StaticLateInteraction",),
     "retrieval.static.tokens": ("BM25",),
     "ops.maxsim": ("maxsim",),

@@ -203,14 +203,8 @@ class SparseBatch:
     def from_scipy(cls, matrix: scipy.sparse.sparray | scipy.sparse.spmatrix) -> SparseBatch:
         """The rows of a SciPy matrix or array ``[N, vocabulary]`` of any sparse format, on the CPU.
 
-        Entries for one place are added up in float64. Weights become float32.
-
-        Raises
-        ------
-        ValueError
-            The shape has not two dimensions, weights are no real numbers, or one is negative or not finite.
-        TypeError
-            ``matrix`` is not of SciPy.
+        Entries for one place are added up in float64. Weights become float32. ValueError if the shape has not two
+        dimensions, weights are no real numbers, or one is negative or not finite; TypeError if it is not of SciPy.
 
         Examples
         --------
@@ -292,14 +286,8 @@ class SparseBatch:
     def from_lists(cls, rows: Iterable[Sequence[tuple[int, float]]], vocabulary: int) -> SparseBatch:
         """Vectors that are each a list of ``(term, weight)``, in any order, on the CPU in float32.
 
-        Weights of a term that repeats are added up in float64.
-
-        Raises
-        ------
-        ValueError
-            A term is no integer from 0 to ``vocabulary`` - 1, or a weight is negative or not finite.
-        TypeError
-            Something in ``rows`` is not a list of pairs.
+        Weights of a term that repeats are added up in float64. ValueError if a term is no integer from 0 to
+        ``vocabulary`` - 1, or a weight is negative or not finite; TypeError if something in ``rows`` is no list of pairs.
 
         Examples
         --------
@@ -363,12 +351,7 @@ class SparseBatch:
     def from_npz(cls, path: str | os.PathLike) -> SparseBatch:
         """The rows of the matrix ``[N, vocabulary]`` in a file of ``scipy.sparse.save_npz``, as :meth:`from_scipy`.
 
-        Raises
-        ------
-        ValueError
-            The file is damaged or another one, or the matrix is not as in :meth:`from_scipy`.
-        FileNotFoundError
-            It is not there.
+        ValueError if the file is damaged or another one, FileNotFoundError if it is not there.
 
         Examples
         --------

@@ -2,7 +2,6 @@
 
 import ast
 import builtins
-import json
 import re
 
 import pytest
@@ -140,15 +139,7 @@ def test_losses_that_the_hosts_lack(encoder):
         assert names.loss(batch_of(names.model, queries=2), labels).requires_grad
 
 
-def test_the_example_of_files_of_impacts_builds_an_index(tmp_path):
-    (tmp_path / "impacts").mkdir()
-    rows = [{"id": str(i), "contents": "", "vector": {"bees": i + 1.0}} for i in range(3)]
-    (tmp_path / "impacts" / "part.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    loaded = 'AutoTokenizer.from_pretrained("naver/splade-v3").get_vocab()'
-    assert len(run_example("impacts", {loaded: '{"bees": 0, "bread": 1}'}).index) == 3
-
-
-def test_the_example_of_shares_searches_an_index(monkeypatch, tmp_path):
+def test_the_examples_of_shares_and_of_a_server_search_an_index(monkeypatch, tmp_path):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
     on_a_cpu = {
@@ -159,6 +150,7 @@ def test_the_example_of_shares_searches_an_index(monkeypatch, tmp_path):
     SparseIndex.build(SparseBatch.from_lists([[(0, 2.0)], [(1, 1.0)], [(0, 1.0), (2, 4.0)]], 3), folder="index")
     try:
         assert run_example("sparse-shards", on_a_cpu).positions.tolist()[0][:2] == [2, 0]
+        assert run_example("batching").positions.tolist()[:2] == [2, 0]
     finally:
         torch.distributed.destroy_process_group()
 

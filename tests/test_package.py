@@ -45,7 +45,7 @@ ROOMS = {
         "< xtr pooled compressed splade token_pooling"
     ),
     "retrieval": (
-        "topk impacts ids < formats < corpus < search plaid sparse_files sparse_search < plaid_writer sparse_blocks < sparse_index < static < soundness"
+        "topk impacts ids batching < formats < corpus < search plaid sparse < plaid_writer static < soundness"
     ),
     "indexes": "storage < exact",
     "export": "source < parquet qdrant < run",
@@ -62,7 +62,7 @@ ROOMS = {
 }
 # Used where it is there; where not, a line of log or an error says what to install. PyTorch brings the release of `cuda`
 # that fits its own, and PyLate brings fastkmeans.
-OPTIONAL = {"cuda", "fastkmeans", "mteb", "qdrant_client"}
+OPTIONAL = {"cuda", "fastkmeans", "model2vec", "mteb", "qdrant_client"}
 PACKAGE = Path(pylate_fastmaxsim.__file__).parent
 
 

@@ -17,7 +17,8 @@ import time
 
 import torch
 
-from tests.support.operators import OPERATORS, Problem, check, problem
+from tests.support.operator_checks import check
+from tests.support.operators import OPERATORS, Problem, problem
 
 DIMS = (1, 7, 16, 32, 48, 64, 96, 128, 200, 300, 768, 1024)
 QUERY_LENGTHS = (1, 5, 32, 33, 128, 300)

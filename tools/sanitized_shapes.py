@@ -9,7 +9,8 @@ Run it once without the sanitizer first, which compiles the kernels into Triton'
 import torch
 
 from pylate_fastmaxsim.ops.encoder.attention import rotary_self_attention, text_attention
-from tests.support.operators import FORMATS, OPERATORS, lengths, outcome, problem
+from tests.support.operator_checks import outcome
+from tests.support.operators import FORMATS, OPERATORS, lengths, problem
 from tests.support.sparse_cases import CASES, check, check_removed
 
 SIZES = {"queries": lengths(0, 5, 33), "documents": lengths(1, 9, 150), "hidden": 256, "device": "cuda"}

@@ -1,12 +1,13 @@
-"""Exact search of sparse vectors on one GPU: SparseIndex, the published scatter-add kernel, and cuSPARSE on the same data.
+"""Search of sparse vectors on the same data: on one GPU SparseIndex, the published scatter-add kernel, cuSPARSE, a dense
+product and splade-index; on the CPU beside it SparseIndex, Seismic, BMP and splade-index.
 
     python -m benchmarks sparse_search                  # measure what is missing, then print the tables
-    python -m benchmarks sparse_search --sizes 100 300 --sweep-size 300 --queries 4 --tiny --results /tmp/a.json   # on a CPU
+    python -m benchmarks sparse_search --sizes 100 300 --queries 4 --results /tmp/a.json   # on a CPU
 
-A cell is a collection: of so many documents, with so many terms a document, or on a CPU. It has every engine with its
-cases, each a number of queries and a k. A time is from the call, with the device idle, to the last kernel. The first
-queries of each collection are compared with float64 in the order that SparseIndex promises. At ``--sweep-size`` documents
-there are also batch sizes. What fails is recorded and the rest goes on.
+A cell is a collection of so many documents, or such a one on a CPU. It has every engine with its cases, each a number of
+queries and a k. A time is from the call, with the device idle, to the last kernel. The first queries of each collection
+are compared with float64 in the order that SparseIndex promises, those of a CPU with what SparseIndex finds. What fails is
+recorded and the rest goes on.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 
-from benchmarks.harness.tables import machine, table, time_and_memory, times
-from benchmarks.harness.timing import elapsed, mark, peak_bytes
+from benchmarks.harness.tables import machine, table, time_and_memory
+from benchmarks.harness.timing import elapsed, mark, peak_bytes, seconds_of
 from benchmarks.harness.workers import failure
+from benchmarks.retrieval import sparse_baselines as baselines
 from benchmarks.retrieval import sparse_data
-from benchmarks.retrieval.sparse_baselines import CuSparse, Found, ScatterAdd
+from benchmarks.retrieval.sparse_baselines import Found
 from pylate_fastmaxsim import SparseBatch, SparseIndex, reference
 from pylate_fastmaxsim.kernels.sparse.postings import DOCUMENTS_PER_BLOCK
+from pylate_fastmaxsim.retrieval.batching import BatchingSearcher
 from pylate_fastmaxsim.retrieval.topk import merge_results
 
 TIMEOUT = 300
@@ -36,41 +39,36 @@ ENGINES = {
     "index": "`SparseIndex`",
     "scatter": "scatter-add",
     "cusparse": "cuSPARSE",
+    "dense": "dense, compiled",
+    "splade": "splade-index",
 }
-# ms of 500 queries in the paper that published the scatter-add kernel.
+ON_CPU = {"index": "`SparseIndex`", "seismic": "Seismic", "bmp": "BMP", "splade": "splade-index"}
+# ms of 500 queries in the paper that published the scatter-add kernel; it has 69 ms for a million, too.
 PUBLISHED = {100_000: 7.3, 1_000_000: 393.0, 8_800_000: 635.0}
-LINKS = "([numbers](../benchmarks/results/sparse_search.json), [plot](../benchmarks/results/sparse_search.png))"
+LINKS = "([numbers](../benchmarks/results/sparse_search.json))"
 CASES = {"k=10": "k = 10", "k=1000": "k = 1000", "one": "k = 1000, one query"}
-K = 1000
-BATCHES = (1, 4, 16, 64, 256, 1024)
-TERMS = (10, 25, 50, 127, 250, 500)
-CPU_DOCUMENTS = 100_000
+K, ON_CPU_QUERIES, ON_CPU_DOCUMENTS = 1000, 100, 1_000_000
+CLIENTS = 64
+WINDOWS = (0, 0.002)  # seconds
+SIZE_LIMITS = {"dense": 1_000_000, "splade": 1_000_000, "bmp": 100_000}  # of memory; of minutes to build in Python
+POSTING_BYTES = 3  # of a document's number and an impact
 CHECKED = 8  # queries that are compared with float64
 REPEATS, MILLISECONDS = 20, 500  # a case is repeated until one of them is reached
-
-
-class Engine(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-    def search(self, queries: SparseBatch, k: int) -> Found: ...
 
 
 def build_index(collection: list[SparseBatch]) -> SparseIndex:
     return SparseIndex.build(collection, device=collection[0].device)
 
 
-MAKERS: dict[str, Callable[[list[SparseBatch]], Engine]] = {
+MAKERS: dict[str, Callable[[list[SparseBatch]], Any]] = {
     "index": build_index,
-    "scatter": ScatterAdd,
-    "cusparse": CuSparse,
+    "scatter": baselines.ScatterAdd,
+    "cusparse": baselines.CuSparse,
+    "dense": baselines.Dense,
+    "splade": baselines.SpladeIndex,
+    "seismic": baselines.Seismic,
+    "bmp": baselines.BlockMaxPruning,
 }
-
-
-def posting_bytes(engine: Engine) -> int:
-    """Bytes of what is scanned; an index on a GPU keeps the exact rows beside it."""
-    on_gpu = isinstance(engine, SparseIndex) and engine.device.type == "cuda"
-    return engine._blocks.searched.posting_bytes if on_gpu else engine.nbytes
 
 
 def exact(queries: SparseBatch, collection: list[SparseBatch], k: int) -> Found:
@@ -87,9 +85,9 @@ def same(found: Found, expected: Found) -> bool:
     return all(torch.equal(ours, right) for ours, right in zip(found, expected, strict=True))
 
 
-def agreement(found: Found, expected: Found) -> dict:
-    """How a result compares with the right one for its first queries."""
-    rows, k = min(len(found[0]), len(expected[0])), found[0].shape[1]
+def agreement(found: Found, expected: Found, k: int) -> dict:
+    """How a result compares with the right one for its first queries. Some have fewer than ``k``."""
+    rows = min(len(found[0]), len(expected[0]))
     found, expected = (tuple(each[:rows, :k] for each in pair) for pair in (found, expected))
     right = expected[1] >= 0
     present = (expected[1][:, :, None] == found[1][:, None, :]).any(dim=2)
@@ -116,15 +114,16 @@ def timed(call: Callable[[], object], cuda: bool) -> dict:
     return {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times), "repeats": len(times)}
 
 
-def measured(engine: Engine, queries: SparseBatch, k: int, expected: Found) -> dict:
+def measured(engine: Any, queries: SparseBatch, k: int, expected: Found) -> dict:
     """Time, memory beyond the engine, whether results repeat, and how they compare."""
-    search = partial(engine.search, queries, k)
-    found = search()
+    asked = engine.prepare(queries) if hasattr(engine, "prepare") else queries
+    search, as_found = partial(engine.search, asked, k), getattr(engine, "found", lambda each: each)
+    found = [each.to(expected[0].device) for each in as_found(search())]
     return {
         **timed(search, queries.device.type == "cuda"),
         "peak_bytes": peak_bytes(search, queries.device),
-        "repeatable": same(found, search()),
-        **agreement(found, expected),
+        "repeatable": same(found, [each.to(expected[0].device) for each in as_found(search())]),
+        **agreement(found, expected, k),
     }
 
 
@@ -132,18 +131,18 @@ class Collection:
     """One collection with its queries, and what was measured of it."""
 
     def __init__(self, cell: dict) -> None:
-        self.few = slice(2 if cell["tiny"] else None)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.queries, self.sizes = cell["queries"], BATCHES[self.few] if cell["sweep"] else ()
-        self.documents = list(sparse_data.documents(cell["documents"], self.device, cell["terms"]))
-        self.asked = sparse_data.queries(self.documents, max(self.queries, *self.sizes, 0))
-        self.expected = exact(self.first(CHECKED), self.documents, K)
+        self.queries = cell["queries"]
+        self.documents = list(sparse_data.documents(cell["documents"], self.device))
+        self.asked = sparse_data.queries(self.documents, self.queries)
         self.measured: dict[str, dict] = {"data": sparse_data.describe(self.documents, self.asked)}
-
-    def to_cpu(self) -> None:
-        self.device = torch.device("cpu")
-        self.documents = [chunk.to("cpu") for chunk in self.documents]
-        self.asked, self.expected = self.asked.to("cpu"), tuple(each.cpu() for each in self.expected)
+        if cell["cpu"]:
+            self.expected = build_index(self.documents).search(self.first(self.queries), K)
+            self.device = torch.device("cpu")
+            self.documents = [chunk.to("cpu") for chunk in self.documents]
+            self.asked, self.expected = self.asked.to("cpu"), tuple(each.cpu() for each in self.expected)
+        else:
+            self.expected = exact(self.first(CHECKED), self.documents, K)
 
     def first(self, count: int) -> SparseBatch:
         return self.asked.select(torch.arange(min(count, len(self.asked)), device=self.asked.device))
@@ -155,22 +154,22 @@ class Collection:
         except Exception as error:  # noqa: BLE001
             self.measured[name] = {"failure": failure(error)}
 
-    def build(self, kind: str) -> Engine | None:
+    def build(self, kind: str) -> Any:
         """An engine, and what it took; None where it cannot be built."""
-        made: list[Engine] = []
+        made: list[Any] = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # of the engine before
 
         def build() -> dict:
-            began = time.perf_counter()
-            peak = peak_bytes(lambda: made.append(MAKERS[kind](self.documents)), self.device)
-            if peak is None:  # nothing is run to measure the memory of a CPU
-                made.append(MAKERS[kind](self.documents))
-            seconds = time.perf_counter() - began
-            each = posting_bytes(made[0]) / sum(len(chunk.terms) for chunk in self.documents)
-            return {"seconds": seconds, "nbytes": made[0].nbytes, "bytes_per_posting": each, "peak_bytes": peak}
+            took, engine = seconds_of(partial(MAKERS[kind], self.documents), self.device)
+            made.append(engine)
+            return {**took, "nbytes": engine.nbytes}
 
         self.measure(f"{kind}/build", build)
+        seconds_at_most = self.device.type == "cuda" or sum(map(len, self.documents)) <= SIZE_LIMITS["bmp"]
+        if made and kind == "index" and seconds_at_most:
+            for window in WINDOWS:
+                self.measure(f"index/served={window}", partial(served, made[0], self.asked.to("cpu"), window))
         return made[0] if made else None
 
     def cases(self, kind: str, cases: dict[str, tuple[SparseBatch, int]]) -> None:
@@ -180,45 +179,72 @@ class Collection:
             self.measure(f"{kind}/{case}", partial(measured, engine, queries, k, self.expected))
 
 
+def served(index: SparseIndex, queries: SparseBatch, window: float) -> dict:
+    """What so many threads get that ask for one query after another, and one thread that passes as many in one call."""
+    singles = [queries.select(torch.tensor([row])) for row in range(len(queries))]
+    answered: list[tuple[float, float]] = []
+
+    def search(queries: SparseBatch, k: int) -> Found:
+        return tuple(each.cpu() for each in index.search(queries.to(index.device), k))
+
+    def ask(client: int) -> None:
+        for query in itertools.islice(itertools.cycle(singles), client, None):
+            began = time.perf_counter()
+            searcher.search(query, K)
+            answered.append((began, time.perf_counter()))
+            if answered[-1][1] > ends:
+                break
+
+    batch = queries.select(torch.arange(CLIENTS) % len(queries))
+    alone = timed(partial(search, batch, K), False)["ms"] / 1e3
+    begins = time.perf_counter() + max(0.5, alone)
+    ends = begins + max(1, 3 * alone)
+    with BatchingSearcher(search, window=window) as searcher, ThreadPoolExecutor(CLIENTS) as threads:
+        [*threads.map(ask, range(CLIENTS))]
+    latencies = [1e3 * (end - began) for began, end in answered if began >= begins]
+    parts = statistics.quantiles(latencies, n=100)
+    rate = sum(begins <= end < ends for _, end in answered) / (ends - begins)
+    return {"ms": parts[49], "ms_99": parts[98], "per_second": rate, "per_second_in_calls": CLIENTS / alone}
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 8_800_000, 1_000_000], help="documents")
-    parser.add_argument("--sweep-size", type=int, default=1_000_000, help="documents of what is measured at one size")
     parser.add_argument("--queries", type=int, default=500)
-    parser.add_argument("--tiny", action="store_true", help="two cells of each sweep")
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
-    shared = {"queries": options.queries, "tiny": options.tiny, "terms": sparse_data.DOCUMENT_TERMS, "sweep": False}
-    made = {str(count): {**shared, "documents": count, "sweep": count == options.sweep_size} for count in options.sizes}
-    for terms in TERMS[: 2 if options.tiny else None]:
-        made[f"terms={terms}"] = {**shared, "documents": options.sweep_size, "terms": terms}
-    return made | {"cpu": {**shared, "documents": min(CPU_DOCUMENTS, options.sweep_size), "cpu": True}}
+    few, made = min(options.queries, ON_CPU_QUERIES), {}
+    for count in options.sizes:
+        made[str(count)] = {"documents": count, "queries": options.queries, "cpu": False}
+        if count <= ON_CPU_DOCUMENTS:
+            made[f"cpu/{count}"] = {"documents": count, "queries": few, "cpu": True}
+    return made
 
 
 def recorded(_: str, options: argparse.Namespace) -> dict:
-    return {"setting": {"queries": options.queries, "checked_queries": CHECKED, "sweep_size": options.sweep_size}}
+    return {"setting": {"queries": options.queries, "checked_queries": CHECKED}}
 
 
 def measure(cell: dict) -> dict:
     found = Collection(cell)
+    cuda = found.device.type == "cuda"
     batch = found.first(cell["queries"])
-    largest = {f"k={K}": (batch, K)}
-    if cell.get("cpu"):
-        found.to_cpu()
-        found.cases("index", {f"k={K}": (found.asked, K)})
-    elif cell["terms"] != sparse_data.DOCUMENT_TERMS:
-        for kind in ("index", "scatter"):
-            found.cases(kind, largest)
-    else:
-        if found.device.type == "cuda":  # compile
-            few = list(sparse_data.documents(DOCUMENTS_PER_BLOCK, found.device))
-            build_index(few).search(sparse_data.queries(few, 4), K)
-        cases = {"k=10": (batch, 10), **largest, "one": (found.first(1), K)}
-        batches = {f"batch={size}": (found.first(size), K) for size in found.sizes}
-        for kind in ("index", "scatter"):
-            found.cases(kind, cases | batches)
-        found.cases("cusparse", cases)
+    cases = {"k=10": (batch, 10), f"k={K}": (batch, K), "one": (found.first(1), K)}
+    if cuda:
+        found.measured["copy"] = copied(found.device)
+        few = list(sparse_data.documents(DOCUMENTS_PER_BLOCK, found.device))  # compile
+        build_index(few).search(sparse_data.queries(few, 4), K)
+    for kind in ON_CPU if cell["cpu"] else ENGINES:
+        if cell["documents"] <= SIZE_LIMITS.get(kind, cell["documents"]):
+            found.cases(kind, cases)
     return {"measured": found.measured}
+
+
+def copied(device: torch.device) -> dict:
+    """Rate of a copy on the device, of bytes that are read and written."""
+    memory = torch.empty(2, 2**30, dtype=torch.uint8, device=device)
+    time = timed(lambda: memory[0].copy_(memory[1]), True)
+    return {**time, "gb_per_second": memory.nbytes / 1e6 / time["ms"]}
 
 
 def measures(content: dict) -> dict[str, dict]:
@@ -226,58 +252,67 @@ def measures(content: dict) -> dict[str, dict]:
     return {f"{name}/{key}": each for name, cell in content["cells"].items() for key, each in cell["measured"].items()}
 
 
-def sizes(cells: dict) -> list[int]:
+def sizes(cells: dict, where: str = "") -> list[int]:
     """Numbers of documents, ascending."""
-    return sorted({int(first) for name in cells if (first := name.partition("/")[0]).isdigit()})
+    first = (name.removeprefix(where).partition("/")[0] for name in cells if name.startswith(where))
+    return sorted({int(each) for each in first if each.isdigit()})
 
 
-def _time(cell: dict) -> str:
-    return time_and_memory({**cell, "peak_bytes": None})
+def _entry(cell: dict) -> str:
+    """Milliseconds, and the share of the right documents where it is not all."""
+    found = f", {cell['recall']:.1%}" if cell.get("recall", 1) < 0.9995 else ""
+    return time_and_memory({**cell, "peak_bytes": None}) + found
 
 
-def _faster(cells: dict, name: str, *others: str) -> list[str]:
-    """How many times the time of one cell others take."""
-    return [times(cells.get(other, {}).get("ms"), cells.get(name, {}).get("ms")) for other in others]
-
-
-def speed_table(cells: dict) -> str:
-    rows = []
-    for size, (case, title) in itertools.product(sizes(cells), CASES.items()):
-        names = [f"{size}/{engine}/{case}" for engine in ENGINES]
+def speed_table(cells: dict, engines: dict[str, str], where: str = "") -> str:
+    known, rows = {part for name in cells for part in name.split("/")}, []
+    engines = {engine: title for engine, title in engines.items() if engine in known}
+    for size, (case, title) in itertools.product(sizes(cells, where), CASES.items()):
+        entries = [_entry(cells.get(f"{where}{size}/{engine}/{case}", {})) for engine in engines]
         published = f"{PUBLISHED[size]:g} ms" if case == f"k={K}" and size in PUBLISHED else ""
-        entries = [*(_time(cells.get(name, {})) for name in names), *_faster(cells, *names)]
-        rows.append([f"{size:,}", title, *entries, published])
-    header = ["documents", "", *ENGINES.values(), "times scatter-add", "times cuSPARSE", "published scatter-add"]
-    return table(header, rows)
+        rows.append([f"{size:,}", title, *entries, *([] if where else [published])])
+    return table(["documents", "", *engines.values(), *([] if where else ["scatter-add, as published"])], rows)
+
+
+def scanned(cells: dict, queries: int) -> str:
+    """The rate at which the largest search reads postings, beside that of a copy."""
+    size = max(sizes(cells), default=0)
+    data, found, copy = (cells.get(f"{size}/{name}", {}) for name in ("data", f"index/k={K}", "copy"))
+    if "gb_per_second" not in copy:
+        return ""
+    read = POSTING_BYTES * queries * data["shared_terms"] * size / 1e9 / found["ms"]
+    return f" Of {size:,} documents it reads {read:.1f} TB of postings a second; a copy moves {copy['gb_per_second'] / 1e3:.1f}."
+
+
+def serving(cells: dict, where: str = "") -> str:
+    """What threads get that ask for one query after another, in the larger collection and by the better window."""
+    found = [
+        (size, cell)
+        for size in sizes(cells, where)
+        for name, cell in cells.items()
+        if name.startswith(f"{where}{size}/index/served=") and "per_second" in cell
+    ]
+    if not found:
+        return ""
+    size, best = max(found, key=lambda each: (each[0], each[1]["per_second"]))
+    return (
+        f" {CLIENTS} threads get {best['per_second']:,.0f} answers a second from {size:,} documents by `BatchingSearcher`, "
+        f"each in {best['ms']:.3g} ms (99%: {best['ms_99']:.3g}); calls of {CLIENTS}, {best['per_second_in_calls']:,.0f}."
+    )
 
 
 def markdown(content: dict) -> str:
     """The tables of docs/sparse.md."""
     cells, made = measures(content), next(iter(content["cells"].values()))["environment"]
-    data = next((cell for name, cell in cells.items() if name.endswith("/data")), None)
-    drawn = data and (
-        f" Documents of {data['terms_per_document']:.0f} terms, queries of {data['terms_per_query']:.0f}, "
-        f"{data['shared_terms']:.1f} shared."
+    data, queries = next(cell for name, cell in cells.items() if name.endswith("/data")), made["setting"]["queries"]
+    drawn = (
+        f"Documents of {data['terms_per_document']:.0f} terms, queries of {data['terms_per_query']:.0f}, "
+        f"{data['shared_terms']:.1f} shared.{scanned(cells, queries)}{serving(cells)} {LINKS}"
     )
-    queries = f"{made['setting']['queries']} queries"
-    return f"{machine(made, 'triton')}; {queries}.{drawn or ''} {LINKS}\n\n{speed_table(cells)}"
-
-
-def plot(content: dict, target: Path) -> None:
-    """Milliseconds of 500 queries, k = 1000, beside the results file."""
-    from benchmarks.harness.plots import COLOURS, Line, curves
-
-    cells, lines = measures(content), []
-    known = {
-        title: {n: cells.get(f"{n}/{engine}/k={K}", {}).get("ms") for n in sizes(cells)}
-        for engine, title in ENGINES.items()
-    }
-    known["scatter-add, as published"] = PUBLISHED
-    styles = zip((COLOURS[3], COLOURS[1], COLOURS[2], COLOURS[0]), ("o-", "s-", "s-", "^:"), strict=True)
-    for (title, of_size), (colour, style) in zip(known.items(), styles, strict=True):
-        points = [(size, ms) for size, ms in of_size.items() if ms is not None]
-        # Times of cuSPARSE are those of scatter-add, nearly.
-        texts = [] if title == ENGINES["cusparse"] else [f"{ms:.3g}" for _, ms in points]
-        lines.append(Line(title.strip("`"), colour, points, style, texts=texts))
-    axis = {"xlabel": "documents", "ylabel": "ms", "xscale": "log", "yscale": "log"}
-    curves([(axis, lines)], target.with_suffix(".png"), f"500 queries, k = {K}")
+    tables = [f"{machine(made, 'triton')}; {queries} queries. {drawn}", speed_table(cells, ENGINES)]
+    if sizes(cells, "cpu/"):
+        tables += [
+            f"{made['host']}; {min(queries, ON_CPU_QUERIES)} queries.{serving(cells, 'cpu/')}",
+            speed_table(cells, ON_CPU, "cpu/"),
+        ]
+    return "\n\n".join(tables)

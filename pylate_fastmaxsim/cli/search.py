@@ -23,8 +23,8 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "model",
         metavar="MODEL",
-        help="a ColBERT of PyLate, a MultiVectorEncoder or SparseEncoder of Sentence Transformers, by its folder or its name "
-        "on the Hub, or the folder of a StaticLateInteraction",
+        help="a ColBERT of PyLate, a model of Sentence Transformers or model2vec, by its folder or its name on the Hub, or the "
+        "folder of a StaticLateInteraction",
     )
     add_collection(parser, "; its judged queries")
     add("--corpus", type=path, metavar="FILE", help="documents, .jsonl or .parquet, with _id, text and perhaps title")
@@ -47,11 +47,16 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
         help="search all that this index of PLAID stores, in place of encoded documents, and say how much of the best its own "
         "search finds",
     )
+    add(
+        "--dense",
+        action="store_true",
+        help="rank a StaticEmbedding or a model of model2vec by its own embeddings, not by MaxSim",
+    )
     add("--batch-size", type=at_least(1), default=32, help="texts encoded at once (%(default)s)")
     add("--json", type=path, metavar="FILE", help="write metrics and times as JSON")
 
 
-def add_encoding(parser: argparse.ArgumentParser, place: str = "") -> None:
+def add_encoding(parser: argparse.ArgumentParser, place: str = "", compared: str = "") -> None:
     parser.add_argument(
         "--index",
         type=path,
@@ -68,6 +73,14 @@ def add_encoding(parser: argparse.ArgumentParser, place: str = "") -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="rank a static model by MaxSim, or by the upper bounds of its sparse vectors",
+    )
+    parser.add_argument(
+        "--first-stage",
+        metavar="STAGE",
+        help=f"score with late interaction only the candidates of this search: bm25, sparse:MODEL or static:MODEL{compared}",
+    )
+    parser.add_argument(
+        "--candidates", type=at_least(1), metavar="N", help="documents of each query that the first stage finds (1000)"
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
 
@@ -108,9 +121,17 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL_OR_RECIPE",
         help="models, as for search, and recipes (.yaml, or names of fastmaxsim recipes) whose models are trained",
     )
+    add(
+        "--dense",
+        action="append",
+        default=[],
+        dest="dense_models",
+        metavar="MODEL",
+        help="also a StaticEmbedding or a model of model2vec, ranked by its own embeddings (may repeat)",
+    )
     add_overrides(parser)
     add_collection(parser, ", in place of what the recipe is evaluated on")
-    add_encoding(parser, ", of each model in a folder of its own")
+    add_encoding(parser, ", of each model in a folder of its own", ", beside an exhaustive search")
     add("--run", type=path, metavar="DIR", help="write the results of each model as a TREC run file in this folder")
     add(
         "--pool-factor",
@@ -139,13 +160,13 @@ def run_evaluate(options: argparse.Namespace) -> None:
     from pylate_fastmaxsim.recipes.targets import find_collection, find_targets
 
     quiet_libraries()
-    inputs = (*map(path, options.models), options.index, *files_of_collection(options.beir))
+    inputs = (*map(path, [*options.models, *options.dense_models]), options.index, *files_of_collection(options.beir))
     if options.json is not None:
         prepare_file("--json", options.json, inputs)
         if options.per_query is not None and options.per_query.resolve() == options.json.resolve():
             raise RecipeError("--per-query and --json must be two files.")
     settings = from_arguments(Options, options, inputs=inputs)
-    targets = find_targets(options.models, options.overrides)
+    targets = find_targets(options.models, options.overrides, options.dense_models)
     with report_interruption(lambda: kept_documents(options.index)):
         name, collection, _ = find_collection(targets, options.beir, options.split)
         with progress_of_tasks() as begin:

@@ -8,6 +8,7 @@ from pylate_fastmaxsim.recipes.search.run import (
     ENCODE_DOCUMENTS,
     ENCODE_QUERIES,
     ENCODE_SAMPLE,
+    FIRST_STAGE,
     INDEX,
     PRUNED,
     SEARCH,
@@ -74,6 +75,7 @@ def search_table(result: dict[str, Any]) -> Table:
     for task, count, unit in (
         (ENCODE_QUERIES, result["queries"], "queries"),
         (ENCODE_SAMPLE, None, ""),
+        (FIRST_STAGE, None, ""),
         (ENCODE_DOCUMENTS, result["encoded_documents"], "documents"),
         (INDEX, None, ""),
         (SEARCH, result["queries"], "queries"),
@@ -105,9 +107,11 @@ def _plaid_rows(plaid: dict[str, Any]) -> Rows:
 
 
 def metrics_table(result: dict[str, Any]) -> Table:
-    metrics = list(result["models"][0]["metrics"])
+    metrics, shares = list(result["models"][0]["metrics"]), list(_shares(result["models"]))
+    found = [f"of the top {name.removeprefix('overlap@')}" for name in shares]
     pooled = any(model["pool_factor"] > 1 for model in result["models"])
-    rows = [("model", *(["vectors"] if pooled else []), *(METRICS[name] for name in metrics), "encode", "search")]
+    names = (METRICS[name] for name in metrics)
+    rows = [("model", *(["vectors"] if pooled else []), *names, *found, "encode", "search")]
     for model in result["models"]:
         encoding = model["seconds"].get(ENCODE_DOCUMENTS)
         rows.append(
@@ -115,11 +119,17 @@ def metrics_table(result: dict[str, Any]) -> Table:
                 model["label"],
                 *([f"{model['vectors'] or 0:,}"] if pooled else []),
                 *(f"{model['metrics'][name]:.4f}" for name in metrics),
+                *(f"{model[name]:.1%}" if name in model else "" for name in shares),
                 "kept" if encoding is None else f"{encoding:.1f} s",
                 f"{model['seconds'][SEARCH]:.1f} s",
             )
         )
     return Table(f"{result['collection']}: {result['documents']:,} documents, {result['queries']:,} queries", rows)
+
+
+def _shares(models: list[dict[str, Any]]) -> dict[str, None]:
+    """The names of what share of an exhaustive search's best is found behind a first stage."""
+    return dict.fromkeys(name for model in models for name in model if name.startswith("overlap@"))
 
 
 def pairs_table(result: dict[str, Any]) -> Table:

@@ -1,6 +1,6 @@
 """Concentration of the gradient of scores or of a loss on few tokens of a document, and how many tokens ever win."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -37,6 +37,9 @@ class GradientConcentration:
         Share of the live tokens of all documents that win at least once.
     winners_per_document
         How many tokens of a document win at least once, mean over the documents with a live token.
+    ginis
+        That of each document, of which ``gini`` is the mean; of pairs in the order of ``candidates``, query by query. NaN
+        where there is no gradient.
     """
 
     of: Literal["score", "loss"]
@@ -45,6 +48,7 @@ class GradientConcentration:
     documents: int
     winning_share: float
     winners_per_document: float
+    ginis: tuple[float, ...] = field(repr=False)
 
 
 def gradient_concentration(
@@ -140,15 +144,19 @@ def gradient_concentration(
         norms = gradient.norm(dim=-1)
         won = _won(queries, documents, candidates, pooling).sum().double()
         lengths = d_mask.sum(dim=1)
-        gini, uncorrected, counted = _mean_gini(norms.view(d_mask.shape), lengths)
-        figures = torch.stack([gini, uncorrected, counted, won / lengths.sum(), won / (lengths > 0).sum()])
-    gini, uncorrected, counted, winning_share, winners_per_document = figures.tolist()
+        ginis, counted = _ginis(norms.view(d_mask.shape), lengths)
+        uncorrected = ginis - 1 / lengths
+        means = [each.masked_fill(~counted, 0).sum() / counted.sum() for each in (ginis, uncorrected)]
+        shares = [won / lengths.sum(), won / (lengths > 0).sum()]
+        figures = torch.cat([torch.stack([*means, counted.sum(), *shares]), ginis])
+    gini, gini_uncorrected, documents_counted, winning_share, winners_per_document, *each_gini = figures.tolist()
     of: Literal["score", "loss"] = "score" if loss_gradient is None else "loss"
-    return GradientConcentration(of, gini, uncorrected, int(counted), winning_share, winners_per_document)
+    means_and_shares = gini, gini_uncorrected, int(documents_counted), winning_share, winners_per_document
+    return GradientConcentration(of, *means_and_shares, tuple(each_gini))
 
 
-def _mean_gini(norms: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Both means over the documents that have a gradient, and how many they are, float64.
+def _ginis(norms: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each document, float64, and which have a gradient, ``[N]``.
 
     ``norms`` is ``[N, L]``, of which ``lengths [N]`` are of live tokens, in any places, and the others 0.
     """
@@ -156,12 +164,7 @@ def _mean_gini(norms: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # From 1 for the smallest of a live token. Those of masked tokens come before it, and as zeros add nothing.
     rank = lengths - torch.arange(norms.shape[1] - 1, -1, -1, device=norms.device)
     total = norms.sum(dim=1)
-    ginis = ((2 * rank - lengths - 1) * norms).sum(dim=1) / (lengths[:, 0] * total)
-    has_gradient = total != 0  # as NaN has
-    counted = has_gradient.sum(dtype=torch.float64)
-    correction = 1 / lengths[:, 0]
-    means = [part.masked_fill(~has_gradient, 0).sum() / counted for part in (ginis, ginis - correction)]
-    return *means, counted
+    return ((2 * rank - lengths - 1) * norms).sum(dim=1) / (lengths[:, 0] * total), total != 0  # as NaN has
 
 
 def _padded(batch: TokenBatch) -> tuple[Tensor, Tensor]:

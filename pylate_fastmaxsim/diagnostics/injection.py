@@ -6,10 +6,11 @@ What ``grades`` and the rows of a sweep are, :mod:`~pylate_fastmaxsim.diagnostic
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.diagnostics.robustness import check_documents, check_sweep, retrieval_metrics
@@ -21,42 +22,45 @@ NOISE = 0.5
 
 # Which tokens are injected, and whether into all documents or those that are not gold.
 TARGETED, RANDOM, EVERYWHERE = "targeted", "random", "targeted, in all documents"
+PARTIAL, SPIKE = "partial overlap", "spike"
+KINDS = (TARGETED, RANDOM, PARTIAL, SPIKE)  # of tokens
+ATTACKS = (*KINDS, EVERYWHERE)
+# The tokens of a query that a spike lies near at once.
+SPIKE_TOKENS = 3
+
+SHARES = ("hijack_rate", "injected_weight")
 
 QUERIES_AT_ONCE = 8
 SIMILARITIES_AT_ONCE = 1 << 23
 
 
-class Injected(NamedTuple):
-    """Tokens that are injected into documents in the ranking of each query, ``[Nq, K, d]``, of unit length."""
-
-    targeted: Tensor
-    random: Tensor
-
-
 @torch.no_grad()
-def injected_tokens(queries: TokenBatch, count: int, noise: float = NOISE, seed: int = 0) -> Injected:
-    """The tokens of the attack on each query, and as many random ones. Fewer tokens are the first of these.
+def injected_tokens(queries: TokenBatch, count: int, noise: float = NOISE, seed: int = 0) -> dict[str, Tensor]:
+    """The tokens of each kind of attack on each query, ``[Nq, K, d]``, of unit length. Fewer tokens are the first of these.
 
-    Targeted token i lies near a live token q of the query: ``q / |q| + noise * g``, scaled to unit length, with normal g of
-    expected squared length 1; its cosine with q is about ``1 / sqrt(1 + noise**2)``. The query's tokens take turns in a
-    random order. Random tokens are uniform on the unit sphere. The numbers are drawn on a CPU, so that they are the same
-    on every device.
+    ``targeted`` token i lies near a live token q of the query: ``q / |q| + noise * g``, scaled to unit length, with normal
+    g of expected squared length 1; its cosine with q is about ``1 / sqrt(1 + noise**2)``. The query's tokens take turns in
+    a random order. With ``partial overlap`` the first half of that order take turns, as in a document that answers half of
+    the query. A ``spike`` lies near the mean of three tokens, the next ones of that order, so that it is similar to all
+    of them. ``random`` tokens are uniform on the unit sphere. The numbers are drawn on a CPU, so that they are the same on
+    every device.
     """
     values, mask = queries.to_padded()
     counts = mask.sum(dim=1)
     if not bool((counts > 0).all()):
         raise ValueError("injected_tokens: each query must have a live token.")
     generator = torch.Generator().manual_seed(seed)
-    targeted, random = [], []
+    found: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
     for tokens, live in zip(values.to(sum_dtype(values.dtype)), mask.cpu(), strict=True):
         places = live.nonzero().flatten()
-        turns = places[torch.randperm(len(places), generator=generator)]
-        turns = turns.repeat(-(-count // len(turns)))[:count]
+        order = places[torch.randperm(len(places), generator=generator)].to(tokens.device)
         normal, free = torch.randn(2, count, queries.dim, generator=generator).to(tokens)
-        near = torch.nn.functional.normalize(tokens[turns.to(tokens.device)], dim=1)
-        targeted.append(torch.nn.functional.normalize(near + noise * normal / queries.dim**0.5, dim=1))
-        random.append(torch.nn.functional.normalize(free, dim=1))
-    return Injected(torch.stack(targeted), torch.stack(random))
+        own, turns = normalize(tokens[order], dim=1), torch.arange(count, device=tokens.device)
+        spikes = normalize(torch.stack([own.roll(-step, 0) for step in range(SPIKE_TOKENS)]).sum(dim=0), dim=1)
+        for kind, near in ((TARGETED, own), (PARTIAL, own[: -(-len(own) // 2)]), (SPIKE, spikes)):
+            found[kind].append(normalize(near[turns % len(near)] + noise * normal / queries.dim**0.5, dim=1))
+        found[RANDOM].append(normalize(free, dim=1))
+    return {kind: torch.stack(tokens) for kind, tokens in found.items()}
 
 
 @torch.no_grad()
@@ -75,9 +79,10 @@ def injection_sweep(
     them (see :func:`injected_tokens`). So each document is attacked on behalf of one query at a time. Nothing is copied:
     what is injected joins the running states of the documents.
 
-    ``attack`` is ``targeted``: tokens near those of the query in all documents that are not gold, as the hardest
-    negatives; ``random``: unit vectors in the same documents, as a control; or ``targeted, in all documents``: the
-    targeted tokens in the gold documents too, as another control.
+    ``attack`` is a kind of token: ``targeted``, near those of the query in all documents that are not gold, as the hardest
+    negatives; ``partial overlap``, near half of them; ``spike``, each near several of them; ``random``, unit vectors in
+    the same documents, as a control. Or it is ``targeted, in all documents``: the targeted tokens in the gold documents
+    too, as another control.
 
     Parameters
     ----------
@@ -94,11 +99,11 @@ def injection_sweep(
 
     Returns
     -------
-    A row for each attack, K and pooling: ``attack``, ``tokens`` (K), ``pooling``, ``ndcg@10``, ``recall@1``,
-    ``hijack_rate`` and ``injected_weight``. The last two are over all pairs of a live query token and a document that is
-    not gold: the share of them in which an injected token has the largest similarity, whatever the pooling, and the
-    share of the pooling's weight on injected tokens (of ``TopK`` the winners, of ``Softmax`` and ``LogSumExp`` the
-    softmax weights; of ``Max`` both shares are the same).
+    A row for each attack, K and pooling: ``attack``, ``tokens`` (K), ``pooling``, the metrics, ``hijack_rate`` and
+    ``injected_weight``. The last two are over all pairs of a live query token and a document that is not gold: the share of
+    them in which an injected token has the largest similarity, whatever the pooling, and the share of the pooling's weight
+    on injected tokens (of ``TopK`` the winners, of ``Softmax`` and ``LogSumExp`` the softmax weights; of ``Max`` both
+    shares are the same).
 
     Raises
     ------
@@ -124,20 +129,20 @@ def injection_sweep(
     if not counts or len(set(counts)) < len(counts) or not all(isinstance(each, int) and each >= 0 for each in counts):
         raise ValueError(f"injection_sweep: counts must be different whole numbers from 0, got {counts!r}.")
     tokens = injected_tokens(queries, max(counts), noise, seed)
-    sums: dict[tuple[str, int, int], Tensor] = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
+    sums: dict[tuple[str, int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for part in torch.arange(len(queries), device=queries.device).split(QUERIES_AT_ONCE):
-        some, attacks = queries.select(part), Injected(*(each[part] for each in tokens))
-        for setting, *values in _block(some, documents, grades[part], attacks, poolings, counts):
-            sums[setting] += torch.stack(values).to("cpu", torch.float64)
+        some, attacks = queries.select(part), {kind: each[part] for kind, each in tokens.items()}
+        for setting, values in _block(some, documents, grades[part], attacks, poolings, counts):
+            for name, value in zip(values, torch.stack([*values.values()]).tolist(), strict=True):
+                sums[setting][name] += value
     pairs = max(1, int((queries.to_padded()[1].sum(dim=1)[:, None] * _not_gold(grades)).sum()))
     rows = []
-    for attack in (TARGETED, RANDOM, EVERYWHERE):
+    for attack in ATTACKS:
         for count in counts:
             for place, pooling in enumerate(poolings):
-                ndcg, recall, hijacked, weight = sums[attack, count, place].tolist()
-                metrics = {"ndcg@10": ndcg / len(queries), "recall@1": recall / len(queries)}
-                shares = {"hijack_rate": hijacked / pairs, "injected_weight": weight / pairs}
-                rows.append({"attack": attack, "tokens": count, "pooling": pooling, **metrics, **shares})
+                found = sums[attack, count, place]
+                means = {name: total / (pairs if name in SHARES else len(queries)) for name, total in found.items()}
+                rows.append({"attack": attack, "tokens": count, "pooling": pooling, **means})
     return rows
 
 
@@ -145,17 +150,17 @@ def _block(
     queries: TokenBatch,
     documents: TokenBatch,
     grades: Tensor,
-    tokens: Injected,
+    tokens: dict[str, Tensor],
     poolings: Sequence[Pooling],
     counts: Sequence[int],
-) -> Iterator[tuple[tuple[str, int, int], Tensor, Tensor, Tensor, Tensor]]:
-    """Attack, number of tokens and place of the pooling, and for a few queries the sums of nDCG, recall and both shares."""
+) -> Iterator[tuple[tuple[str, int, int], dict[str, Tensor]]]:
+    """Attack, number of tokens and place of the pooling, and for a few queries the sums of metrics and of both shares."""
     values, mask = queries.to_padded()
     values = values.to(sum_dtype(values.dtype))
     not_gold = _not_gold(grades)
     weightings = {TopK(1), *map(weighting_of, poolings)}
     # What is injected is the same for all documents: its states are [Q, S, 1, n].
-    near = {TARGETED: values @ tokens.targeted.mT, RANDOM: values @ tokens.random.mT}
+    near = {kind: values @ injected.mT for kind, injected in tokens.items()}
     plain = values.new_zeros(len(poolings), *grades.shape)
     scores = defaultdict(lambda: values.new_zeros(grades.shape))
     shares = defaultdict(lambda: values.new_zeros(()))
@@ -180,8 +185,9 @@ def _block(
         if attack == TARGETED:
             rankings[EVERYWHERE] = all_attacked
         for name, ranked in rankings.items():
-            ndcg, recall = (each.sum() for each in retrieval_metrics(ranked, grades).values())
-            yield (name, count, place), ndcg, recall, shares[attack, count, TopK(1)], weight
+            metrics = {metric: each.sum() for metric, each in retrieval_metrics(ranked, grades).items()}
+            hijacked = shares[attack, count, TopK(1)]
+            yield (name, count, place), metrics | dict(zip(SHARES, (hijacked, weight), strict=True))
 
 
 def _similarities(values: Tensor, documents: TokenBatch) -> Iterator[tuple[Tensor, Tensor]]:

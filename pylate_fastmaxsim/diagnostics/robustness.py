@@ -7,10 +7,11 @@ Both modules work on token embeddings and know no library that made them:
 - :func:`length_sweep` ranks lengthened documents; :func:`lengthened` makes them at the level of token embeddings.
 - :func:`~pylate_fastmaxsim.diagnostics.injection.injection_sweep` ranks documents that carry injected tokens.
 - Both sweeps return one row (a dict) for each setting and pooling, with ``pooling`` as it was given, ``ndcg@10`` and
-  ``recall@1``, the means over the queries.
+  ``recall@1``, ``recall@5`` and ``recall@10``, the means over the queries. :func:`values_by_query` has those of each
+  query, and the concentration of gradients.
 
-nDCG@10 takes grades as gains. Recall@1 is the share of a query's gold documents that are in first place, so that it is
-at most 1 over their number. Of equal scores the document that comes first in the corpus comes first.
+nDCG@10 takes grades as gains. Recall@k is the share of a query's gold documents that are among the first k, so that
+Recall@1 is at most 1 over their number. Of equal scores the document that comes first in the corpus comes first.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim.diagnostics.gradient_concentration import gradient_concentration
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.pooling import Pooling, check_pooling
 from pylate_fastmaxsim.tokens import TokenBatch
 
 TIMES = (1, 2, 4, 8)
 DEPTH = 10
+RECALLS = (1, 5, 10)
 
 
 def grades_of(gold: Sequence[Iterable[int]], num_documents: int) -> Tensor:
@@ -44,7 +47,7 @@ def grades_of(gold: Sequence[Iterable[int]], num_documents: int) -> Tensor:
 
 
 def retrieval_metrics(scores: Tensor, grades: Tensor) -> dict[str, Tensor]:
-    """``ndcg@10`` and ``recall@1`` of each query, ``[Nq]``, from scores ``[Nq, Nd]`` and grades ``[Nq, Nd]``.
+    """``ndcg@10`` and ``recall@k`` of each query, ``[Nq]``, from scores ``[Nq, Nd]`` and grades ``[Nq, Nd]``.
 
     A document with a score of -inf is not found.
     """
@@ -55,7 +58,34 @@ def retrieval_metrics(scores: Tensor, grades: Tensor) -> dict[str, Tensor]:
     discounts = torch.arange(2, 2 + order.shape[1], device=scores.device).log2()
     best = gains.topk(order.shape[1]).values
     ndcg = (found / discounts).sum(dim=1) / (best / discounts).sum(dim=1)
-    return {"ndcg@10": ndcg, "recall@1": (found[:, 0] > 0) / (gains > 0).sum(dim=1)}
+    recalls = {f"recall@{k}": (found[:, :k] > 0).sum(dim=1) / (gains > 0).sum(dim=1) for k in RECALLS}
+    return {"ndcg@10": ndcg, **recalls}
+
+
+def values_by_query(
+    queries: TokenBatch, documents: TokenBatch, grades: Tensor, pooling: Pooling
+) -> dict[str, list[float]]:
+    """The metrics of each query, and ``gini``: that of the gradient of its score with its gold document.
+
+    Of several gold documents it is the first of the highest grade. See :func:`gradient_concentration`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import Max, TokenBatch
+    >>> from pylate_fastmaxsim.diagnostics.robustness import grades_of, values_by_query
+    >>> queries = documents = TokenBatch.from_list([torch.eye(4)[:1], torch.eye(4)[1:]])
+    >>> found = values_by_query(queries, documents, grades_of([[0], [0]], 2), Max())
+    >>> found["recall@1"], found["gini"]
+    ([1.0, 0.0], [0.0, 0.0])
+    """
+    check_sweep("values_by_query", queries, grades, [pooling])
+    check_documents("values_by_query", documents, grades)
+    metrics = retrieval_metrics(pooled_scores(queries, documents, pooling=pooling), grades)
+    gold = documents.select(grades.nan_to_num(-torch.inf).argmax(dim=1))
+    own = torch.arange(len(queries), device=queries.device)[:, None]
+    gradients = gradient_concentration(queries, gold, own, pooling=pooling)
+    return {"gini": [*gradients.ginis], **{name: values.tolist() for name, values in metrics.items()}}
 
 
 @torch.no_grad()
@@ -81,8 +111,8 @@ def length_sweep(
 
     Returns
     -------
-    A row for each length and pooling: ``times``, ``tokens`` (live ones of a document, the mean), ``pooling``,
-    ``ndcg@10`` and ``recall@1``.
+    A row for each length and pooling: ``times``, ``tokens`` (live ones of a document, the mean), ``pooling`` and the
+    metrics.
 
     Raises
     ------

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.indexes.storage import Folder
-from pylate_fastmaxsim.retrieval import sparse_files
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 from pylate_fastmaxsim.retrieval.formats import description
 from pylate_fastmaxsim.retrieval.formats.format import Batch
 from pylate_fastmaxsim.retrieval.formats.writer import live
 from pylate_fastmaxsim.retrieval.ids import Id
-from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
+from pylate_fastmaxsim.retrieval.sparse import files as sparse_files
+from pylate_fastmaxsim.retrieval.sparse.index import SparseIndex
 from pylate_fastmaxsim.sparse import SparseBatch
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -92,7 +92,8 @@ def source_of(folder: Path) -> Dense | Sparse:
     if (folder / sparse_files.DESCRIPTION_FILE).exists():
         index = SparseIndex.load(folder)
         positions = index.live_positions()
-        found = Sparse([*index._state], positions.tolist() if index.ids is None else index.ids, positions, index)
+        state = sparse_files.read_description("export", folder).state
+        found = Sparse([*state], positions.tolist() if index.ids is None else index.ids, positions, index)
     elif (folder / description.DESCRIPTION_FILE).exists() or any(folder.glob("rank-*-of-*")):
         parts = [description.read(each) for each in description.folders(folder)]
         if parts[0].ids is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ class Target:
     label: str  # in tables and files
     path: str  # its folder or its name on the Hub
     recipe: Recipe | None = None  # that trained it, if the command line names a recipe
+    dense: bool = False  # whether a static model is ranked by one vector a text
     pool_factor: float = 1  # tokens of a document a vector
 
     @property
@@ -55,11 +56,11 @@ class Target:
         if self.visual:  # whose adapters do not say of what
             return load_trained(self.recipe.model, Path(self.path), device)
         trusted = trust_remote_code or (self.recipe is not None and self.recipe.model.trust_remote_code)
-        return load_retriever(self.path, device, trusted)
+        return load_retriever(self.path, device, trusted, dense=self.dense)
 
 
-def find_targets(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Target]:
-    """The models of recipes, folders and names on the Hub. None is loaded.
+def find_targets(names: Sequence[str], overrides: Sequence[str] = (), dense: Sequence[str] = ()) -> list[Target]:
+    """The models of recipes, folders and names on the Hub; behind them those that are ``dense``. None is loaded.
 
     A label is the name of the recipe, or the last part of the path, without ``model``, in which recipes and trainers save;
     where that is not unique, the path without the folder that all have in common.
@@ -67,15 +68,16 @@ def find_targets(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Ta
     recipes = {name: load_recipe(name, overrides) for name in names if is_recipe(name)}
     if overrides and not recipes:
         raise RecipeError("--set overrides a key of a recipe, and no recipe is given.")
-    labels, targets = _labels(names, recipes), []
-    for name in names:
-        recipe = recipes.get(name)
+    labels, targets = _labels(dict.fromkeys([*names, *dense]), recipes), []
+    for place, name in enumerate([*names, *dense]):
+        recipe, is_dense = recipes.get(name), place >= len(names)
         path = name if recipe is None else str(Path(recipe.output_dir, MODEL_DIRECTORY))
         if recipe is not None and not os.path.isdir(path):
             raise RecipeError(f"{name}: there is no model in {path}; run `fastmaxsim train` with this recipe first.")
         if recipe is None or not recipe.model.visual:
-            saved_class(path)
-        target = Target(labels[name], path, recipe, 1 if recipe is None else recipe.evaluation.pool_factor)
+            saved_class(path, dense=is_dense)
+        factor = 1 if recipe is None else recipe.evaluation.pool_factor
+        target = Target(labels[name] + "-dense" * is_dense, path, recipe, is_dense, factor)
         # Under another spelling as well: it would count as one more pair in the correction of p.
         if any(_scoring_of(target) == _scoring_of(other) for other in targets):
             raise RecipeError(f"each model must be given once, but {name} is given twice.")
@@ -83,7 +85,7 @@ def find_targets(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Ta
     return targets
 
 
-def _labels(names: Sequence[str], recipes: dict[str, Recipe]) -> dict[str, str]:
+def _labels(names: Iterable[str], recipes: dict[str, Recipe]) -> dict[str, str]:
     paths = {name: os.path.expanduser(name).rstrip("/").removesuffix(f"/{MODEL_DIRECTORY}") for name in names}
     short = {name: recipes[name].name if name in recipes else short_name(path) for name, path in paths.items()}
     counts = Counter(short.values())
@@ -100,9 +102,9 @@ def short_name(path: str) -> str:
     return os.path.basename(os.path.abspath(os.path.expanduser(path)))
 
 
-def _scoring_of(target: Target) -> tuple[str, Pooling]:
+def _scoring_of(target: Target) -> tuple[str, Pooling, bool]:
     """The weights and the pooling behind the scores of a model."""
-    return os.path.realpath(os.path.expanduser(target.path)), target.pooling
+    return os.path.realpath(os.path.expanduser(target.path)), target.pooling, target.dense
 
 
 def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> tuple[str, Collection, Dataset | None]:

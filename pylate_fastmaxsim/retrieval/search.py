@@ -206,6 +206,7 @@ def selected(corpus: Corpus, positions: Tensor, device: torch.device) -> Iterato
         yield batch_to(batch, device)
 
 
+@torch.no_grad()
 def pair_scores(
     queries: TokenBatch,
     which: Tensor,

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from pylate_fastmaxsim.files.lock import writing
-from pylate_fastmaxsim.retrieval import sparse_files
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 from pylate_fastmaxsim.retrieval.formats import description as corpus_files
 from pylate_fastmaxsim.retrieval.formats.part import Part, mapped_part
+from pylate_fastmaxsim.retrieval.sparse import files as sparse_files
 from pylate_fastmaxsim.retrieval.static import files as static_files
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 

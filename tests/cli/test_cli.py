@@ -66,8 +66,6 @@ robustness RECIPE --times 0,2 | --times 0,2: write it as
 robustness ./nowhere --beir data | MODEL: there is no folder ./nowhere
 robustness a/model | a/model needs held-out data
 robustness a/model --beir data --set name=a | --set overrides a key of a recipe
-robustness colqwen_vidore --set output_dir=FOLDER
-  | colqwen_vidore retrieves pages; fastmaxsim robustness makes documents of text longer.
 WORLD_SIZE=2 compare RECIPE | compare measures on one device; start it without a distributed launcher.
 warmup | warmup needs a
 warmup RECIPE --shape 1x1x1x1 | warmup needs a

@@ -3,7 +3,16 @@ import torch
 
 from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK, pooled_scores
 from pylate_fastmaxsim.diagnostics import injection
-from pylate_fastmaxsim.diagnostics.injection import EVERYWHERE, RANDOM, TARGETED, injected_tokens, injection_sweep
+from pylate_fastmaxsim.diagnostics.injection import (
+    EVERYWHERE,
+    KINDS,
+    PARTIAL,
+    RANDOM,
+    SPIKE,
+    TARGETED,
+    injected_tokens,
+    injection_sweep,
+)  # fmt: skip
 from pylate_fastmaxsim.diagnostics.robustness import grades_of, retrieval_metrics
 
 POOLINGS = (Max(), TopK(3), Softmax(0.3), LogSumExp(0.2))
@@ -36,7 +45,7 @@ def test_rankings_are_those_of_documents_that_hold_the_tokens(case, pooling, mon
     for row in (row for row in rows if row["pooling"] == pooling):
         scores = []
         for query in range(3):
-            some = (tokens.random if row["attack"] == RANDOM else tokens.targeted)[query, : row["tokens"]]
+            some = tokens[TARGETED if row["attack"] == EVERYWHERE else row["attack"]][query, : row["tokens"]]
             attacked = [
                 torch.cat((each, some)) if row["attack"] == EVERYWHERE or grades[query, place] <= 0 else each
                 for place, each in enumerate(own)
@@ -68,7 +77,8 @@ def test_winners_and_weights_by_hand():
 
 def test_injected_tokens_lie_near_all_tokens_of_their_query_in_turn(case):
     queries, _, _ = case
-    targeted, random = injected_tokens(queries, count=64, noise=0.5)
+    tokens = injected_tokens(queries, count=64, noise=0.5)
+    targeted, random = tokens[TARGETED], tokens[RANDOM]
     values, mask = queries.to_padded()
     cosine = torch.einsum("qsd,qkd->qsk", values, targeted).masked_fill(~mask[..., None], -1)
     nearest = cosine.argmax(dim=1)
@@ -77,10 +87,18 @@ def test_injected_tokens_lie_near_all_tokens_of_their_query_in_turn(case):
         assert (counts[live] > 64 / live.sum() / 2).all() and (counts[~live] == 0).all()
     assert 0.8 < cosine.amax(dim=1).mean() < 0.95  # 1 / sqrt(1.25) = 0.894
     assert abs(torch.einsum("qsd,qkd->qsk", values, random).mean()) < 0.1
-    for tokens in (targeted, random):
-        torch.testing.assert_close(tokens.norm(dim=2), torch.ones(3, 64))
-    assert torch.equal(injected_tokens(queries, 64).random, random)
-    assert not torch.equal(injected_tokens(queries, 64, seed=1).random, random)
+    exact = injected_tokens(queries, count=64, noise=0.0)
+    for query, live in enumerate(mask):
+        own = values[query, live]
+        met = (own @ exact[PARTIAL][query].T).amax(dim=1) > 0.999
+        assert met.sum() == 2 and (exact[SPIKE][query] @ own.T > 0).sum() >= 3 * 64 / 2
+        if len(own) == 3:
+            mean = torch.nn.functional.normalize(own.sum(dim=0), dim=0)
+            torch.testing.assert_close(exact[SPIKE][query], mean.expand(64, -1))
+    for kind in KINDS:
+        torch.testing.assert_close(tokens[kind].norm(dim=2), torch.ones(3, 64))
+    assert torch.equal(injected_tokens(queries, 64)[RANDOM], random)
+    assert not torch.equal(injected_tokens(queries, 64, seed=1)[RANDOM], random)
     with pytest.raises(ValueError, match="each query must have a live token"):
         injected_tokens(TokenBatch.from_list([torch.ones(1, 2), torch.ones(0, 2)]), 3)
 

@@ -5,7 +5,13 @@ import torch
 
 from pylate_fastmaxsim import Max, TokenBatch
 from pylate_fastmaxsim.diagnostics import robustness
-from pylate_fastmaxsim.diagnostics.robustness import grades_of, length_sweep, lengthened, retrieval_metrics
+from pylate_fastmaxsim.diagnostics.robustness import (
+    grades_of,
+    length_sweep,
+    lengthened,
+    retrieval_metrics,
+    values_by_query,
+)  # fmt: skip
 
 
 def test_metrics_by_hand():
@@ -15,7 +21,7 @@ def test_metrics_by_hand():
     first = (1 / math.log2(3) + 2 / math.log2(4)) / (2 + 1 / math.log2(3))
     # The second query's gold document ties with an earlier one; the third's best one is no result.
     torch.testing.assert_close(found["ndcg@10"], torch.tensor([first, 1 / math.log2(3), 1.0]))
-    assert found["recall@1"].tolist() == [0, 0, 1]
+    assert found["recall@1"].tolist() == [0, 0, 1] and found["recall@5"].tolist() == [1, 1, 1]
     assert retrieval_metrics(-scores[:1], grades[:1])["recall@1"].tolist() == [0]
     assert retrieval_metrics(torch.tensor([[5.0, 3.0, 2.0, 0.0]]), grades[:1])["recall@1"].tolist() == [0.5]
     falling = torch.arange(12.0, 0, -1)[None]
@@ -34,6 +40,17 @@ def test_longer_documents_begin_with_the_shorter_ones_and_never_hold_themselves(
         assert not (values[5][len(rows[document]) :] == document).any()
     again = dict(lengthened(documents, documents, times=(5,), own=[0, 1, 2, 3]))
     assert torch.equal(again[5].values, longer[5].values)
+
+
+def test_values_of_each_query_are_those_of_its_best_gold_document():
+    queries = TokenBatch.from_list([torch.eye(4)[:2], torch.eye(4)[2:3]])
+    documents = TokenBatch.from_list([torch.eye(4), torch.eye(4)[:2], torch.eye(4)[2:]])
+    grades = torch.tensor([[1.0, 2.0, 0.0], [torch.nan, 0.0, 1.0]])
+    found = values_by_query(queries, documents, grades, Max())
+    # Two winners of two tokens, and one of two; the gold document of grade 1 would have 0.5.
+    assert found["gini"] == pytest.approx([0, 0.5]) and found["recall@1"] == [0.5, 1] and found["recall@5"] == [1, 1]
+    with pytest.raises(ValueError, match="values_by_query: there must be Nd = 2 documents"):
+        values_by_query(queries, documents, torch.eye(2), Max())
 
 
 def test_tokens_that_are_left_out_are_not_counted():

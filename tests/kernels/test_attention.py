@@ -26,7 +26,7 @@ from tests.support.attention_cases import (
 )
 from tests.support.interpreter import interpreted  # noqa: F401
 from tests.support.on_gpu import captured, no_waiting
-from tests.support.operators import uninitialized_memory_as_nan
+from tests.support.operator_checks import uninitialized_memory_as_nan
 
 # Small tiles: the interpreter pays per operation, and several must take part. Of both kinds, and of long texts only.
 TILES = launch.Tiles((launch.Tile(16, 4), launch.Tile(32, 4)), launch.Tile(16, 4))

@@ -17,7 +17,8 @@ from pylate_fastmaxsim.kernels.layers import launch as layers
 from pylate_fastmaxsim.kernels.runtime.arch import ARCHITECTURES
 from tests.support.attention_cases import case, rotary_case
 from tests.support.compiled import MATRIX_UNIT, fits, launchers
-from tests.support.operators import OPERATORS, float32_products, problem
+from tests.support.operator_checks import float32_products
+from tests.support.operators import OPERATORS, problem
 from tests.support.recorded_launches import recorded_launches
 
 pytestmark = pytest.mark.compile

@@ -7,7 +7,8 @@ import torch
 
 from pylate_fastmaxsim import LogSumExp, TokenBatch, TopK, maxsim, pooled_scores, reference
 from tests.support.on_gpu import captured, no_waiting
-from tests.support.operators import FORMATS, OPERATORS, Problem, compressed_as, lengths, outcome, problem
+from tests.support.operator_checks import outcome
+from tests.support.operators import FORMATS, OPERATORS, Problem, compressed_as, lengths, problem
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.cuda

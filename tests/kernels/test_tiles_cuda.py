@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.support.operators import check, lengths, problem
+from tests.support.operator_checks import check
+from tests.support.operators import lengths, problem
 
 pytest.importorskip("triton")
 

@@ -9,17 +9,14 @@ from pylate_fastmaxsim import LogSumExp, Max, Softmax, TopK, maxsim, maxsim_from
 from pylate_fastmaxsim._dtypes import float32_precision  # which only kernels read: no result on a CPU shows it
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops import pooled
-from tests.support.operators import (
-    FORMATS,
-    OPERATORS,
+from tests.support.operator_checks import (
     check,
-    check_each_gradient,
     check_exactly,
-    check_strided,
+    check_layouts,
     outcome,
-    problem,
     random_gradient,
 )
+from tests.support.operators import FORMATS, OPERATORS, problem
 from tests.support.ragged_batches import batches
 from tools import fuzz_operators
 
@@ -76,8 +73,7 @@ def test_compressed_documents_are_pooled_as_they_decompress(format, layout, numb
 )
 def test_each_gradient_alone_and_strided_tensors(name):
     case = problem(name, layout="shared", floor=True)
-    check_each_gradient(name, case)
-    check_strided(name, case, 1e-5)
+    check_layouts(name, case, 1e-5)
     with torch.no_grad():
         assert not OPERATORS[name].call(case).requires_grad
 

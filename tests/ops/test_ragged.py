@@ -15,7 +15,8 @@ from pylate_fastmaxsim.cpu import projection as blocked_projection
 from pylate_fastmaxsim.cpu import splade as blocked_splade
 from pylate_fastmaxsim.cpu import xtr as blocked_xtr
 from pylate_fastmaxsim.ops.projection import project_normalize
-from tests.support.operators import OPERATORS, check, check_rows_without_a_gradient, outcome, problem, random_gradient
+from tests.support.operator_checks import check, check_rows_without_a_gradient, outcome, random_gradient
+from tests.support.operators import OPERATORS, problem
 from tests.support.ragged_batches import batches
 
 BLOCKS = {

@@ -14,7 +14,8 @@ from pylate_fastmaxsim.ops.encoder import attention, layers  # noqa: F401
 from tests.support.attention_cases import case as attention_case
 from tests.support.attention_cases import rotary_arguments
 from tests.support.layer_cases import glu_case, norm_case
-from tests.support.operators import OPERATORS, Problem, outcome, problem, random_gradient
+from tests.support.operator_checks import outcome, random_gradient
+from tests.support.operators import OPERATORS, Problem, problem
 
 TRACED = ["maxsim", "top 2", "softmax 0.2", "log-sum-exp", "xtr 5", "xtr 5, retrieved", "splade", "splade, maxima"]
 TRACED += ["project", "from hidden both", "int8", "fp8", "residual"]

@@ -7,8 +7,8 @@ import torch
 
 from pylate_fastmaxsim import SparseBatch, SparseIndex, sparse_search
 from pylate_fastmaxsim.kernels.sparse import postings
-from pylate_fastmaxsim.retrieval import sparse_blocks
-from pylate_fastmaxsim.retrieval import sparse_search as module
+from pylate_fastmaxsim.retrieval.sparse import blocks as sparse_blocks
+from pylate_fastmaxsim.retrieval.sparse import search as module
 from tests.support.cuda_emulator import emulated_engine
 from tests.support.sparse_vectors import assert_same, sorted_scores, sparse_vectors
 

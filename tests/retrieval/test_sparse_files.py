@@ -12,7 +12,7 @@ import torch
 from pylate_fastmaxsim import SparseBatch, SparseIndex
 from pylate_fastmaxsim.files.lock import writing
 from pylate_fastmaxsim.files.record import read_record
-from pylate_fastmaxsim.retrieval import sparse_files
+from pylate_fastmaxsim.retrieval.sparse import files as sparse_files
 from tests.support.power_cut import states, written
 from tests.support.sparse_vectors import assert_same, sorted_scores, sparse_vectors
 from tests.support.stored import contents, files, interrupt, shrink

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pylate_fastmaxsim import SparseBatch, SparseIndex, reference, sparse_search
 from pylate_fastmaxsim.kernels.sparse import postings
-from pylate_fastmaxsim.retrieval import sparse_search as module
+from pylate_fastmaxsim.retrieval.sparse import search as module
 from tests.support.sparse_vectors import assert_same, scipy_products, sorted_scores, sparse_vectors
 
 

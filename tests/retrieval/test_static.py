@@ -18,11 +18,7 @@ from tests.support.static_cases import CUTS, VALUES, check, maxsim, tables, text
     ("threshold", "cap", "keep"), [*((*cut, "excess") for cut in CUTS), *((*cut, "value") for cut in VALUES)]
 )
 def test_vectors_bounds_and_exact_results_are_those_of_the_definition(threshold, cap, keep, device):
-    check(device, threshold, cap, keep)
-
-
-def test_a_document_without_tokens_may_be_the_worst():
-    check("cpu", "lowest", None, positive=True)
+    check(device, threshold, cap, keep, positive=threshold == "lowest")  # a document without tokens may be the worst
 
 
 def same(ours: SparseBatch, other: SparseBatch) -> bool:

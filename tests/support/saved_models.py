@@ -42,7 +42,10 @@ def embeddings(model: Any, texts: list[str], is_query: bool) -> list[torch.Tenso
 def host_scores(model: Any, queries: list[str], documents: list[str]) -> torch.Tensor:
     if isinstance(model, StaticLateInteraction):
         tables = (model.query_vectors.double(), model.document_vectors.double())
-        ids = [[model.token_ids([text]).ids.long() for text in texts] for texts in (queries, documents)]
+        left_out = model.skiplist, model.vocabulary
+        ids = [
+            [model.token_ids([each]).without(*left_out).ids.long() for each in side] for side in (queries, documents)
+        ]
         sides = [[table[each] for each in side] for table, side in zip(tables, ids, strict=True)]
     elif isinstance(model, SparseEncoder) or HOST == "multi_vector":
         scores = model.similarity(model.encode_query(queries), model.encode_document(documents))

@@ -1,6 +1,7 @@
 """Static models of every kind that documents, bounds and searches must be right for, on any device."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,25 @@ def save_static(folder: Path, encoder: str, threshold: float = 0.4, **options: o
     tokenizer = AutoTokenizer.from_pretrained(encoder).backend_tokenizer
     vectors = torch.randn(2, tokenizer.get_vocab_size(), 16, generator=torch.Generator().manual_seed(0))
     StaticLateInteraction(*vectors, tokenizer, threshold=threshold, **options).save(folder)
+
+
+def save_table(made_by: str, folder: Path, encoder: str) -> Any:
+    """A table, or one for each side, as another library saves it; the library's model."""
+    from model2vec import StaticModel
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Dense, Normalize, Router, StaticEmbedding
+
+    tokenizer = AutoTokenizer.from_pretrained(encoder).backend_tokenizer
+    vectors = torch.randn(2, tokenizer.get_vocab_size(), 16, generator=torch.Generator().manual_seed(0)).numpy()
+    if made_by == "model2vec":
+        model = StaticModel(vectors[0], tokenizer)
+    else:
+        module, other = (StaticEmbedding(tokenizer, embedding_weights=table) for table in vectors)
+        module = Router.for_query_document([module], [other]) if made_by == "Router" else module
+        behind = Dense(16, 16) if made_by == "Dense" else Normalize()
+        model = SentenceTransformer(modules=[module, behind], device="cpu")
+    model.save_pretrained(str(folder))
+    return model
 
 
 def maxsim(model: StaticLateInteraction, queries: TokenIds, documents: TokenIds) -> Tensor:

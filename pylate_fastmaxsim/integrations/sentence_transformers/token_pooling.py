@@ -31,7 +31,8 @@ def options_of(pooling: BaseTokenPooling) -> dict[str, Any]:
     """Those of :func:`pool_tokens`. FallbackToHost where it pools otherwise."""
     if type(pooling) is not HierarchicalTokenPooling:
         raise FallbackToHost(f"{type(pooling).__name__} is a pooling of its own")
-    protected, normalize = pooling.num_protected_tokens, pooling.normalize_embeddings
+    # Before release 6.2 means are left as they are.
+    protected, normalize = pooling.num_protected_tokens, getattr(pooling, "normalize_embeddings", False)
     return {"factor": pooling.pool_factor, "protected": protected, "normalize": normalize}
 
 

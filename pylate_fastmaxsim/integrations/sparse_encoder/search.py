@@ -21,7 +21,7 @@ from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
 from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.sentence_transformers.evaluation import Evaluator, Ranking, metrics_by, patches_of
-from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
+from pylate_fastmaxsim.retrieval.sparse.search import sparse_search
 from pylate_fastmaxsim.sparse import SparseBatch
 
 _replaces = functools.partial(fallback.replaces, host="Sentence Transformers", pooled=False)

@@ -5,7 +5,7 @@ import time
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
+from pylate_fastmaxsim.retrieval.sparse.index import SparseIndex
 from pylate_fastmaxsim.sparse import SparseBatch
 
 Results = list[list[dict[str, int | float]]]

@@ -22,7 +22,7 @@ from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import hold_lock, inputs_of, make_directory, require_outputs
-from pylate_fastmaxsim.recipes.mining.first_stage import find_candidates, load_first_stage
+from pylate_fastmaxsim.recipes.mining.first_stage import find_candidates, load_mining_stage
 from pylate_fastmaxsim.recipes.mining.negatives import DocumentSearch, hard_negatives
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs, load_pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work
@@ -111,7 +111,7 @@ def _mine(
     with processes.main_process_first():
         prepared = prepare(recipe)
     model = load_model(prepared.model, device, recipe.training.seed)
-    first_stage = None if section.first_stage is None else load_first_stage(section, model, pairs, device)
+    first_stage = None if section.first_stage is None else load_mining_stage(section, model, pairs, device)
     teacher = load_teacher(section, device, recipe.model.kind)
     if processes.is_main_process and not resume:
         _start_over(output, unfinished)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,6 @@ import torch
 from datasets import Dataset
 
 from pylate_fastmaxsim.codec import ResidualCodec
-from pylate_fastmaxsim.compressed import CompressedBatch
-from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.compression import Compress, compressor, needs_codec, sampled, train_codec
 from pylate_fastmaxsim.recipes.config.schema import MiningSection
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
@@ -23,15 +21,11 @@ from pylate_fastmaxsim.recipes.mining.resumable import Compute, Work, read_part,
 from pylate_fastmaxsim.recipes.mining.teacher import require_finite_scores
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
 from pylate_fastmaxsim.reporting.progress import Progress
-from pylate_fastmaxsim.retrieval.search import search
+from pylate_fastmaxsim.retrieval.search import pair_scores, search
 from pylate_fastmaxsim.tokens import TokenBatch
 
 if TYPE_CHECKING:
     from pylate.models import ColBERT
-
-
-# Pairs of a query and a document that are scored in one call.
-PAIRS_AT_ONCE = 1 << 16
 
 
 class DocumentSearch:
@@ -119,7 +113,8 @@ class DocumentSearch:
         used, places = np.unique(documents, return_inverse=True)
         bar.update(part.stop - part.start - len(used))
         batches = map(self.compress, self._encoded(self.pairs.documents.select(used), bar))
-        scores = pair_scores(self._queries, batches, queries, places)
+        pairs = (torch.from_numpy(each).to(self._queries.device) for each in (queries, places))
+        scores = pair_scores(self._queries, *pairs, batches).cpu().numpy()
         require_finite_scores(self._name_of_model(), scores)
         return scores
 
@@ -158,25 +153,6 @@ class DocumentSearch:
 def documents_kept(pairs: Pairs, section: MiningSection) -> int:
     """The number of documents of a query that are kept, so that ``range_max`` are left without its positives."""
     return section.range_max + max(map(len, pairs.positives()))
-
-
-@torch.no_grad()
-def pair_scores(
-    queries: TokenBatch, batches: Iterable[TokenBatch | CompressedBatch], rows: np.ndarray, places: np.ndarray
-) -> np.ndarray:
-    """MaxSim ``[P]`` of the query ``rows[p]`` and the document ``places[p]``, counted through all batches."""
-    scores, first = np.empty(len(rows), dtype=np.float32), 0
-    order = places.argsort(kind="stable")
-    ascending = places[order]
-    for batch in batches:
-        begin, end = np.searchsorted(ascending, (first, first + len(batch)))
-        for at in range(begin, end, PAIRS_AT_ONCE):
-            some = order[at : min(at + PAIRS_AT_ONCE, end)]
-            each, own = (torch.from_numpy(x).to(queries.device) for x in (rows[some], places[some] - first))
-            # A query for each pair, which has one candidate: queries may differ in how many they have in this batch.
-            scores[some] = maxsim(queries.select(each), batch, own[:, None])[:, 0].cpu().numpy()
-        first += len(batch)
-    return scores
 
 
 def hard_negatives(

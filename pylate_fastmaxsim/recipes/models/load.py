@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from sentence_transformers import SparseEncoder
+from sentence_transformers import SentenceTransformer, SparseEncoder
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
@@ -30,6 +30,7 @@ from pylate_fastmaxsim.retrieval.static.files import DESCRIPTION_FILE as STATIC_
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 
 if TYPE_CHECKING:
+    from model2vec import StaticModel
     from pylate.models import ColBERT
     from sentence_transformers import MultiVectorEncoder
 
@@ -49,6 +50,9 @@ NEEDED = {"colbert": ("PyLate", "pylate"), "pages": ("colpali-engine", "colpali"
 CONFIG_FILE = "config_sentence_transformers.json"
 # By the class that saved a model, the kind of recipe that trains it.
 KIND_OF_CLASS = {"ColBERT": "colbert", "SparseEncoder": "splade", "MultiVectorEncoder": "multi_vector"}
+# The others that retrieve. A StaticModel is model2vec's.
+DENSE_CLASSES = ("SentenceTransformer", "StaticModel")
+RETRIEVING_CLASSES = (*KIND_OF_CLASS, *DENSE_CLASSES, "StaticLateInteraction")
 NO_TOKENIZER = "{} {} has no tokenizer that can be loaded; it must be saved beside the model."
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt")
 
@@ -123,19 +127,23 @@ def load_trained(section: ModelSection, checkpoint: Path, device: torch.device |
 
 
 def load_retriever(
-    name: str, device: torch.device | str, trust_remote_code: bool = False, key: str = "MODEL"
-) -> HostModel | StaticLateInteraction:
+    name: str, device: torch.device | str, trust_remote_code: bool = False, key: str = "MODEL", dense: bool = False
+) -> HostModel | StaticLateInteraction | SentenceTransformer | StaticModel:
     """The model in this folder or of this name on the Hub, as the class that saved it.
 
-    Beside Sentence Transformers 6 a ColBERT of PyLate is loaded as a MultiVectorEncoder, which scores the same. ``key`` is what
-    an error calls the model.
+    A StaticEmbedding of Sentence Transformers and a StaticModel of model2vec become a StaticLateInteraction, unless
+    ``dense``. Beside Sentence Transformers 6 a ColBERT of PyLate is loaded as a MultiVectorEncoder, which scores the same.
+    ``key`` is what an error calls the model.
     """
-    saved_by, path = saved_class(name, key), Path(name).expanduser()
+    saved_by, path = saved_class(name, key, dense), Path(name).expanduser()
     if saved_by == "StaticLateInteraction":
         with as_recipe_error(f"{key} {name} cannot be loaded", (ValueError, OSError)):
             return StaticLateInteraction.load(path, device)
+    if saved_by == "StaticModel":
+        return _load_model2vec(name, device, key, dense)
     section = ColBERTSection(name_or_path=str(path) if path.is_dir() else name, trust_remote_code=trust_remote_code)
-    host = SparseEncoder if saved_by == "SparseEncoder" else getattr(sentence_transformers, "MultiVectorEncoder", None)
+    hosts = {"SparseEncoder": SparseEncoder, "SentenceTransformer": SentenceTransformer}
+    host = hosts.get(saved_by, getattr(sentence_transformers, "MultiVectorEncoder", None))
     if host is None and saved_by == "ColBERT":
         return load_model(section, device, seed=0, key=key)
     if host is None:
@@ -149,18 +157,42 @@ def load_retriever(
         raise model_failure(key, section, error) from error
     if host is SparseEncoder:
         require_inner_product(model, key, name)
+    if host is SentenceTransformer and not dense and any(isinstance(each, nn.EmbeddingBag) for each in model.modules()):
+        with as_recipe_error(f"{key} {name} has no MaxSim; use --dense", (ValueError, TypeError)):
+            return StaticLateInteraction.from_static_embedding(model, threshold="lowest")
+    if host is SentenceTransformer and model.similarity_fn_name not in ("cosine", "dot"):
+        raise RecipeError(
+            f"{key} {name} must score by cosine or the inner product (dot), but its similarity is "
+            f"{model.similarity_fn_name}."
+        )
     return model
 
 
-def saved_class(name: str, key: str = "MODEL") -> str:
+def _load_model2vec(
+    name: str, device: torch.device | str, key: str, dense: bool
+) -> StaticLateInteraction | StaticModel:
+    try:
+        from model2vec import StaticModel
+    except ImportError as error:
+        raise RecipeError(f"{key} {name} is a model of model2vec: pip install model2vec ({error}).") from error
+    try:
+        model = StaticModel.from_pretrained(Path(name).expanduser() if Path(name).expanduser().is_dir() else name)
+    except Exception as error:  # of the Hub's client, or of a damaged file
+        raise model_failure(key, ColBERTSection(name_or_path=name), error) from error
+    return model if dense else StaticLateInteraction.from_model2vec(model, threshold="lowest").to(device)
+
+
+def saved_class(name: str, key: str = "MODEL", dense: bool = False) -> str:
     """The class that has saved the model in this folder or of this name on the Hub, one that retrieves."""
     saved_by = class_of(name, key)
-    if saved_by not in KIND_OF_CLASS and saved_by != "StaticLateInteraction":
+    if saved_by not in RETRIEVING_CLASSES:
         found = f"{CONFIG_FILE} says {saved_by}" if saved_by else f"it has no {CONFIG_FILE}"
         raise RecipeError(
-            f"{key} {name} must be a ColBERT that PyLate has saved, a MultiVectorEncoder or SparseEncoder that Sentence "
-            f"Transformers has saved or a StaticLateInteraction, but {found}."
+            f"{key} {name} must be a ColBERT that PyLate has saved, a model that retrieves and that Sentence Transformers or "
+            f"model2vec has saved, or a StaticLateInteraction, but {found}."
         )
+    if dense and saved_by not in DENSE_CLASSES:
+        raise RecipeError(f"--dense is for a StaticEmbedding or a model of model2vec, but {name} is a {saved_by}.")
     return saved_by
 
 
@@ -249,7 +281,11 @@ def model_type(name: str) -> str | None:
     if config is None:
         # As PyLate tells models of the original ColBERT.
         architectures = (json_of(name, "config.json") or {}).get("architectures") or [""]
-        return "ColBERT" if architectures[0] == "HF_ColBERT" else None
+        if architectures[0] == "HF_ColBERT":
+            return "ColBERT"
+        # Which model2vec writes for Sentence Transformers, and which itself also writes the file above.
+        first, *_ = json_of(name, "modules.json") or [{}]
+        return "StaticModel" if first.get("type", "").endswith("StaticEmbedding") else None
     # Earlier releases of PyLate and of Sentence Transformers did not write it; only PyLate writes lengths.
     return config.get("model_type", "ColBERT" if "document_length" in config else "SentenceTransformer")
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 import sentence_transformers
 import torch
-from sentence_transformers import SparseEncoder
+from sentence_transformers import SentenceTransformer, SparseEncoder
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,8 +24,8 @@ from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 from pylate_fastmaxsim.retrieval.search import search
-from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
-from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
+from pylate_fastmaxsim.retrieval.sparse.index import SparseIndex
+from pylate_fastmaxsim.retrieval.sparse.search import sparse_search
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 from pylate_fastmaxsim.sparse import SparseBatch
@@ -81,8 +83,9 @@ class Retriever:
     """
 
     kind = "late interaction"  # in reports
-    has_token_embeddings = True  # whether documents are token embeddings, and not sparse vectors
+    has_token_embeddings = True  # whether documents are dense vectors, one for each token, and not sparse ones
     has_vectors = True  # whether documents are vectors, which an index keeps, and not token ids
+    of_pages = False  # whether documents are images
     # Attributes of the host that change documents beside its modules.
     settings: tuple[str, ...] = ("document_length", "document_prefix", "skiplist_words")
     # How the host pools: PyLate leaves means as they are.
@@ -159,6 +162,11 @@ class Retriever:
         first = self.model[0]
         return first.sub_modules["document"][0] if isinstance(first, Router) else first
 
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of documents."""
+        return self.document_transformer.tokenizer
+
     def document_prompt_tokens(self) -> int:
         """Tokens that stand before the text of each document."""
         return int(self.model.document_prefix_id is not None)
@@ -215,10 +223,58 @@ class MultiVectorRetriever(SentenceTransformersRetriever):
         return encoded["input_ids"][encoded["attention_mask"].bool()]
 
 
+class DenseRetriever(SentenceTransformersRetriever):
+    """A SentenceTransformer: a text is one vector, as if it had one token."""
+
+    kind = "dense"
+    settings = ("similarity_fn_name",)
+
+    def _batch(self, output: Tensor) -> TokenBatch:
+        vectors = output.float()
+        self._require_finite(vectors)
+        if getattr(self.model, "similarity_fn_name", "cosine") == "cosine":
+            vectors = torch.nn.functional.normalize(vectors, dim=1)
+        return TokenBatch.from_packed(vectors, torch.arange(len(vectors) + 1, device=vectors.device))
+
+    def _host_output(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> Tensor:
+        return super()._host_output(texts, is_query, {**options, "convert_to_tensor": True})
+
+
+class Model2VecRetriever(DenseRetriever):
+    """A StaticModel of model2vec, which has cosines."""
+
+    def _host_output(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> Tensor:
+        return torch.from_numpy(self.model.encode(list(texts)))
+
+    def digest(self) -> str:
+        tables = {name: getattr(self.model, name) for name in ("embedding", "weights", "token_mapping")}
+        tables = {name: torch.from_numpy(table) for name, table in tables.items() if table is not None}
+        return self._digest([self.model.max_length, _rules(self.model.tokenizer)], tables)
+
+
 class PagesRetriever(Retriever):
     """A model of pages."""
 
+    of_pages = True
+    document_length = None
     pooling_options = {"normalize": True}
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.model.processor.tokenizer
+
+    def query_token_ids(self, text: str) -> Tensor:
+        batch = self.model.processor.process_queries([text])
+        return batch["input_ids"][0][batch["attention_mask"][0].bool()]
+
+    def patches(self, page: Image) -> Tensor:
+        """Where the token of each patch of a page is among those that ``encode`` makes of it, ``[rows, columns]``."""
+        processor = self.model.processor
+        batch = processor.process_images([page])
+        places = processor.get_image_mask(batch)[0][batch["attention_mask"][0].bool()].nonzero().flatten()
+        if "image_grid_thw" in batch:  # of a ColQwen2; those of a ColPali are a square
+            return places.view(*(batch["image_grid_thw"][0, 1:] // processor.image_processor.merge_size).tolist())
+        return places.view(isqrt(len(places)), -1)
 
     def _host_output(self, texts: Sequence[Any], is_query: bool, options: dict[str, Any]) -> list[Tensor]:
         return self.model.encode(texts, options["batch_size"], is_query)
@@ -282,6 +338,8 @@ class StaticRetriever(SparseRetriever):
     def _host_output(self, texts: Sequence[str], is_query: bool, options: dict[str, Any]) -> SparseBatch | TokenIds:
         # It may lack counts of tokens, or its tokenizer give ids beyond its tables.
         with as_recipe_error("The static model cannot encode"):
+            if not self.exact and self.model.threshold == -torch.inf:
+                raise ValueError("--no-exact needs a threshold; save a StaticLateInteraction that has one.")
             tokens = self.model.token_ids(texts)
             if is_query or self.has_vectors:
                 vectors = (self.model.queries if is_query else self.model.documents)(tokens)
@@ -317,7 +375,14 @@ def retriever_of(model: Any, finite: bool = False, exact: bool = True, pool_fact
         # Which Sentence Transformers has from release 6 on.
         getattr(sentence_transformers, "MultiVectorEncoder", Retriever): MultiVectorRetriever,
     }
-    kind = next((retriever for host, retriever in classes.items() if isinstance(model, host)), Retriever)
+    # PyLate's ColBERT is a SentenceTransformer.
+    kinds = {
+        SentenceTransformer: DenseRetriever,
+        getattr(sys.modules.get("model2vec"), "StaticModel", None): Model2VecRetriever,
+    }
+    kind = kinds.get(type(model)) or next(
+        (kind for host, kind in classes.items() if isinstance(model, host)), Retriever
+    )
     return kind(model, finite, exact, pool_factor)
 
 

@@ -1,7 +1,8 @@
 """Documents of several lengths: text appended and encoded again, or embeddings of the tokens of other documents."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pylate_fastmaxsim.diagnostics.robustness import draw_fillers, lengthened
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -11,8 +12,8 @@ from pylate_fastmaxsim.recipes.robustness.task import Append, Task
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
-def encode(retriever: Retriever, texts: list[str], batch_size: int, is_query: bool) -> Encoded:
-    """Encode texts, token embeddings in float32."""
+def encode(retriever: Retriever, texts: Sequence[Any], batch_size: int, is_query: bool) -> Encoded:
+    """Encode texts or pages, token embeddings in float32."""
     batch = retriever.encode(texts, batch_size, is_query=is_query, show_progress=True)
     return batch.with_values(batch.values.float()) if isinstance(batch, TokenBatch) else batch
 
@@ -41,16 +42,21 @@ class Lengthened:
             raise RecipeError(
                 f"--append tokens needs a model of token embeddings, and this one is {self.retriever.kind}; use --append text."
             )
-        length = self.retriever.document_length
-        if length is None:
+        length, of_pages = self.retriever.document_length, self.retriever.of_pages
+        if of_pages and self.append == "text":
+            raise RecipeError("--append text needs a model of texts, and this one is of pages; use --append tokens.")
+        if of_pages:
+            self.append = "tokens"
+        elif length is None:
             self.append = "text"
         else:
             self._choose_append(max(self.times) * length, has_tokens)
-        usable = sum(bool(text.split()) for text in self.task.fillers)
+        fillers = self.task.fillers
+        usable = len(fillers) if of_pages else sum(bool(text.split()) for text in fillers)
         # None may be the document itself.
         if max(self.times) > 1 and usable < 1 + any(own is not None for own in self.task.own):
             raise RecipeError(
-                f"{self.task.name} has no other document that is relevant for no query, so there is no text to append; leave "
+                f"{self.task.name} has no other document that is relevant for no query, so there is nothing to append; leave "
                 "the lengths out with --times 1."
             )
 

@@ -7,10 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pylate_fastmaxsim.diagnostics.injection import EVERYWHERE, RANDOM, TARGETED
-from pylate_fastmaxsim.recipes.robustness.measure import Pair
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.diagnostics.injection import EVERYWHERE, PARTIAL, RANDOM, SPIKE, TARGETED
+from pylate_fastmaxsim.diagnostics.robustness import RECALLS
+from pylate_fastmaxsim.recipes.robustness.measure import COMPARED, Pair
 from pylate_fastmaxsim.reporting.figures import hide_frame, write_png
-from pylate_fastmaxsim.reporting.numbers import METRICS
+from pylate_fastmaxsim.reporting.numbers import METRICS, format_number
 from pylate_fastmaxsim.reporting.page import Section, write_page
 from pylate_fastmaxsim.reporting.table import Rows, Table
 
@@ -20,22 +24,31 @@ if TYPE_CHECKING:
 
 ATTACKS = {
     TARGETED: "near query tokens",
+    PARTIAL: "near half of the query's tokens",
+    SPIKE: "near several query tokens at once",
     RANDOM: "random unit vectors",
     EVERYWHERE: "near query tokens, in gold documents too",
 }
+RECALLS_TITLE = " / ".join(f"Recall@{k}" for k in RECALLS)
+TEST = "p of Student's paired t-test against the first pooling, corrected for all pairs (Holm)"
 SHOWN_METRICS = ("ndcg@10", "recall@1")
 BOTH_METRICS = "{ndcg@10:.3f} / {recall@1:.3f}"
 SETTINGS = ("data", "appended", "document_length", "lengthened_document_length", "noise", "seed", "poolings")
 MOST_LETTERS = 300  # of a text of a pair
 MOST_LABELS = 48  # tokens of a query that still have room for their names
+PAGE_PIXELS = 400  # of the longer side of a page in the report
+WINNER = "#d9480f"
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """One table for the lengths, and one for each attack."""
+    """One table for the lengths, one for each attack, what is retained, and the poolings against the first."""
     title = f"{name_of(result)}: nDCG@10 / Recall@1 against document length"
     shown = [Table(title, length_rows(result), caption(result), left=0)]
     for attack, title in attacks_of(result).items():
         shown.append(Table(f"with injected tokens: {title}", injection_rows(result, attack), left=0))
+    shown.append(Table(f"{RECALLS_TITLE} retained", retained_rows(result)))
+    if result["pairs"]:
+        shown.append(Table(f"means over {result['queries']:,} queries, and {TEST}", compared_rows(result)))
     return shown
 
 
@@ -49,6 +62,34 @@ def injection_rows(result: dict[str, Any], attack: str) -> Rows:
     """nDCG@10 and Recall@1 of each number of injected tokens and pooling, and the hijack rate."""
     columns = {"tokens": "{tokens}", "hijack rate": "{hijack_rate:.3f}"}
     return _rows(result, _of(result, attack), "tokens", columns, BOTH_METRICS)
+
+
+def retained_rows(result: dict[str, Any]) -> Rows:
+    """The shares of Recall@k that are left of the longest documents, and with the most tokens of each attack."""
+    settings = {"{times} times as long": result["lengths"]}
+    settings |= {f"{{tokens}} tokens: {title}": _of(result, attack) for attack, title in attacks_of(result).items()}
+    table: list[tuple[str, ...]] = [("", *result["poolings"])]
+    for name, rows in settings.items():
+        last = rows[-len(result["poolings"]) :]
+        shares = ([row["retained"][f"recall@{k}"] for k in RECALLS] for row in last)
+        cells = (" / ".join(format_number("{:.0%}", share) for share in some) for some in shares)
+        table.append((name.format_map(last[0]), *cells))
+    return table
+
+
+def compared_rows(result: dict[str, Any]) -> Rows:
+    """The means of each pooling, and p of their differences from the first pooling."""
+    first = result["poolings"][0]
+    p_values = {(*row["models"], row["metric"]): row["corrected_p"] for row in result["pairs"]}
+    table: list[tuple[str, ...]] = [("", *(cell for metric in COMPARED for cell in (METRICS[metric], "p")))]
+    for pooling in result["poolings"]:
+        row = [pooling]
+        for metric in COMPARED:
+            values = result["by_query"][pooling][metric].values()
+            p = p_values.get((first, pooling, metric))
+            row += [f"{sum(values) / len(values):.3f}", "" if p is None else f"{p:.3f}" if p >= 0.001 else "< 0.001"]
+        table.append(tuple(row))
+    return table
 
 
 def _rows(result: dict[str, Any], rows: list[dict[str, Any]], key: str, columns: dict[str, str], cell: str) -> Rows:
@@ -84,7 +125,8 @@ def caption(result: dict[str, Any]) -> str:
     were_cut = f" {cut:,} of the longest documents were cut there." if cut else ""
     attacked = "" if result["injection"] else f" Nothing is injected: a {result['kind']} model has no token embeddings."
     return (
-        f"{result['queries']:,} queries, {result['documents']:,} documents of {result['data']}. {how}{lifted}.{were_cut}"
+        f"{result['queries']:,} queries, {result['documents']:,} {'pages' if result['of_pages'] else 'documents'} of "
+        f"{result['data']}. {how}{lifted}.{were_cut}"
         f"{attacked} It took {result['seconds']:.0f} s."
     )
 
@@ -128,8 +170,14 @@ def _sections(result: dict[str, Any]) -> list[Section]:
             "The share of each pooling's weight that is on injected tokens; the table is of tokens near query tokens."
         )
         rows = _rows(result, _of(result, TARGETED), "tokens", {"tokens": "{tokens}"}, "{injected_weight:.3f}")
-        draw = partial(_draw_hijacking, result)
-        sections.append(Section("What is hijacked", weights, rows, draw, (9, 3.4)))
+        sections.append(Section("What is hijacked", weights, rows))
+    sections.append(Section("What is retained", f"The share of {RECALLS_TITLE} that is left.", retained_rows(result)))
+    if result["pairs"]:
+        gradients = (
+            "The Gini coefficient is that of the gradient of a query's score with its gold document, by the document's "
+            f"tokens: 0 where all have the same, 1 where one has everything. Means over queries, and {TEST}."
+        )
+        sections.append(Section("Concentration of gradients", gradients, compared_rows(result)))
     return sections
 
 
@@ -137,8 +185,13 @@ def _pair_section(pair: Pair) -> Section:
     query, document = (
         text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..." for text in (pair.query, pair.document)
     )
-    note = f"The best document that is not gold, before and after {pair.injected} injected tokens: {document}"
-    return Section(f"Query: {query}", note, draw=partial(_draw_heat_maps, pair), size=(11, 4.5))
+    count = next(iter(pair.injected.values())).shape[1]
+    note = (
+        f"The best document that is not gold, before and after {count} injected tokens; a dot is the most similar token of a "
+        f"query token. {document}"
+    )
+    draw = _draw_heat_maps if pair.page is None else _draw_page
+    return Section(f"Query: {query}", note, draw=partial(draw, pair), size=(13, 4.5))
 
 
 def _draw_overview(result: dict[str, Any], figure: Figure) -> None:
@@ -154,44 +207,71 @@ def _draw_overview(result: dict[str, Any], figure: Figure) -> None:
     axes[0, 0].set_title("longer documents", fontsize=10)
     axes[-1, 0].set_xlabel("times as long")
     for place, title in enumerate(attacks.values(), start=1):
-        axes[0, place].set_title(title, fontsize=10)
+        axes[0, place].set_title(title.replace(", ", ",\n"), fontsize=10)
         axes[-1, place].set_xlabel("injected tokens")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
 
 
-def _draw_hijacking(result: dict[str, Any], figure: Figure) -> None:
-    """The share of the weight of each pooling on injected tokens; that of the largest similarity is dotted."""
-    for axes, attack in zip(figure.subplots(1, 2, sharey=True), (TARGETED, RANDOM), strict=True):
-        rows = _of(result, attack)
-        _draw_lines(axes, result, rows, "tokens", "injected_weight")
-        winners = {row["tokens"]: row["hijack_rate"] for row in rows}
-        axes.plot(list(winners), list(winners.values()), "k:", label="hijack rate")
-        axes.set_title(ATTACKS[attack], fontsize=10)
-        axes.set_xlabel("injected tokens")
-        axes.set_ylim(-0.02, 1.02)
-    axes.legend(frameon=False, fontsize=9)
+def _titled(pair: Pair) -> list[tuple[str, Tensor]]:
+    """Titles, and similarities of the tokens of the document and of injected ones, before and after each attack."""
+    shown = [("before", pair.similarities)]
+    for attack, injected in pair.injected.items():
+        hijacked = int((injected.amax(dim=1) > pair.similarities.amax(dim=1)).sum()) if injected.numel() else 0
+        title = f"{ATTACKS[attack]}\n{hijacked} of {len(injected)} query tokens hijacked"
+        shown.append((title, torch.cat((pair.similarities, injected), dim=1)))
+    return shown
 
 
 def _draw_heat_maps(pair: Pair, figure: Figure) -> None:
-    """Similarities of a pair before the attack and after it; a dot marks the winner of each query token."""
-    values, own = pair.similarities, pair.similarities.shape[1] - pair.injected
-    before, after = figure.subplots(1, 2, sharey=True, width_ratios=[own, values.shape[1]])
-    for axes, shown, title in ((before, values[:, :own], "before"), (after, values, "after")):
+    """Similarities of a pair before and after each attack; a dot marks the winner of each query token."""
+    shown, own = _titled(pair), pair.similarities.shape[1]
+    lowest, highest = (float(getattr(torch.cat([part for _, part in shown], 1), name)()) for name in ("min", "max"))
+    panels = figure.subplots(1, len(shown), sharey=True, width_ratios=[part.shape[1] for _, part in shown])
+    for axes, (title, values) in zip(panels, shown, strict=True):
         image = axes.imshow(
-            shown.numpy(), aspect="auto", interpolation="nearest", cmap="viridis",
-            vmin=float(values.min()), vmax=float(values.max()),
-        )  # fmt: skip
-        axes.plot(shown.argmax(dim=1), range(len(shown)), "o", color="#d9480f", markersize=3)
-        axes.set_title(title, fontsize=10)
+            values.numpy(), aspect="auto", interpolation="nearest", cmap="viridis", vmin=lowest, vmax=highest
+        )
+        axes.plot(values.argmax(dim=1), range(len(values)), "o", color=WINNER, markersize=3)
+        axes.set_title(title, fontsize=9)
         axes.set_xlabel("document token")
-    if pair.injected:
-        after.axvline(own - 0.5, color="white", linewidth=1.5)
-        after.set_xlabel(f"document token, the last {pair.injected} injected")
-    if len(pair.query_tokens) == len(values) <= MOST_LABELS:
-        before.set_yticks(range(len(values)), pair.query_tokens, fontsize=6)
-        for label in before.get_yticklabels():
+        if values.shape[1] > own:
+            axes.axvline(own - 0.5, color="white", linewidth=1.5)
+    if len(pair.query_tokens) == len(pair.similarities) <= MOST_LABELS:
+        panels[0].set_yticks(range(len(pair.query_tokens)), pair.query_tokens, fontsize=6)
+        for label in panels[0].get_yticklabels():
             label.set_parse_math(False)
-    figure.colorbar(image, ax=after, label="similarity")
+    figure.colorbar(image, ax=panels[-1], label="similarity")
+
+
+def _draw_page(pair: Pair, figure: Figure) -> None:
+    """The largest similarity of each patch of a page, before and after each attack; injected tokens stand below.
+
+    A dot marks each token that wins for a query token, larger if it wins for more.
+    """
+    shown, (rows, columns) = _titled(pair), pair.patches.shape
+    best = [values.amax(dim=0) for _, values in shown]
+    lowest, highest = (float(getattr(torch.cat(best), name)()) for name in ("min", "max"))
+    page = pair.page.convert("L")
+    page.thumbnail((PAGE_PIXELS, PAGE_PIXELS))
+    colours = {"cmap": "viridis", "vmin": lowest, "vmax": highest}
+    panels = figure.subplots(2, len(shown), height_ratios=[12, 1], squeeze=False)
+    for (axes, strip), (title, values), largest in zip(panels.T, shown, best, strict=True):
+        wins = values.argmax(dim=1).bincount(minlength=values.shape[1])
+        axes.imshow(page, cmap="gray", extent=(-0.5, columns - 0.5, rows - 0.5, -0.5), aspect="auto")
+        image = axes.imshow(largest[pair.patches].numpy(), alpha=0.7, aspect="auto", **colours)
+        _draw_wins(axes, wins[pair.patches])
+        axes.set_title(title, fontsize=9)
+        axes.set_axis_off()
+        strip.set_axis_off()
+        if injected := values.shape[1] - pair.similarities.shape[1]:
+            strip.imshow(largest[None, -injected:].numpy(), aspect="auto", **colours)
+            _draw_wins(strip, wins[None, -injected:])
+    figure.colorbar(image, ax=panels[:, -1], label="similarity")
+
+
+def _draw_wins(axes: Axes, wins: Tensor) -> None:
+    places = wins.nonzero()
+    axes.scatter(places[:, 1], places[:, 0], s=12 * wins[wins > 0], color=WINNER)
 
 
 def _draw_lines(axes: Axes, result: dict[str, Any], rows: list[dict[str, Any]], x: str, y: str) -> None:

@@ -1,8 +1,10 @@
-"""The settings and the data of a measurement: texts of queries and documents, who is relevant for whom, and texts to append."""
+"""The settings and the data of a measurement: queries and documents, who is relevant for whom, and what to append."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -12,21 +14,32 @@ from torch import Tensor
 from pylate_fastmaxsim.diagnostics.injection import COUNTS, NOISE
 from pylate_fastmaxsim.diagnostics.robustness import TIMES
 from pylate_fastmaxsim.pooling import Pooling
-from pylate_fastmaxsim.recipes.data.collection import Collection, document_texts, is_the_query, titles
+from pylate_fastmaxsim.recipes.data.collection import (
+    PAGES,
+    Collection,
+    document_texts,
+    is_of_pages,
+    is_the_query,
+    titles,
+)
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.evaluation.evaluate import collection_of_pages
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Append = Literal["auto", "text", "tokens"]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Queries and documents, of which each query has a gold one."""
+    """Queries and documents, texts or pages, of which each query has a gold one."""
 
     name: str  # of the data, for the report
-    queries: list[str]
-    documents: list[str]
+    queries: dict[str, str]  # texts by their ids
+    documents: Sequence[str] | Sequence[Image]
     grades: Tensor  # [Nq, Nd], as in pylate_fastmaxsim.diagnostics.robustness
-    fillers: list[str]  # texts that are gold for no query, which are appended to others
+    fillers: Sequence[str] | Sequence[Image]  # which are gold for no query, and are appended to others
     own: list[int | None]  # which of the fillers each document is itself
 
 
@@ -47,17 +60,22 @@ class Settings:
     max_documents: int = 2000
 
 
-def texts_trained_on(rows: Dataset, held_out: Collection, settings: Settings) -> list[str]:
+def trained_on(rows: Dataset, held_out: Collection, settings: Settings) -> Sequence[str] | Sequence[Image]:
     """Positives of rows that were trained on, without those that are held out."""
     some = rows.select(_drawn(len(rows), settings.max_documents, settings.seed))
+    if is_of_pages(held_out.corpus):
+        corpus, own = collection_of_pages(some).corpus, {*held_out.corpus["_id"][:]}
+        return corpus.select([place for place, name in enumerate(corpus["_id"][:]) if name not in own])[PAGES]
     column = some.select_columns([rows.column_names[1]])[:][rows.column_names[1]]
     texts = (text if isinstance(text, str) else text[0] for text in column)
     own = {*held_out.corpus["text"][:]}
     return [text for text in dict.fromkeys(texts) if text not in own]
 
 
-def collection_task(name: str, collection: Collection, settings: Settings, fillers: list[str] | None = None) -> Task:
-    """The task of a collection; the texts to append are ``fillers``, or its documents that are relevant for no query."""
+def collection_task(
+    name: str, collection: Collection, settings: Settings, fillers: Sequence[str] | Sequence[Image] | None = None
+) -> Task:
+    """The task of a collection; what is appended are ``fillers``, or its documents that are relevant for no query."""
     place = {str(name): number for number, name in enumerate(collection.corpus["_id"])}
     gold = {
         query: {place[name]: grade for name, grade in grades.items() if grade > 0 and name in place}
@@ -73,8 +91,10 @@ def collection_task(name: str, collection: Collection, settings: Settings, fille
     order = np.random.default_rng(settings.seed).permutation(len(place)).tolist()
     others = [document for document in order if document not in kept]
     documents = sorted(kept | set(others[: max(0, settings.max_documents - len(kept))]))
-    rows = collection.corpus.select(documents)[:]
-    texts, column = document_texts(rows), {document: number for number, document in enumerate(documents)}
+    rows, pages = collection.corpus.select(documents), is_of_pages(collection.corpus)
+    rows = rows if pages else rows[:]
+    contents = rows[PAGES] if pages else document_texts(rows)
+    column = {document: number for number, document in enumerate(documents)}
     grades = torch.zeros(len(queries), len(documents))
     for row, query in enumerate(queries):
         for document, grade in gold[query].items():
@@ -89,8 +109,8 @@ def collection_task(name: str, collection: Collection, settings: Settings, fille
         free = sorted([document for document in order if document not in relevant][: settings.max_documents])
         own = {column[document]: filler for filler, document in enumerate(free) if document in column}
         fillers = document_texts(collection.corpus.select(free)[:])
-    asked = [collection.queries[query] for query in queries]
-    return Task(name, asked, texts, grades, fillers, [own.get(number) for number in range(len(texts))])
+    asked_texts = {query: collection.queries[query] for query in queries}
+    return Task(name, asked_texts, contents, grades, fillers, [own.get(number) for number in range(len(documents))])
 
 
 def _drawn(count: int, most: int, seed: int) -> list[int]:

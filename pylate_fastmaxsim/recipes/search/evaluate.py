@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,17 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_by_query, require_ids_of_one_word, write_run
 from pylate_fastmaxsim.recipes.files import prepare_file
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
+from pylate_fastmaxsim.recipes.search.plaid import overlap
 from pylate_fastmaxsim.recipes.search.pool_curve import write_pool_curve
-from pylate_fastmaxsim.recipes.search.run import METRICS_BY_DEPTH, Options, Progress, Search, best_device, check_format
+from pylate_fastmaxsim.recipes.search.run import (
+    METRICS_BY_DEPTH,
+    Options,
+    Progress,
+    Search,
+    best_device,
+    check_first_stage,
+    check_format,
+)
 from pylate_fastmaxsim.recipes.search.significance import Scores, compare
 from pylate_fastmaxsim.recipes.targets import Target, short_name
 
@@ -44,7 +53,8 @@ def evaluate(
     Returns
     -------
     ``collection`` (its name), ``queries`` and ``documents`` (how many); ``models``: of each its ``label``, the summary
-    of its search and its ``metrics``; ``test`` and ``pairs``: each two models by each metric
+    of its search and its ``metrics``, with ``options.first_stage`` also those of late interaction after it, and what
+    share of the best of an exhaustive search that finds; ``test`` and ``pairs``: each two models by each metric
     (:func:`~pylate_fastmaxsim.recipes.search.significance.compare`). A factor is compared with the first of its model, and
     models at the same factor.
     """
@@ -59,6 +69,7 @@ def evaluate(
     ]
     if options.format is not None:
         check_format(options.format, options.index)
+    check_first_stage(options)
     if options.run is not None:
         require_ids_of_one_word(collection)
         _prepare_runs(options, targets)
@@ -72,15 +83,19 @@ def evaluate(
         prepare_file("--plot", plot, options.inputs)
     models: list[dict[str, Any]] = []
     scores: Scores = {}
+    of_target: dict[str, Target] = {}
     for target in targets:
-        summary, scores[target.label] = _evaluate(target, collection, options, progress)
-        models.append(summary)
+        for summary, by_query in _evaluate(target, collection, options, progress):
+            models.append(summary)
+            scores[summary["label"]], of_target[summary["label"]] = by_query, target
     if per_query is not None:
         write_per_query(per_query, scores)
     pairs = [
-        (one.label, other.label)
-        for one, other in combinations(targets, 2)
-        if not pool_factors or one.pool_factor == (pool_factors[0] if one.path == other.path else other.pool_factor)
+        (one, other)
+        for one, other in combinations(of_target, 2)
+        if pool_factors is None
+        or of_target[one].pool_factor
+        in (of_target[other].pool_factor, *(pool_factors[:1] if of_target[one].path == of_target[other].path else ()))
     ]
     result = {
         "collection": name,
@@ -97,14 +112,13 @@ def evaluate(
 
 def _evaluate(
     target: Target, collection: Collection, options: Options, progress: Progress
-) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-    """The summary of a model, and its metrics by query."""
+) -> Iterator[tuple[dict[str, Any], dict[str, dict[str, float]]]]:
+    """The summary of a model, and its metrics by query; then those behind a first stage."""
     model = target.load(best_device(), options.trust_remote_code)
     model = retriever_of(model, finite=True, exact=options.exact, pool_factor=target.pool_factor)
     options = replace(
         options,
         k=max(METRICS_BY_DEPTH.values()),
-        run=None if options.run is None else _run_file(options.run, target),
         index=options.index if model.has_vectors else None,
         format=options.format if model.has_token_embeddings else None,
         batch_size=options.batch_size or target.batch_size,
@@ -115,32 +129,46 @@ def _evaluate(
     def progress_of_model(task: str, total: int, done: int = 0) -> Callable[[int], None]:
         return progress(f"{target.label}: {task}", total, done)
 
-    task = Search(target.path, model, collection, options, progress_of_model)
-    if options.index is not None:
-        task.options = replace(options, index=options.index / _index_name(target, task))
-    found = task.ranking()
-    if options.run is not None:
-        write_run(options.run, found)
-    by_query = metrics_by_query(found, collection, list(METRICS_BY_DEPTH))
-    means = {metric: sum(values.values()) / len(values) for metric, values in by_query.items()}
-    return {"label": target.label, **task.summary(), "pooling": str(target.pooling), "metrics": means}, by_query
+    stages = (None, options.first_stage) if options.first_stage and model.has_token_embeddings else (None,)
+    exhaustive: Search | None = None
+    for stage in stages:
+        label = _label(target, stage)
+        run = None if options.run is None else _run_file(options.run, label)
+        task = Search(target.path, model, collection, replace(options, first_stage=stage, run=run), progress_of_model)
+        if options.index is not None:
+            task.options = replace(task.options, index=options.index / _index_name(target, task))
+        if exhaustive is not None:
+            task.queries = exhaustive.queries
+        found = task.ranking()
+        if run is not None:
+            write_run(run, found)
+        by_query = metrics_by_query(found, collection, list(METRICS_BY_DEPTH))
+        means = {metric: sum(values.values()) / len(values) for metric, values in by_query.items()}
+        shares = {} if exhaustive is None else overlap(exhaustive.positions, task.positions)
+        yield {"label": label, **task.summary(), **shares, "pooling": str(target.pooling), "metrics": means}, by_query
+        exhaustive = task
 
 
-def _run_file(folder: Path, target: Target) -> Path:
-    return folder / f"{target.label.replace('/', '-')}.trec"
+def _label(target: Target, first_stage: str | None) -> str:
+    return target.label if first_stage is None else f"{target.label} after {first_stage}"
+
+
+def _run_file(folder: Path, label: str) -> Path:
+    return folder / f"{label.replace('/', '-')}.trec"
 
 
 def _prepare_runs(options: Options, targets: Sequence[Target]) -> None:
     """Make the folder of run files. RecipeError if one cannot be written, or would be that of two models."""
     labels: dict[Path, str] = {}
-    for target in targets:
-        file = _run_file(options.run, target)
+    for target, stage in product(targets, {None: None, options.first_stage: None}):
+        label = _label(target, stage)
+        file = _run_file(options.run, label)
         prepare_file("--run", file, options.inputs)
         if file in labels:
             raise RecipeError(
-                f"--run: {labels[file]} and {target.label} would be written to one file, {file}; evaluate them apart."
+                f"--run: {labels[file]} and {label} would be written to one file, {file}; evaluate them apart."
             )
-        labels[file] = target.label
+        labels[file] = label
 
 
 def _index_name(target: Target, task: Search) -> str:

@@ -13,12 +13,12 @@ from pylate_fastmaxsim.files.record import read_record, write_record
 from pylate_fastmaxsim.recipes.compression import needs_codec, train_codec
 from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
 from pylate_fastmaxsim.recipes.files import hold_lock
-from pylate_fastmaxsim.recipes.models.retriever import Encoded, Retriever
+from pylate_fastmaxsim.recipes.models.retriever import Encoded
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE as CORPUS_FILE
 from pylate_fastmaxsim.retrieval.formats.format import CODEC_FILE, DTYPES
-from pylate_fastmaxsim.retrieval.sparse_files import DESCRIPTION_FILE as SPARSE_FILE
-from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
+from pylate_fastmaxsim.retrieval.sparse.files import DESCRIPTION_FILE as SPARSE_FILE
+from pylate_fastmaxsim.retrieval.sparse.index import SparseIndex
 
 DESCRIPTION_FILE = "search.json"  # written first
 LOCK_FILE = "lock"
@@ -46,7 +46,7 @@ class Description:
     @property
     def is_sparse(self) -> bool:
         """Tell whether documents are sparse vectors."""
-        return self.kind != Retriever.kind
+        return self.stored is None
 
 
 def open_or_build(

@@ -17,9 +17,15 @@ from pylate_fastmaxsim import enabled
 from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import SAMPLE_DOCUMENTS
-from pylate_fastmaxsim.recipes.config.schema import CompressedFormat
-from pylate_fastmaxsim.recipes.data.collection import Collection, corpus_digest
+from pylate_fastmaxsim.recipes.config.schema import CompressedFormat, FirstStageSection
+from pylate_fastmaxsim.recipes.data.collection import Collection, corpus_digest, document_texts
 from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
+from pylate_fastmaxsim.recipes.evaluation.first_stage import (
+    best_candidates,
+    first_stage_named,
+    load_first_stage,
+    search_device,
+)
 from pylate_fastmaxsim.recipes.evaluation.ranking import (
     Ranking,
     encode_corpus,
@@ -32,6 +38,7 @@ from pylate_fastmaxsim.recipes.evaluation.ranking import (
 from pylate_fastmaxsim.recipes.files import prepare_file
 from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import (
+    BATCHES_AT_ONCE,
     Encoded,
     NotFiniteError,
     Retriever,
@@ -41,12 +48,14 @@ from pylate_fastmaxsim.recipes.models.retriever import (
 from pylate_fastmaxsim.recipes.search.index import Description, open_or_build
 from pylate_fastmaxsim.recipes.search.plaid import open_plaid, overlap
 from pylate_fastmaxsim.retrieval.corpus import Corpus
-from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
+from pylate_fastmaxsim.retrieval.search import rounded, selected
+from pylate_fastmaxsim.retrieval.sparse.index import SparseIndex
 
 # The tasks, in the order of the report. INDEX is to write the index, and to open it.
 ENCODE_QUERIES, ENCODE_DOCUMENTS, INDEX, SEARCH = "encode queries", "encode documents", "index", "search"
 # For the codec of an index; the own search of one of PLAID.
 ENCODE_SAMPLE, PRUNED = "encode a sample", "PLAID's search"
+FIRST_STAGE = "first stage"
 # By how many ranks they look at.
 METRICS_BY_DEPTH = {"ndcg@10": 10, "mrr@10": 10, "recall@100": 100, "recall@1000": 1000}
 # Of token embeddings in an index. The first is the default.
@@ -70,8 +79,11 @@ class Options:
     batch_size: int | None = 32  # None of evaluate: that of a recipe, or 32
     trust_remote_code: bool = False
     exact: bool = True
+    dense: bool = False
     pool_factor: float = 1  # tokens of a document a vector
     plaid: Path | None = None
+    first_stage: str | None = None  # as first_stage_named takes it
+    candidates: int | None = None  # of each query, by the first stage; None: 1000
     pooling: Pooling = Max()  # of late interaction
     inputs: Sequence[Path | None] = ()  # what is read, and so not written to
 
@@ -85,7 +97,7 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
     if options.run is not None:
         require_ids_of_one_word(collection)
         prepare_file("--run", options.run, options.inputs)
-    model = load_retriever(name, best_device(), options.trust_remote_code)
+    model = load_retriever(name, best_device(), options.trust_remote_code, dense=options.dense)
     model = retriever_of(model, finite=True, exact=options.exact, pool_factor=options.pool_factor)
     _check_options(options, model)
     task = Search(name, model, collection, options, progress)
@@ -116,11 +128,23 @@ def _check_options(options: Options, retriever: Retriever) -> None:
             "--index keeps vectors, of which a static model needs none for MaxSim; leave it out, or add --no-exact."
         )
     if options.plaid is not None and (
-        options.index is not None or options.pool_factor > 1 or not retriever.has_token_embeddings
+        options.index is not None or options.pool_factor > 1 or retriever.kind != Retriever.kind
     ):
         raise RecipeError("--plaid is an index of its own; it needs a ColBERT and no --index or --pool-factor.")
+    check_first_stage(options)
+    if options.first_stage is not None and (options.plaid is not None or not retriever.has_token_embeddings):
+        raise RecipeError("--first-stage is for late interaction, and for no index of PLAID.")
     if options.format is not None:
         check_format(options.format, options.index if retriever.has_token_embeddings else None)
+
+
+def check_first_stage(options: Options) -> FirstStageSection | None:
+    """The first stage that is asked for. RecipeError if it is none, or candidates are without one."""
+    if options.first_stage is not None:
+        return first_stage_named(options.first_stage, options.candidates or 1000)
+    if options.candidates is not None:
+        raise RecipeError("--candidates are those of a first stage; name it with --first-stage.")
+    return None
 
 
 def check_format(name: str, index: Path | None) -> None:
@@ -195,7 +219,8 @@ class Search:
         plugin = nullcontext() if self.model.kind == StaticRetriever.kind else enabled()
         try:
             with plugin:
-                scores, self.positions = self._search()
+                search = self._search if self.options.first_stage is None else self._search_candidates
+                scores, self.positions = search()
         except NotFiniteError:
             raise RecipeError(
                 f"MODEL {self.name}: some embeddings are NaN or infinite, as after a training that diverged."
@@ -224,13 +249,13 @@ class Search:
             "vectors": self.vectors or None,
             "index": None if options.index is None else str(options.index),
             "run": None if options.run is None else str(options.run),
+            "first_stage": options.first_stage,
             "seconds": self.clock.seconds,
         }
 
     def _search(self) -> tuple[Tensor, Tensor]:
         """Scores and positions, one more for each query than is asked for: it may be a document itself."""
-        self.queries = queries = self._queries()
-        depth = min(self.options.k, len(self.collection.corpus)) + 1
+        queries, depth = self._queries(), self._depth()
         if self.options.index is None and self.plaid is None:
             with self.clock.during(SEARCH):
                 return self.model.search(queries, self._encode_from(0), depth, self.options.pooling)
@@ -241,6 +266,32 @@ class Search:
         # A damaged file may be read late.
         with as_recipe_error("--index" if self.plaid is None else "--plaid"), self.clock.during(SEARCH):
             return self.model.search(queries, documents, depth, self.options.pooling, searched)
+
+    def _search_candidates(self) -> tuple[Tensor, Tensor]:
+        """Likewise, of the candidates of the first stage. Without an index only these are encoded."""
+        options, device, corpus = self.options, self.clock.device, self.collection.corpus
+        queries, texts = self._queries(), list(self.collection.queries.values())
+        section = check_first_stage(options)
+        tokenizer = getattr(self.model.model, "tokenizer", None)  # pages have none
+        if section.kind == "bm25" and tokenizer is None:
+            raise RecipeError("--first-stage bm25 counts tokens of texts, but MODEL is of pages.")
+        stage = load_first_stage("--first-stage", section, tokenizer, options.batch_size, device)
+        done = self.progress(FIRST_STAGE, len(corpus))
+        with self.clock.during(FIRST_STAGE):
+            batches = []
+            for rows in corpus.iter(BATCHES_AT_ONCE * options.batch_size):
+                batches.append(stage.documents(document_texts(rows)).to("cpu"))
+                done(len(batches[-1]))
+            index = SparseIndex.build(stage.weighted(lambda: iter(batches)), device=search_device(device))
+            _, candidates = index.search(stage.queries(texts).to(index.device), section.k)
+        if options.index is None:
+            documents = self._encode_chosen
+        else:
+            with self.clock.during(INDEX):
+                held = self._open_index()
+            queries, documents = rounded(queries, held), partial(selected, held, device=queries.device)
+        with as_recipe_error("--index"), self.clock.during(SEARCH):
+            return best_candidates(queries, candidates, documents, self._depth(), options.pooling)
 
     def compare_with_pruning(self, metrics: Callable[[Ranking], dict[str, float] | None]) -> dict[str, Any]:
         """The share of the exhaustive ranking that PLAID's own search finds, and its metrics; or the reason against it."""
@@ -257,12 +308,18 @@ class Search:
     def _open_index(self) -> SparseIndex | Corpus:
         return open_or_build(self.options.index, self.description, self._encode_from, self._sample, self.clock.device)
 
+    def _depth(self) -> int:
+        return min(self.options.k, len(self.collection.corpus)) + 1
+
     def _queries(self) -> Encoded:
+        if self.queries is not None:
+            return self.queries
         texts = list(self.collection.queries.values())
         encoded = self.progress(ENCODE_QUERIES, len(texts))
         with self.clock.during(ENCODE_QUERIES):
             queries = self.model.encode(texts, self.options.batch_size, is_query=True)
         encoded(len(queries))
+        self.queries = queries
         return queries
 
     def _encode_from(self, begin: int) -> Iterator[Encoded]:
@@ -275,6 +332,12 @@ class Search:
             self.encoded += len(batch)
             if self.model.has_token_embeddings:
                 self.vectors += int(batch.lengths.sum())
+
+    def _encode_chosen(self, positions: Tensor) -> Iterator[Encoded]:
+        batches = encode_corpus(self.model, self.collection.corpus.select(positions), self.options.batch_size)
+        for batch in self._with_progress(ENCODE_DOCUMENTS, batches, len(positions)):
+            yield batch
+            self.encoded += len(batch)
 
     def _sample(self) -> Iterator[Encoded]:
         corpus = self.collection.corpus

@@ -101,4 +101,5 @@ class LogGradientConcentration(TrainerCallback):
             for figures in map(asdict, measured)
             for of in [figures.pop("of")]
             for name, value in figures.items()
+            if name != "ginis"
         }

@@ -5,8 +5,10 @@ A table of neighbours says which query tokens are similar enough to each documen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -122,6 +124,24 @@ def _sparse(dense: Tensor) -> SparseBatch:
     offsets = torch.searchsorted(places, torch.arange(count + 1, device=dense.device) * vocabulary)
     terms = (places % vocabulary).to(torch.uint16 if vocabulary <= LARGEST_OF_UINT16 else torch.int32)
     return SparseBatch._trusted(offsets, terms, dense[places], vocabulary)
+
+
+def checked_threshold(
+    where: str, threshold: float | str, keep: str, query_vectors: Tensor, document_vectors: Tensor
+) -> float:
+    """A threshold that similarities of both tables exceed; -inf of ``"lowest"``."""
+    number = -torch.inf if threshold == "lowest" else threshold
+    if isinstance(number, bool) or not isinstance(number, Real) or number != number:
+        raise ValueError(f'{where}: threshold must be a number or "lowest", got {threshold!r}.')
+    if keep == "value" and number <= 0:
+        raise ValueError(f'{where}: with BM25 or keep="value" the threshold must be above 0, got {number}.')
+    largest = math.prod(float(each.norm(dim=1).max()) for each in (query_vectors, document_vectors))
+    if keep == "excess" and query_vectors.shape[1] and number > largest - 2.0**-20:
+        raise ValueError(
+            f"{where}: threshold must be below {largest:.6g}, which only rounding exceeds; equal tokens alone match with "
+            f'keep="value", got {number}.'
+        )
+    return float(number)
 
 
 def token_thresholds(query_vectors: Tensor, document_vectors: Tensor, threshold: float, cap: int | None) -> Tensor:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from numbers import Real
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import require_count, require_tensor
-from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
-from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
+from pylate_fastmaxsim._checks import require_count
+from pylate_fastmaxsim.retrieval.sparse.index import SparseIndex
+from pylate_fastmaxsim.retrieval.sparse.search import sparse_search
 from pylate_fastmaxsim.retrieval.static import files
 from pylate_fastmaxsim.retrieval.static.documents import (
     Neighbours,
+    checked_threshold,
     equal_tokens,
     from_maxsim,
     from_neighbours,
@@ -29,12 +28,21 @@ from pylate_fastmaxsim.retrieval.static.documents import (
     token_thresholds,
 )
 from pylate_fastmaxsim.retrieval.static.rows import rows_search
+from pylate_fastmaxsim.retrieval.static.tables import (
+    of_model2vec,
+    of_static_embedding,
+    query_weights_of,
+    require_tables,
+    scaled_documents,
+    token_list,
+    unit,
+)
 from pylate_fastmaxsim.retrieval.static.tokens import (
     BM25,
     Statistics,
     TokenIds,
-    check_ids,
-    tokenize,
+    are_texts,
+    tokens_of,
     without_truncation,
 )
 from pylate_fastmaxsim.sparse import SparseBatch
@@ -132,20 +140,7 @@ class StaticLateInteraction:
     ) -> None:
         where = "StaticLateInteraction"
         document_vectors = query_vectors if document_vectors is None else document_vectors
-        for name, value in (("query_vectors", query_vectors), ("document_vectors", document_vectors)):
-            require_tensor(where, name, value, "[V, d]")
-            if value.dim() != 2 or len(value) == 0 or not value.is_floating_point():
-                raise ValueError(
-                    f"{where}: {name} must be [V, d], floating point, V at least 1, got {value.dtype} of shape "
-                    f"{tuple(value.shape)}."
-                )
-            if not bool(value.isfinite().all()):
-                raise ValueError(f"{where}: {name} must be finite.")
-        if query_vectors.shape != document_vectors.shape or query_vectors.device != document_vectors.device:
-            raise ValueError(
-                f"{where}: both tables must have one shape and device, got {tuple(query_vectors.shape)} on "
-                f"{query_vectors.device} and {tuple(document_vectors.shape)} on {document_vectors.device}."
-            )
+        require_tables(where, query_vectors, document_vectors)
         self.vocabulary, self.device = len(query_vectors), query_vectors.device
         self.tokenizer = without_truncation(tokenizer)
         self.neighbours = None if neighbours is None else require_count(where, "neighbours", neighbours)
@@ -153,55 +148,27 @@ class StaticLateInteraction:
         if keep not in ("excess", "value"):
             raise ValueError(f'{where}: keep must be "excess" or "value", got {keep!r}.')
         self.keep = keep if self.bm25_weights is None else "value"
-        self.skiplist = self._token_list(where, "skiplist", skiplist)
-        self.query_skiplist = self._token_list(where, "query_skiplist", query_skiplist)
+        self.skiplist = token_list(where, "skiplist", skiplist, self.vocabulary)
+        self.query_skiplist = token_list(where, "query_skiplist", query_skiplist, self.vocabulary)
         self.statistics: Statistics | None = None
+        weights = None if self.bm25_weights is not None else document_weights
         with torch.no_grad():
-            self._set_vectors(where, query_vectors, document_vectors, normalize, document_weights)
-            self._set_query_weights(where, query_vectors, normalize, query_weights)
-            self._set_threshold(where, threshold)
-
-    def _set_vectors(self, where: str, queries: Tensor, documents: Tensor, normalize: bool, weights: object) -> None:
-        factors = None
-        if isinstance(weights, Tensor):
-            factors = self._weights(where, "document_weights", weights)
-        elif weights not in (None, "norms", self.bm25_weights):
-            raise ValueError(f'{where}: document_weights must be None, a BM25, "norms" or a tensor, got {weights!r}.')
-        self.query_vectors = self.document_vectors = _unit(queries) if normalize else queries.float()
-        if documents is not queries or (weights is not None and self.bm25_weights is None):
-            scaled = _unit(documents) if normalize and not isinstance(weights, str) else documents.float()
-            self.document_vectors = scaled if factors is None else (scaled * factors[:, None]).float()
-
-    def _set_query_weights(self, where: str, queries: Tensor, normalize: bool, weights: object) -> None:
-        self.uses_idf = isinstance(weights, str) and weights == "idf"
-        self._query_weights = None
-        if isinstance(weights, Tensor):
-            self._query_weights = self._weights(where, "query_weights", weights).to("cpu")
-        elif isinstance(weights, str) and weights == "norms":
-            if not normalize:
-                raise ValueError(f'{where}: query_weights="norms" needs normalize=True; otherwise vectors keep norms.')
-            self._query_weights = queries.double().norm(dim=1).to("cpu")
-        elif weights is not None and not self.uses_idf:
-            raise ValueError(f'{where}: query_weights must be None, "idf", "norms" or a tensor, got {weights!r}.')
-
-    def _weights(self, where: str, name: str, weights: Tensor) -> Tensor:
-        weights = weights.detach().to(self.device).double()
-        if weights.shape != (self.vocabulary,) or not bool((weights.isfinite() & (weights >= 0)).all()):
-            raise ValueError(
-                f"{where}: {name} must be [V] with V = {self.vocabulary}, finite and at least 0, got shape "
-                f"{tuple(weights.shape)}{'' if weights.shape != (self.vocabulary,) else ' with other numbers'}."
+            self.query_vectors = unit(query_vectors) if normalize else query_vectors.float()
+            # One table where both are equal.
+            same = document_vectors is query_vectors and weights is None
+            self.document_vectors = (
+                self.query_vectors if same else scaled_documents(where, document_vectors, normalize, weights)
             )
-        return weights
-
-    def _token_list(self, where: str, name: str, tokens: Iterable[int]) -> list[int]:
-        tokens = sorted({*tokens})
-        if tokens and (tokens[0] < 0 or tokens[-1] >= self.vocabulary):
-            raise ValueError(f"{where}: {name} must be token ids from 0 to {self.vocabulary - 1}, got {tokens}.")
-        return tokens
+            self.uses_idf = isinstance(query_weights, str) and query_weights == "idf"
+            self._query_weights = query_weights_of(where, query_vectors, normalize, query_weights)
+            self._set_threshold(where, threshold)
 
     @classmethod
     def from_static_embedding(cls, module: object, **options: object) -> StaticLateInteraction:
         """The table and tokenizer of a ``StaticEmbedding`` of Sentence Transformers, or of a model that begins with one.
+
+        Of a model that begins with a ``Router`` for queries and documents, both tables. A ``Normalize`` that follows is left
+        out; anything else is a TypeError.
 
         ``options`` are those of the constructor, such as ``threshold``.
 
@@ -216,13 +183,8 @@ class StaticLateInteraction:
         >>> model.search(["bees"], ["bread", "wasps", "bees bees"], k=2)[1]
         tensor([[2, 1]])
         """
-        table = module[0] if isinstance(module, torch.nn.Sequential) and len(module) else module
-        if not hasattr(table, "embedding"):
-            raise TypeError(
-                "StaticLateInteraction.from_static_embedding: module must be a StaticEmbedding or a SentenceTransformer that "
-                f"begins with one, got {type(module).__name__}."
-            )
-        return cls(table.embedding.weight, tokenizer=table.tokenizer, **options)
+        where = "StaticLateInteraction.from_static_embedding"
+        return cls(*of_static_embedding(where, module), **options)
 
     @classmethod
     def from_model2vec(cls, model: object, **options: object) -> StaticLateInteraction:
@@ -232,12 +194,7 @@ class StaticLateInteraction:
         the norm of its vector: ``query_weights="norms"`` and ``document_weights="norms"`` use it. ``options`` are those
         of the constructor, such as ``threshold``.
         """
-        vectors = torch.as_tensor(model.embedding).float()
-        if getattr(model, "token_mapping", None) is not None:
-            vectors = vectors[torch.as_tensor(model.token_mapping).long()]
-        if getattr(model, "weights", None) is not None:
-            vectors = vectors * torch.as_tensor(model.weights).float()[:, None]
-        unknown = [] if model.unk_token_id is None else [model.unk_token_id]
+        vectors, unknown = of_model2vec(model)
         for name in ("skiplist", "query_skiplist"):
             options[name] = [*options.get(name, ()), *unknown]
         return cls(vectors, tokenizer=model.tokenizer, **options)
@@ -274,7 +231,7 @@ class StaticLateInteraction:
             All documents: texts, their token ids, or an iterable of batches of either, counted one after the other.
         """
         where = "StaticLateInteraction.fit"
-        batches = [texts] if isinstance(texts, TokenIds) or _are_texts(texts) else texts
+        batches = [texts] if isinstance(texts, TokenIds) or are_texts(texts) else texts
         statistics = Statistics(0, 0, torch.zeros(self.vocabulary, dtype=torch.int64, device="cpu"))
         for batch in batches:
             statistics = statistics.plus(self._document_tokens(where, batch))
@@ -476,19 +433,7 @@ class StaticLateInteraction:
         return model
 
     def _set_threshold(self, where: str, threshold: float | str) -> None:
-        if threshold == "lowest":
-            threshold = -torch.inf
-        elif isinstance(threshold, bool) or not isinstance(threshold, Real) or threshold != threshold:
-            raise ValueError(f'{where}: threshold must be a number or "lowest", got {threshold!r}.')
-        self.threshold = float(threshold)
-        if self.keep == "value" and self.threshold <= 0:
-            raise ValueError(f'{where}: with BM25 or keep="value" the threshold must be above 0, got {threshold}.')
-        largest = math.prod(float(each.norm(dim=1).max()) for each in (self.query_vectors, self.document_vectors))
-        if self.keep == "excess" and self.query_vectors.shape[1] and self.threshold > largest - 2.0**-20:
-            raise ValueError(
-                f"{where}: threshold must be below {largest:.6g}, which only rounding exceeds; equal tokens alone match "
-                f'with keep="value", got {threshold}.'
-            )
+        self.threshold = checked_threshold(where, threshold, self.keep, self.query_vectors, self.document_vectors)
         self._reset_table()
 
     @cached_property
@@ -534,13 +479,7 @@ class StaticLateInteraction:
         return self.statistics
 
     def _tokens(self, where: str, texts: Texts) -> TokenIds:
-        if isinstance(texts, TokenIds):
-            return check_ids(where, texts, self.vocabulary)
-        if not _are_texts(texts):
-            raise TypeError(f"{where}: texts must be a list of strings, or TokenIds, got {type(texts).__name__}.")
-        if self.tokenizer is None:
-            raise ValueError(f"{where}: the model has no tokenizer; pass one, or TokenIds instead of texts.")
-        return tokenize(where, self.tokenizer, texts, self.vocabulary)
+        return tokens_of(where, self.tokenizer, texts, self.vocabulary)
 
     def _document_tokens(self, where: str, texts: Texts) -> TokenIds:
         return self._tokens(where, texts).without(self.skiplist, self.vocabulary)
@@ -559,13 +498,3 @@ class StaticLateInteraction:
             else:
                 part = documents[begin : begin + BATCH]
             yield self._document_tokens(where, part)
-
-
-def _are_texts(texts: object) -> bool:
-    return isinstance(texts, Sequence) and not isinstance(texts, str) and all(isinstance(text, str) for text in texts)
-
-
-def _unit(vectors: Tensor) -> Tensor:
-    """Divided by their norms; a vector of zeros stays one."""
-    norms = vectors.double().norm(dim=1, keepdim=True)
-    return (vectors / norms.masked_fill(norms == 0, 1)).float()

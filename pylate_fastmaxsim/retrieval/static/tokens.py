@@ -106,8 +106,14 @@ def without_truncation(tokenizer: Callable | None) -> Callable | None:
     return tokenizer
 
 
-def tokenize(where: str, tokenizer: Callable, texts: Sequence[str], vocabulary: int) -> TokenIds:
-    """Token ids of texts, without special tokens; ValueError if one is not below ``vocabulary``."""
+def tokens_of(where: str, tokenizer: Callable | None, texts: Sequence[str] | TokenIds, vocabulary: int) -> TokenIds:
+    """Token ids of texts, without special tokens, or the ids that are given; ValueError if one is not below ``vocabulary``."""
+    if isinstance(texts, TokenIds):
+        return check_ids(where, texts, vocabulary)
+    if not are_texts(texts):
+        raise TypeError(f"{where}: texts must be a list of strings, or TokenIds, got {type(texts).__name__}.")
+    if tokenizer is None:
+        raise ValueError(f"{where}: the model has no tokenizer; pass one, or TokenIds instead of texts.")
     texts = list(texts)
     if hasattr(tokenizer, "encode_batch"):
         rows = [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
@@ -116,6 +122,10 @@ def tokenize(where: str, tokenizer: Callable, texts: Sequence[str], vocabulary: 
         options = {"add_special_tokens": False, "padding": False, "truncation": False, "verbose": False}
         rows = tokenizer(texts, **options)["input_ids"] if texts else []
     return check_ids(where, TokenIds.from_lists(rows), vocabulary)
+
+
+def are_texts(texts: object) -> bool:
+    return isinstance(texts, Sequence) and not isinstance(texts, str) and all(isinstance(text, str) for text in texts)
 
 
 def check_ids(where: str, tokens: TokenIds, vocabulary: int) -> TokenIds:

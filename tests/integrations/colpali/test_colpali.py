@@ -169,15 +169,6 @@ def test_edited_code_runs(owner, name, old, new, loss, while_enabled, monkeypatc
     monkeypatch.undo()  # before it is switched off
 
 
-def test_bfloat16_scores_are_summed_in_float32():
-    query, pages = unit(3, 20, 64, seed=0).bfloat16(), unit(5, 30, 64, seed=1).bfloat16()
-    exact = stock_scores.maxsim_inbatch(query.double(), pages.double())
-    with pylate_fastmaxsim.enabled():
-        ours = stock_scores.maxsim_inbatch(query, pages)
-    assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("form", ["list", "padded", "list with zeros"])
 @pytest.mark.parametrize("processor, batch_size", [(ColPaliProcessor, 128), (ColQwen2Processor, 3)])
 def test_processor_scores(processor, form, batch_size):

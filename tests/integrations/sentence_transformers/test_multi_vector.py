@@ -244,7 +244,7 @@ class First(HierarchicalTokenPooling):
         return embedding[:1]
 
 
-@pytest.mark.parametrize("pooling", [HierarchicalTokenPooling(2, normalize_embeddings=False), First(2)])
+@pytest.mark.parametrize("pooling", [HierarchicalTokenPooling(2), First(2)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_embeddings_that_are_pooled_later(pooling, dtype):
     tokens = torch.nn.functional.normalize(torch.randn(3, 9, 8), dim=-1).to(dtype)

@@ -167,16 +167,6 @@ def test_a_query_has_the_relevant_documents_of_all_its_rows(tmp_path):
     assert collection.judgements == {"q0": {"d0-0": 1, "d1-1": 1}, "q2": {"d0-0": 1}}
 
 
-def test_metrics_are_those_of_the_pooling_with_and_without_the_plugin(tmp_path):
-    found = []
-    for pooling in ("loss.pooling=max", "loss.pooling.log_sum_exp=0.5"):
-        recipe, data, model = built(recipe_of(tmp_path, LATE, TAUGHT, pooling))
-        found.append(evaluate(recipe, model, data))
-        with pylate_fastmaxsim.enabled():
-            assert evaluate(recipe, model, data) == pytest.approx(found[-1], rel=1e-5)
-    assert found[0].keys() == found[1].keys() and found[0] != pytest.approx(found[1], rel=1e-3)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "collections"), [(TRIPLETS, False), (TAUGHT, False), (PAIRS, True)])
 def test_a_model_of_nan_has_no_metrics(kind, rows, collections, tmp_path, caplog):

@@ -14,7 +14,7 @@ from pylate_fastmaxsim.recipes.models.load import load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from tests.support.beir_folder import QUERIES, judged, tables, write_folder
 from tests.support.recipe_kinds import LATE as HOST
-from tests.support.saved_models import LATE, RETRIEVERS, SPARSE, STATIC, embeddings, host_scores
+from tests.support.saved_models import LATE, SPARSE, STATIC, embeddings
 from tests.support.tiny_recipe import text
 
 
@@ -39,23 +39,6 @@ def sparse(saved):
     # Of a route for each side and its prompt only encode_query and encode_document know.
     model.prompts = {"query": "rivers carry ", "document": "bees tell "}
     return model
-
-
-@pytest.mark.e2e  # ranx compiles for seconds
-@pytest.mark.parametrize("kind", RETRIEVERS)
-def test_the_ranking_is_that_of_the_hosts_scores(kind, saved, request, collection):
-    model = request.getfixturevalue("sparse") if kind == SPARSE else load_retriever(saved(kind), "cpu")
-    found, _ = ranking.retrieve(retriever_of(model), collection, batch_size=8)
-    names, texts = collection.corpus["_id"][:], document_texts(collection.corpus[:])
-    assert list(found) == list(collection.queries)
-    scores = host_scores(model, list(collection.queries.values()), texts)
-    for results, row in zip(found.values(), scores.tolist(), strict=True):
-        own = dict(zip(names, row, strict=True))
-        assert list(results.values()) == pytest.approx(sorted(row, reverse=True)[: ranking.DEPTH], rel=1e-5)
-        assert results == pytest.approx({name: own[name] for name in results}, rel=1e-5)
-    metrics = ranking.evaluate_collection(retriever_of(model), collection, batch_size=8)
-    assert {name: metrics[name] for name in ranking.METRICS} == ranking.metrics_of(found, collection)
-    assert metrics["ndcg@10"] < 1 and 0 < metrics["recall@100"] < 1
 
 
 def test_flops_are_the_mean_number_of_products_of_a_query_and_a_document(sparse, collection):

@@ -33,7 +33,7 @@ mining.first_stage={kind: bm25, k: 15}
 mining.first_stage={kind: bm25, model: a/b}
     | mining.first_stage.model does not apply to mining.first_stage.kind bm25, but to sparse and static.
 mining.first_stage={kind: static, model: SPARSE}
-    | must be of the kind static late interaction with mining.first_stage.kind static
+    | must be of the kind static late interaction, but it is of the kind sparse.
 mining.first_stage={kind: static, model: UNFITTED}
     | UNFITTED cannot be used: StaticLateInteraction: idf needs counts of tokens
 mining.first_stage={kind: sparse} | mining.first_stage.model is missing; mining.first_stage.kind sparse needs it.

@@ -15,6 +15,7 @@ from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.models.retriever import Retriever, retriever_of
 from pylate_fastmaxsim.recipes.training.train import train
+from pylate_fastmaxsim.retrieval import search as exact_search
 from tests.support.mining_recipe import TABLES, answers
 from tests.support.recipe_kinds import LATE
 from tests.support.saved_models import SPARSE, STATIC, embeddings, host_scores
@@ -91,7 +92,7 @@ def test_negatives_are_those_of_brute_force(stage, stored, rules, first_stage, r
         return encode(self, texts, *args, is_query=is_query, **options)
 
     monkeypatch.setattr(Retriever, "encode", noting)
-    monkeypatch.setattr(negatives, "PAIRS_AT_ONCE", 5)
+    monkeypatch.setattr(exact_search, "PAIRS_AT_ONCE", 5)
     monkeypatch.setattr(negatives, "train_codec", lambda *args: codecs.append(train_codec(*args)) or codecs[-1])
     summary = mine(recipe)
     monkeypatch.undo()

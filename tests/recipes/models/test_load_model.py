@@ -7,13 +7,13 @@ import torch
 import yaml
 from sentence_transformers import SentenceTransformer, SparseEncoder
 
-from pylate_fastmaxsim import StaticLateInteraction
 from pylate_fastmaxsim.recipes.config.kinds import MODELS
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.load import CONFIG_FILE, load_model, load_retriever, load_trained
 from tests.support.case_tables import cases
 from tests.support.recipe_kinds import LATE as LATE_KIND
 from tests.support.saved_models import LATE, SPARSE, STATIC, embeddings
+from tests.support.static_cases import save_table
 
 TEXTS = ["late interaction scores every query token", "and writes no similarity tensor", "late"]
 HOST = {"colbert": "ColBERT", "multi_vector": "MultiVectorEncoder"}[LATE_KIND]
@@ -41,8 +41,9 @@ dense | splade | | must be a masked language model, or a SparseEncoder with Spla
 cosine | splade | | must score by the inner product \(dot\), but its similarity is cosine.
 cosine | any | | MODEL FOLDER must score by the inner product \(dot\), but its similarity is cosine.
 bert | any | | MODEL FOLDER must be .* or a StaticLateInteraction, but it has no config_sentence_transformers.json
-dense | any | | MODEL FOLDER must be .*, but config_sentence_transformers.json says SentenceTransformer
-dense of old | any | | MODEL FOLDER must be .*, but config_sentence_transformers.json says SentenceTransformer
+dense of euclid | any | | MODEL FOLDER must score by cosine or the inner product \(dot\), but its similarity is euclidean.
+Dense | any | | MODEL FOLDER has no MaxSim; use --dense: .* only Normalize may stand, got Dense
+model2vec | any | | MODEL FOLDER cannot be loaded
 not json | any | | MODEL FOLDER cannot be loaded
 nothing | any | | MODEL: there is no folder FOLDER
 static | any | | MODEL FOLDER cannot be loaded: .*tables-.*safetensors is missing or damaged
@@ -65,16 +66,16 @@ def folder(encoder, saved, tmp_path):
             config.write_text('{"model_type": "MultiVectorEncoder"}' if name == "multi vector" else "{")
         elif name.startswith("dense"):
             SentenceTransformer(encoder("bert"), device="cpu").save_pretrained(str(target))
+        elif name in ("model2vec", "Dense"):
+            save_table(name, target, encoder("bert"))
+            (target / "tokenizer.json").unlink() if name == "model2vec" else None
         elif name != "nothing":
             sources = {"late": saved(LATE), "sparse": saved(SPARSE), "cosine": saved(SPARSE), "static": saved(STATIC)}
             source = sources.get(name) or encoder(name if name in ("xlm-roberta", "modernbert") else "bert")
             shutil.copytree(source, target, ignore=shutil.ignore_patterns(tokenizers))
-        if name == "dense of old":
-            values = json.loads(config.read_text())
-            values.pop("model_type", None)
-            config.write_text(json.dumps(values))
-        if name == "cosine":
-            config.write_text(json.dumps(json.loads(config.read_text()) | {"similarity_fn_name": "cosine"}))
+        if name in ("cosine", "dense of euclid"):
+            similarity = {"similarity_fn_name": "cosine" if name == "cosine" else "euclidean"}
+            config.write_text(json.dumps(json.loads(config.read_text()) | similarity))
         if name == "static":
             next(target.glob("tables-*")).write_bytes(b"{")
         if name == "cut":
@@ -111,8 +112,6 @@ def test_a_model_of_a_release_that_wrote_no_kind_is_told_by_its_lengths(saved, t
     del config["model_type"]
     (folder / CONFIG_FILE).write_text(json.dumps({"document_length": 32, **config}))
     assert type(load("any", folder)).__name__ == HOST
-    static = load("any", saved(STATIC))
-    assert isinstance(static, StaticLateInteraction) and static.query_vectors.shape[1] == 16
 
 
 def test_a_masked_language_model_and_a_saved_model_are_those_of_sentence_transformers(saved):

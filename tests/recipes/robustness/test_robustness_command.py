@@ -1,18 +1,20 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 
 from pylate_fastmaxsim import Max, Softmax
-from pylate_fastmaxsim.diagnostics.injection import EVERYWHERE, RANDOM, TARGETED
+from pylate_fastmaxsim.diagnostics.injection import ATTACKS, RANDOM, TARGETED
 from pylate_fastmaxsim.recipes.data.collection import Collection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.robustness.lengthen import Lengthened
 from pylate_fastmaxsim.recipes.robustness.measure import measure
 from pylate_fastmaxsim.recipes.robustness.task import Settings, Task, collection_task
+from pylate_fastmaxsim.recipes.search.significance import student
 from tests.support import models
 from tests.support.beir_folder import write_folder
 from tests.support.command_line import fastmaxsim
@@ -28,7 +30,9 @@ def task() -> Task:
     grades = torch.zeros(2, 6)
     grades[0, 1] = grades[1, 4] = 1
     own = [0, None, 1, None, None, None]
-    return Task("tiny", [text(7, 3), text(8, 3)], documents, grades, [documents[0], documents[2], "a b c"], own)
+    return Task(
+        "tiny", {"a": text(7, 3), "b": text(8, 3)}, documents, grades, [documents[0], documents[2], "a b c"], own
+    )
 
 
 def test_a_collection_keeps_gold_documents_and_leaves_the_query_itself_out():
@@ -37,7 +41,7 @@ def test_a_collection_keeps_gold_documents_and_leaves_the_query_itself_out():
     judged = {"q": {"d1": 2, "d5": 1, "d9": 0}, "d3": {"d7": 1, "gone": 1}, "none": {"d2": 0}}
     collection = Collection(corpus, queries, judged)
     found = collection_task("tiny", collection, Settings())
-    assert found.queries == [text(1, 4), text(3, 6)] and len(found.documents) == 12
+    assert found.queries == {"q": text(1, 4), "d3": text(3, 6)} and len(found.documents) == 12
     assert found.grades[0].tolist() == [0, 2, 0, 0, 0, 1, *[0] * 6]
     assert found.grades[1, 3].isnan() and found.grades[1, 7] == 1 and found.grades.nan_to_num().sum() == 4
     free = [0, 2, 3, 4, 6, 8, 9, 10, 11]
@@ -90,7 +94,7 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(encoder, task):
         with pytest.raises(RecipeError, match="tiny has no other document that is relevant for no query"):
             measure(retriever, replace(task, fillers=fillers), Settings(), 4)
     result, pairs = measure(retriever, replace(task, fillers=[]), Settings((Max(),), times=[1], tokens=[0]), 4)
-    assert len(result["lengths"]) == 1 and pairs[0].injected == 0
+    assert len(result["lengths"]) == 1 and pairs[0].injected[TARGETED].shape[1] == 0
     with torch.no_grad():
         model[-1].linear.weight.fill_(torch.nan)
     with pytest.raises(RecipeError, match="some are NaN or infinite"):
@@ -101,10 +105,13 @@ def test_pairs_are_those_of_the_sweep_with_the_names_of_their_tokens(encoder, ta
     retriever = retriever_of(models.load_model(encoder("modernbert"), document_length=16))
     _, pairs = measure(retriever, task, Settings((Max(), Softmax(0.1)), [1], [0, 5, 9]), 4)
     for pair in pairs:
-        assert pair.injected == 5 and len(pair.query_tokens) == len(pair.similarities)
+        assert len(pair.query_tokens) == len(pair.similarities)
         assert pair.query_tokens[2].strip() in pair.query
-        assert pair.document != task.documents[{task.queries[0]: 1, task.queries[1]: 4}[pair.query]]
-        assert pair.similarities[:, -5:].amax() > 0.8
+        assert pair.document != task.documents[{task.queries["a"]: 1, task.queries["b"]: 4}[pair.query]]
+        assert (
+            pair.injected[TARGETED].shape[1] == 5
+            and pair.injected[TARGETED].amax() > 0.8 > pair.injected[RANDOM].amax()
+        )
 
 
 @pytest.mark.e2e
@@ -119,14 +126,20 @@ def test_a_trained_recipe_is_measured_and_reported(tmp_path):
     rows = [(times, pooling) for times in (1, 3) for pooling in result["poolings"]]
     assert [(row["times"], row["pooling"]) for row in result["lengths"]] == rows
     assert result["lengths"][2]["tokens"] > 2 * result["lengths"][0]["tokens"]
-    assert {row["attack"] for row in result["injection"]} == {TARGETED, RANDOM, EVERYWHERE}
+    assert {row["attack"] for row in result["injection"]} == {*ATTACKS}
     assert all(0 <= row[name] <= 1 for row in result["injection"] for name in ("ndcg@10", "recall@1", "hijack_rate"))
     # Without an attack, what the evaluation of the recipe measures.
     evaluated = json.loads((folder / "train.json").read_text())["ndcg@10"]
     for row in (result["lengths"][0], result["injection"][0]):
-        assert row["ndcg@10"] == pytest.approx(evaluated, abs=1e-6)
+        assert row["ndcg@10"] == pytest.approx(evaluated, abs=1e-6) and set(row["retained"].values()) == {1}
+    for row in result["lengths"][2:]:
+        kept = row["ndcg@10"] / result["lengths"][result["poolings"].index(row["pooling"])]["ndcg@10"]
+        assert row["retained"]["ndcg@10"] == pytest.approx(kept)
+    gini = {pooling: [*values["gini"].values()] for pooling, values in result["by_query"].items()}
+    (found,) = (row for row in result["pairs"] if row["metric"] == "gini")
+    assert found["models"] == ["max", "softmax=0.1"] and found["p"] == student(np.subtract(*reversed(gini.values())))
     page = (folder / "robustness.html").read_text()
-    assert "http://" not in page and "https://" not in page and page.count("data:image/svg+xml;base64,") == 5
+    assert "http://" not in page and "https://" not in page and page.count("data:image/svg+xml;base64,") == 4
     assert "nDCG@10 / Recall@1" in done.stdout and str(folder / "robustness.png") in done.stdout
     model, data = folder / "model", write_folder(tmp_path / "data")
     for words, said in (

@@ -4,14 +4,19 @@ import pytest
 import torch
 from sentence_transformers import SparseEncoder
 
+from pylate_fastmaxsim.diagnostics.injection import ATTACKS
 from pylate_fastmaxsim.recipes.data.collection import load_collection
 from pylate_fastmaxsim.recipes.evaluation.ranking import evaluate_collection
-from pylate_fastmaxsim.recipes.models.load import load_retriever
+from pylate_fastmaxsim.recipes.load import dump_recipe
+from pylate_fastmaxsim.recipes.models.load import load_model, load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.robustness.measure import measure
 from pylate_fastmaxsim.recipes.robustness.task import Settings, collection_task
+from pylate_fastmaxsim.recipes.training.train import train
 from tests.support.beir_folder import write_folder
 from tests.support.command_line import fastmaxsim
+from tests.support.page_recipes import PAGES
+from tests.support.recipe_kinds import LATE as HOST
 from tests.support.saved_models import LATE, SPARSE, STATIC, save_retriever
 
 
@@ -29,7 +34,7 @@ def test_longer_documents_are_ranked_as_everywhere_else(kind, tokens, times, enc
     done = fastmaxsim([*arguments, "--pooling", "max"], code=0)
     result = json.loads((tmp_path / "robustness.json").read_text())
     assert (f"Nothing is injected: a {kind} model has" in " ".join(done.stdout.split())) == (not late)
-    assert len(result["injection"]) == (6 if late else 0)
+    assert len(result["injection"]) == (2 * len(ATTACKS) if late else 0)
     assert (result["kind"], result["appended"], result["document_length"]) == (kind, "text", tokens)
     assert (result["recipe"], result["data"], result["documents"]) == (None, data, 150)
     # What the encoder has positions for; a static model has no limit.
@@ -52,3 +57,40 @@ def test_longer_documents_are_ranked_as_everywhere_else(kind, tokens, times, enc
     ):
         done = fastmaxsim([*arguments, option])
         assert done.exit_code == 2 and done.stderr.splitlines()[-1].startswith(f"fastmaxsim: {said}")
+
+
+# A recipe of a ColBERT is measured in test_robustness_command.py.
+@pytest.mark.e2e
+@pytest.mark.parametrize("kind", [*PAGES, *({HOST} - {"colbert"})])
+def test_the_model_of_a_recipe_is_measured_on_its_held_out_rows(kind, recipe_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    loaded, file = recipe_of(kind), tmp_path / "recipe.yaml"
+    train(loaded)
+    file.write_text(dump_recipe(loaded))
+    arguments = ["robustness", str(file), "--pooling", "top_k=2", "--times", "3", "--tokens", "9"]
+    fastmaxsim(arguments, code=0)
+    result = json.loads((tmp_path / "out" / "robustness.json").read_text())
+    assert (result["appended"], result["of_pages"]) == (("tokens", True) if kind in PAGES else ("text", False))
+    assert result["poolings"] == ["max", "top_k=2"] and [row["times"] for row in result["lengths"]] == [1, 1, 3, 3]
+    assert [row["tokens"] for row in result["injection"][:4]] == [0, 0, 9, 9]
+    evaluated = json.loads((tmp_path / "out" / "train.json").read_text())["ndcg@10"]
+    assert result["lengths"][0]["ndcg@10"] == pytest.approx(evaluated, abs=1e-6)
+    if kind in PAGES:
+        assert (tmp_path / "out" / "robustness.html").read_text().count("data:image/svg+xml;base64,") == 4
+        done = fastmaxsim([*arguments, "--append", "text"])
+        assert "--append text needs a model of texts, and this one is of pages" in done.stderr
+
+
+@pytest.mark.parametrize("kind", PAGES)
+def test_patches_of_a_page_are_where_colpali_engine_has_them(kind, recipe_of):
+    from tests.support.visual_models import page
+
+    retriever = retriever_of(load_model(recipe_of(kind).model, "cpu", 0))
+    assert len(retriever.query_token_ids("a b c")) == len(retriever.encode(["a b c"], 4, is_query=True).values)
+    processor, pages = retriever.model.processor, [page(number) for number in range(3)]
+    documents = retriever.encode(pages, 2, is_query=False)
+    for image, vectors in zip(pages, documents.values.split(documents.lengths.tolist()), strict=True):
+        mask = processor.get_image_mask(processor.process_images([image]))
+        columns, rows = processor.get_n_patches(image.size, {"colqwen2": 2, "colpali": 14}[kind])
+        # As its get_similarity_maps_from_embeddings takes them.
+        assert torch.equal(vectors[retriever.patches(image)], vectors[mask[0]].view(rows, columns, -1))

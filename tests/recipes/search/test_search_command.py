@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from sentence_transformers import util
 
 from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim.kernels.sparse import postings
@@ -22,6 +23,7 @@ from tests.support.command_line import fastmaxsim
 from tests.support.recipe_kinds import LATE as HOST
 from tests.support.saved_models import LATE, RETRIEVERS, SPARSE, STATIC, host_scores, save_retriever
 from tests.support.searches import DOCUMENTS, NAMES, QUERIES, assert_same, read_run, search
+from tests.support.static_cases import save_table
 from tests.support.tiny_recipe import json_lines, text
 
 
@@ -58,17 +60,14 @@ def test_the_run_file_has_the_ranking_and_the_scores_of_the_host(kind, saved, fi
 
 
 # Of sparse ones whole blocks are kept.
-@pytest.mark.parametrize(("kind", "stored"), [(SPARSE, None), (STATIC, None), (LATE, None), (LATE, "residual-2")])
+@pytest.mark.parametrize(
+    "kind, options", [(SPARSE, ""), (STATIC, "--no-exact"), (LATE, ""), (LATE, "--format residual-2")]
+)
 @pytest.mark.usefixtures("small_parts")
-def test_an_interrupted_index_goes_on_and_is_not_built_again(kind, stored, saved, files, tmp_path, monkeypatch):
+def test_an_interrupted_index_goes_on_and_is_not_built_again(kind, options, saved, files, tmp_path, monkeypatch):
     kept = 112 if kind == LATE else 96
     folder, plain, again = tmp_path / "index", tmp_path / "plain.trec", tmp_path / "again.trec"
-    command = [
-        saved(kind),
-        *files,
-        *(["--format", stored] if stored else []),
-        *([] if kind != STATIC else ["--no-exact"]),
-    ]
+    command, stored = [saved(kind), *files, *options.split()], "--format" in options
     search(*command, *(["--index", tmp_path / "whole"] if stored else []), "--run", plain)
     encoded, encode, sample = [], Retriever.encode, 150 if stored else 0  # documents that train a codec
 
@@ -125,6 +124,49 @@ def test_a_static_model_ranks_by_bounds_where_it_is_asked_to(saved, files, tmp_p
     assert different
     done = search(saved(STATIC), *files, "--index", tmp_path / "index", code=2)
     assert done.stderr.startswith("fastmaxsim: --index keeps vectors, of which a static model needs none for MaxSim;")
+
+
+@pytest.mark.parametrize(("kind", "indexed"), [(SPARSE, False), (STATIC, True)])
+def test_late_interaction_scores_the_candidates_of_a_first_stage_alone(kind, indexed, saved, files, tmp_path):
+    first, whole, run, result = (tmp_path / name for name in ("first", "whole", "run", "result"))
+    search(saved(kind), *files, "--k", 30, "--run", first, *(["--no-exact"] if kind == STATIC else []))
+    search(saved(LATE), *files, "--k", 150, "--run", whole)
+    stage = f"{kind.partition(' ')[0]}:{saved(kind)}"
+    options = ["--first-stage", stage, "--candidates", 30, "--k", 10, *(["--index", tmp_path / "i"] if indexed else [])]
+    candidates = read_run(first)
+    for encoded in [150, 0] if indexed else [len({name for row in candidates.values() for name in row})]:
+        done = search(saved(LATE), *files, *options, "--run", run, "--json", result)
+        assert json.loads(result.read_text())["encoded_documents"] == encoded and "first stage" in done.stdout
+        for (query, found), scores in zip(read_run(run).items(), read_run(whole).values(), strict=True):
+            expected = {name: score for name, score in scores.items() if name in candidates[query]}
+            assert [*found.items()] == [(name, pytest.approx(expected[name], rel=1e-5)) for name in [*expected][:10]]
+    assert (
+        "must be of the kind sparse, but"
+        in search(saved(LATE), *files, "--first-stage", f"sparse:{saved(STATIC)}", code=2).stderr
+    )
+
+
+@pytest.mark.parametrize("made_by", ["StaticEmbedding", "Router", "model2vec"])
+def test_a_table_of_a_library_is_ranked_by_maxsim_and_by_its_own_embeddings(made_by, files, encoder, tmp_path):
+    folder, run, index = (tmp_path / name for name in ("table", "run", "index"))
+    host = save_table(made_by, folder, encoder("bert"))
+    dense = [util.normalize_embeddings(torch.as_tensor(host.encode(texts))) for texts in (QUERIES, DOCUMENTS)]
+    if made_by == "Router":
+        dense[0] = torch.from_numpy(host.encode_query(QUERIES))
+    scores = {
+        "--exact": host_scores(load_retriever(str(folder), "cpu"), QUERIES, DOCUMENTS),
+        "--dense": dense[0] @ dense[1].T,
+    }
+    for option, expected in scores.items():
+        search(folder, *files, "--k", 150, "--run", run, option)
+        for row, found in zip(expected.tolist(), read_run(run).values(), strict=True):
+            assert [found[name] for name in NAMES] == pytest.approx(row, abs=1e-5)
+    command = [folder, *files, "--dense", "--index", index, "--format", "float16", "--json", tmp_path / "result.json"]
+    search(*command), search(*command)
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert (written["kind"], written["encoded_documents"]) == ("dense", 0)
+    done = search(folder, *files, "--no-exact", code=2)
+    assert "--no-exact needs a threshold; save a StaticLateInteraction that has one." in done.stderr
 
 
 @pytest.mark.parametrize("name", ["float16", "int8", "fp8", "residual-2"])
@@ -211,6 +253,10 @@ arguments | said
 --beir DATA --json DATA/../data/run --run DATA/run | --run and --json must be two files.
 --beir DATA --no-exact | --no-exact is for a static model; every other is searched exactly.
 --beir DATA --pool-factor 2 | A pool factor is for models of token embeddings; this one is sparse.
+--beir DATA --first-stage bm25 | --first-stage is for late interaction, and for no index of PLAID.
+--beir DATA --first-stage sparse | --first-stage must be bm25, sparse:
+--beir DATA --candidates 9 | --candidates are those of a first stage; name it with --first-stage.
+--beir DATA --dense | --dense is for a StaticEmbedding or a model of model2vec, but MODEL is a SparseEncoder.
 --beir DATA --format float16 | --format is that of token embeddings in an index
 --beir DATA --index DATA/i --format int4
     | --format must be one of float32, bfloat16, float16, int8, fp8, residual-1, residual-2, residual-4, got int4.

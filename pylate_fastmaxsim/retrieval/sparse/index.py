@@ -8,6 +8,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
@@ -19,11 +20,12 @@ from pylate_fastmaxsim._checks import require_count, require_positions
 from pylate_fastmaxsim.files.lock import holds_something, writing
 from pylate_fastmaxsim.files.record import read_again_if_replaced
 from pylate_fastmaxsim.kernels.sparse import postings
-from pylate_fastmaxsim.ops.gathered import all_gather, rank_and_ranks
-from pylate_fastmaxsim.retrieval import sparse_files as files
+from pylate_fastmaxsim.ops.gathered import all_gather
 from pylate_fastmaxsim.retrieval.ids import Id, Ids, as_ids, from_lines
-from pylate_fastmaxsim.retrieval.sparse_blocks import Blocks, all_live
-from pylate_fastmaxsim.retrieval.sparse_search import in_blocks, require_device, require_fitting, search_blocks
+from pylate_fastmaxsim.retrieval.sparse import files
+from pylate_fastmaxsim.retrieval.sparse.blocks import Blocks, all_live
+from pylate_fastmaxsim.retrieval.sparse.search import in_blocks, require_device, require_fitting, search_blocks
+from pylate_fastmaxsim.retrieval.sparse.shards import require_same_on_all_ranks
 from pylate_fastmaxsim.retrieval.topk import merge_results
 from pylate_fastmaxsim.sparse import SparseBatch, SparseVectors, as_sparse_batch, sparse_batches
 
@@ -78,10 +80,7 @@ class SparseIndex:
         self.vocabulary, self.dtype, self.device = vocabulary, dtype, device
         self._blocks = Blocks(vocabulary, device)
         self._ids: Ids | None = None  # None: documents have none
-        # Where the blocks are on disk, if anywhere: of a block there, its line of the description.
-        self._folder: Path | None = None
-        self._written: dict[int, files.Block] = {}
-        self._state = files.new_state()  # of the description there
+        self._stored = files.Stored()
         self._lock = threading.RLock()
         # This rank and the number of ranks, the number of this rank's first block, and of the documents of all ranks.
         self._shard: tuple[int, int] | None = None
@@ -162,16 +161,16 @@ class SparseIndex:
                 if first is None:
                     raise ValueError(f"{where}: there must be at least one batch, which says what the vocabulary is.")
                 index = cls(first.vocabulary, first.dtype, device or _device(where, first.device))
-                index._folder, index._ids = folder, None if ids is None else Ids()
+                index._stored.folder, index._ids = folder, None if ids is None else Ids()
                 batches = chain([first], batches)
             if ids is not None:
                 known = index._with_ids(where).all
                 if ids[: len(known)] != known:
                     raise ValueError(f"{where}: ids must begin with those of the {len(known)} documents in {folder}.")
                 ids = ids[len(known) :]
-            index._append(where, batches, folder, index._new_ids(where, ids))
+            index._append(where, batches, folder is not None, index._new_ids(where, ids))
             if folder is not None:
-                index._describe(folder, index._written, index._state)
+                index._describe(index._stored)
             return index
 
     @classmethod
@@ -224,8 +223,7 @@ class SparseIndex:
         cls, where: str, folder: Path, device: torch.device, description: files.Description, blocks: range
     ) -> SparseIndex:
         index = cls(description.vocabulary, description.dtype, device)
-        index._folder, index._first_block = folder, blocks.start
-        index._state = description.state
+        index._stored, index._first_block = files.Stored(folder, state=description.state), blocks.start
         index._documents_of_all = description.documents
         names: list[Id] = []
         has_ids = description.has_ids and len(blocks) == len(description.blocks)  # a shard does without
@@ -239,7 +237,7 @@ class SparseIndex:
             if begin < end:
                 gone = torch.tensor(description.removed[begin:end], device=device) - first
                 live = all_live(line.documents, device).index_fill_(0, gone, False)
-            index._written[len(index._blocks.all)] = line
+            index._stored.written[len(index._blocks.all)] = line
             index._blocks.set(len(index._blocks.all), block.to(device), live)
         if has_ids:
             index._ids = Ids(names, {*description.removed})
@@ -329,7 +327,7 @@ class SparseIndex:
         """
         self._require_unsharded("SparseIndex.add")
         new = self._new_ids("SparseIndex.add", ids)
-        self._append("SparseIndex.add", sparse_batches("SparseIndex.add", "batches", batches), None, new)
+        self._append("SparseIndex.add", sparse_batches("SparseIndex.add", "batches", batches), False, new)
 
     @_exclusive
     def update(self, batches: Batches, ids: Id | Iterable[Id]) -> None:
@@ -341,7 +339,7 @@ class SparseIndex:
         self._require_unsharded(where)
         held, new = self._with_ids(where).positions, as_ids(where, ids)
         replaced = torch.tensor([held[each] for each in new if each in held], dtype=torch.int64, device="cpu")
-        self._append(where, sparse_batches(where, "batches", batches), None, new)
+        self._append(where, sparse_batches(where, "batches", batches), False, new)
         self._blocks.remove(where, replaced)
 
     @_exclusive
@@ -423,7 +421,7 @@ class SparseIndex:
         self._require_unsharded("SparseIndex.compact")
         positions = self._blocks.live_positions()
         self._blocks, kept = self._blocks.compacted()
-        self._written = {number: line for number, line in self._written.items() if number < kept}
+        self._stored.keep_first(kept)
         if self._ids is not None:
             self._ids = Ids(self._ids.positions)
         return positions
@@ -470,8 +468,9 @@ class SparseIndex:
                 "with .to."
             )
         if self._shard is not None:
-            generation = (self._state[1], int(self._state[0], 16) >> 1)
-            _require_same_on_all_ranks(where, self._shard, queries, k, generation)
+            identity, written = self._stored.state
+            generation = (written, int(identity, 16) >> 1)
+            require_same_on_all_ranks(where, self._shard, queries, k, generation)
         first = self._first_block * postings.DOCUMENTS_PER_BLOCK
         found = search_blocks(self._blocks.searched, queries, k, first)
         if self._shard is None or self._shard[1] == 1:
@@ -497,24 +496,12 @@ class SparseIndex:
         where, folder = "SparseIndex.save", Path(folder)
         self._require_unsharded(where)
         with writing(where, folder):
-            written, state = dict(self._written), self._state
-            if self._folder is None or folder.resolve() != self._folder.resolve():
-                if holds_something(folder):
-                    raise ValueError(
-                        f"{where}: {folder} must be empty, or the folder that this index is from; choose another folder, or "
-                        "remove what it holds."
-                    )
-                written, state = {}, files.new_state()
-            elif (held := files.read_state(where, folder)) and held.state != state:
-                raise ValueError(
-                    f"{where}: {folder} was written by others since this index was loaded or saved; load it again, or save "
-                    "in another folder."
-                )
+            stored = self._stored.to_save(where, folder)
             for number, block in enumerate(self._blocks.all):
-                line = written.get(number)
-                if line is None or line.documents != len(block) or not line.file(folder, number).exists():
-                    written[number] = files.write_block(folder, number, block, self._ids_of_block(number))
-            self._describe(folder, written, state)
+                if not stored.has(number, block):
+                    stored.write(number, block, self._ids_of_block(number))
+            self._describe(stored)
+            self._stored = stored
 
     @_exclusive
     def to(self, device: str | torch.device) -> SparseIndex:
@@ -523,24 +510,24 @@ class SparseIndex:
         if device == self.device:
             return self
         index = SparseIndex(self.vocabulary, self.dtype, device)
-        for name in ("_folder", "_state", "_shard", "_first_block", "_documents_of_all"):
+        for name in ("_shard", "_first_block", "_documents_of_all"):
             setattr(index, name, getattr(self, name))
-        index._written = dict(self._written)
+        index._stored = replace(self._stored, written=dict(self._stored.written))
         for number, (block, live) in enumerate(zip(self._blocks.all, self._blocks.live, strict=True)):
             index._blocks.set(number, block.to(device), None if live is None else live.to(device))
         if self._ids is not None:
             index._ids = Ids(self._ids.all, {*self._blocks.removed().tolist()})
         return index
 
-    def _append(self, where: str, batches: Iterable[SparseBatch], folder: Path | None, ids: list[Id] | None) -> None:
-        """Add documents, with a folder on disk."""
+    def _append(self, where: str, batches: Iterable[SparseBatch], on_disk: bool, ids: list[Id] | None) -> None:
+        """Add documents, in memory all or none, or each block to the folder."""
         held, first = len(self), len(self._blocks.all)
         begun, live = None, None
         if first and len(self._blocks.all[-1]) < postings.DOCUMENTS_PER_BLOCK:
             first -= 1
             begun, live = self._blocks.all[-1], self._blocks.live[-1]
         blocks = in_blocks(require_fitting(where, "batches", batches, self.device, self.vocabulary, self.dtype), begun)
-        if folder is None:  # all or none
+        if not on_disk:
             blocks = [*blocks]
             given = first * postings.DOCUMENTS_PER_BLOCK + sum(map(len, blocks)) - held if blocks else 0
             if ids is not None and len(ids) != given:
@@ -551,15 +538,15 @@ class SparseIndex:
                 if new > len(ids):
                     raise _unequal(where, ids, f"more than {len(ids)}")
                 self._ids.append(ids[len(self._ids.all) - held : new])
-            line = None if folder is None else files.write_block(folder, number, block, self._ids_of_block(number))
-            if line is not None and self.device.type == "cpu":
-                block, _ = files.read_block(where, folder, number, line, self.vocabulary)
+            if on_disk:
+                self._stored.write(number, block, self._ids_of_block(number))
+                if self.device.type == "cpu":
+                    block = self._stored.read(where, number, self.vocabulary)
             if live is not None:
                 live = torch.nn.functional.pad(live, (0, len(block) - len(live)), value=True)
             self._blocks.set(number, block, live)
-            if line is not None:
-                self._written[number] = line
-                self._describe(folder, self._written, self._state, unfinished=True)
+            if on_disk:
+                self._describe(self._stored, unfinished=True)
             live = None
         if ids is not None and len(self) - held < len(ids):
             raise _unequal(where, ids, len(self) - held)
@@ -593,16 +580,9 @@ class SparseIndex:
             return require_positions(where, positions, len(self))
         return self._with_ids(where).positions_of(where, as_ids(where, ids))
 
-    def _describe(
-        self, folder: Path, written: dict[int, files.Block], state: tuple[str, int], unfinished: bool = False
-    ) -> None:
-        """Write the description of the generation after ``state``; if it is finished, ``index.json``."""
-        blocks, state = [written[number] for number in range(len(self._blocks.all))], (state[0], state[1] + 1)
+    def _describe(self, stored: files.Stored, unfinished: bool = False) -> None:
         removed, has_ids = self._blocks.removed().tolist(), self._ids is not None
-        description = files.Description(self.vocabulary, self.dtype, blocks, removed, state, has_ids)
-        files.write_description(folder, description, unfinished=unfinished)
-        if not unfinished:
-            self._folder, self._written, self._state = folder, dict(enumerate(blocks)), state
+        stored.describe(self.vocabulary, self.dtype, len(self._blocks.all), removed, has_ids, unfinished)
 
     def __getstate__(self) -> dict:
         with self._lock:
@@ -624,25 +604,3 @@ def _device(where: str, device: str | torch.device) -> torch.device:
     """Device as tensors have it; ValueError if it cannot search."""
     require_device(where, torch.device(device))
     return torch.empty(0, device=device).device
-
-
-def _require_same_on_all_ranks(
-    where: str, shard: tuple[int, int], queries: SparseBatch, k: int, generation: tuple[int, int]
-) -> None:
-    """Raise the same ValueError on all ranks unless they ask the same."""
-    if rank_and_ranks() != tuple(shard):
-        rank, ranks = rank_and_ranks()
-        raise ValueError(
-            f"{where}: the index was loaded for rank {shard[0]} of {shard[1]}, but this is rank {rank} of {ranks} of the "
-            "default process group."
-        )
-    if shard[1] == 1:  # there may be no process group
-        return
-    # Any sum of all numbers that changes with their order.
-    numbers = torch.cat([queries.offsets, queries.terms.long(), queries.weights.double().view(torch.int64)])
-    sum_of_all = (numbers * torch.arange(1, 2 * len(numbers), 2, device=numbers.device)).sum()
-    asked = all_gather(torch.stack([sum_of_all, *sum_of_all.new_tensor([k, *generation])]))
-    if bool((asked[:, 2:] != asked[0, 2:]).any()):
-        raise ValueError(f"{where}: ranks have loaded different states of the index; load it again on all ranks.")
-    if bool((asked != asked[0]).any()):
-        raise ValueError(f"{where}: all ranks must pass the same queries and k, since each searches its share for all.")

@@ -1,8 +1,10 @@
 """A sparse index on disk: a safetensors file for each block, and a description that is written last."""
 
+from __future__ import annotations
+
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pylate_fastmaxsim.files.lock import holds_something
 from pylate_fastmaxsim.files.record import read_record, write_record
 from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.kernels.sparse import postings
@@ -62,6 +65,55 @@ class Description:
 def new_state() -> tuple[str, int]:
     """The identity of a new index, which nobody has written."""
     return secrets.token_hex(8), 0
+
+
+@dataclass
+class Stored:
+    """Where an index is on disk, if anywhere: of a block there its line, and the state of the description."""
+
+    folder: Path | None = None
+    written: dict[int, Block] = field(default_factory=dict)
+    state: tuple[str, int] = field(default_factory=new_state)
+
+    def has(self, number: int, block: SparseBatch) -> bool:
+        line = self.written.get(number)
+        return line is not None and line.documents == len(block) and line.file(self.folder, number).exists()
+
+    def write(self, number: int, block: SparseBatch, ids: Sequence[Id] | None) -> None:
+        self.written[number] = write_block(self.folder, number, block, ids)
+
+    def read(self, where: str, number: int, vocabulary: int) -> SparseBatch:
+        return read_block(where, self.folder, number, self.written[number], vocabulary)[0]
+
+    def keep_first(self, blocks: int) -> None:
+        """Forget all blocks but the first so many."""
+        self.written = {number: line for number, line in self.written.items() if number < blocks}
+
+    def to_save(self, where: str, folder: Path) -> Stored:
+        """What is in a folder already. ValueError if others have written it, or it holds something else."""
+        if self.folder is None or folder.resolve() != self.folder.resolve():
+            if holds_something(folder):
+                raise ValueError(
+                    f"{where}: {folder} must be empty, or the folder that this index is from; choose another folder, or "
+                    "remove what it holds."
+                )
+            return Stored(folder)
+        if (held := read_state(where, folder)) and held.state != self.state:
+            raise ValueError(
+                f"{where}: {folder} was written by others since this index was loaded or saved; load it again, or save "
+                "in another folder."
+            )
+        return Stored(folder, dict(self.written), self.state)
+
+    def describe(
+        self, vocabulary: int, dtype: torch.dtype, blocks: int, removed: list[int], has_ids: bool, unfinished: bool
+    ) -> None:
+        """Write the description of the next generation; if it is finished, ``index.json``."""
+        lines, state = [self.written[number] for number in range(blocks)], (self.state[0], self.state[1] + 1)
+        description = Description(vocabulary, dtype, lines, removed, state, has_ids)
+        write_description(self.folder, description, unfinished=unfinished)
+        if not unfinished:
+            self.written, self.state = dict(enumerate(lines)), state
 
 
 def described(tensors: dict[str, Tensor]) -> Block:

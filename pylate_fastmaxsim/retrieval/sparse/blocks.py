@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.kernels.sparse import postings
-from pylate_fastmaxsim.retrieval.sparse_search import in_blocks, searchable
+from pylate_fastmaxsim.retrieval.sparse.search import in_blocks, searchable
 from pylate_fastmaxsim.sparse import SparseBatch
 
 

@@ -1,0 +1,1 @@
+"""An index of sparse vectors, and search without one."""
