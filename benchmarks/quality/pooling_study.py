@@ -52,7 +52,6 @@ NAMES = {"tokens": "M", "dimension": "d", "negatives": "negatives"}  # of what m
 
 
 def generator(seed: int, use: int) -> Generator:
-    """Random numbers of a seed; each use has its own."""
     return Generator().manual_seed(100 * seed + use)
 
 
@@ -136,16 +135,11 @@ class Encoder(nn.Sequential):
         return normalize(super().forward(tokens), dim=-1)
 
 
-def batch_loss(scores: Tensor) -> Tensor:
-    """Cross-entropy of scores ``[N, N]`` of queries against the positives of all of them, or of more documents."""
-    return cross_entropy(scores, torch.arange(len(scores)))
-
-
 def concentration(encoder: Encoder, pairs: Pairs, pooling: Pooling) -> dict[str, float]:
     """Gini coefficients by the published formula for the first batch: of the pairs' own scores, and of its loss."""
     queries, documents = (encoder(part[:BATCH]).detach() for part in (pairs.queries, pairs.documents))
     scores = pooled_scores(queries, documents, pooling=pooling).requires_grad_()
-    (of_loss,) = torch.autograd.grad(batch_loss(scores), scores)
+    (of_loss,) = torch.autograd.grad(cross_entropy(scores, torch.arange(len(scores))), scores)
     own = torch.arange(len(queries))[:, None]
     measured = {
         "score": gradient_concentration(queries, documents, own, pooling=pooling),
@@ -227,7 +221,7 @@ def measured(cell: dict, size: dict) -> dict:
     trained = replace(training, negatives=None) if hard == "evaluated" else training
     for _ in range(size["epochs"]):
         for rows in torch.randperm(size["pairs"]).split(BATCH):
-            loss = batch_loss(scores_of(encoder, trained.select(rows), pooling))
+            loss = cross_entropy(scores_of(encoder, trained.select(rows), pooling), torch.arange(len(rows)))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
