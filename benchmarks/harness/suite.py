@@ -38,7 +38,7 @@ ROOMS = {
     "training": ("train_step", "lengths", "losses", "ceilings", "long_documents")
     + ("multi_vector_step", "splade_step", "page_step"),
     "quality": ("cranfield", "first_stage_cranfield", "static_cranfield", "compressed_fidelity", "pooling_study"),
-    "retrieval": ("encode", "corpus_search", "exact_search", "sparse_search", "sparse_two_gpus"),
+    "retrieval": ("encode", "corpus_search", "exact_search", "sparse_search"),
 }
 SUITES = {name: room for room, names in ROOMS.items() for name in names}
 # What a line of the terminal shows of a cell.
