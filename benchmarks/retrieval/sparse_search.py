@@ -137,7 +137,7 @@ class Collection:
             self.documents = [chunk.to("cpu") for chunk in self.documents]
             self.asked, self.expected = self.asked.to("cpu"), tuple(each.cpu() for each in self.expected)
         else:
-            self.expected = exact(self.first(CHECKED), self.documents, K)
+            self.expected = exact(self.first(CHECKED), self.documents, min(K, cell["documents"]))
 
     def first(self, count: int) -> SparseBatch:
         return self.asked.select(torch.arange(min(count, len(self.asked)), device=self.asked.device))
