@@ -56,7 +56,7 @@ def evaluate(
     """
     if options.format is not None:
         check_format(options.format, options.index)
-    check_first_stage(options)
+    check_first_stage(options, collection.corpus)
     if options.run is not None:
         require_ids_of_one_word(collection)
         _prepare_runs(options, targets)
