@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pylate_fastmaxsim.files.replace import replace_file
-from pylate_fastmaxsim.recipes.data.collection import Collection
+from pylate_fastmaxsim.recipes.data.collection import Collection, is_of_pages
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_by_query, require_ids_of_one_word, write_run
 from pylate_fastmaxsim.recipes.files import prepare_file
@@ -56,7 +56,8 @@ def evaluate(
     """
     if options.format is not None:
         check_format(options.format, options.index)
-    check_first_stage(options, collection.corpus)
+    if check_first_stage(options) is not None and is_of_pages(collection.corpus):
+        raise RecipeError("--first-stage searches texts, but the documents are pages.")
     if options.run is not None:
         require_ids_of_one_word(collection)
         _prepare_runs(options, targets)

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol, get_args
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 
 from pylate_fastmaxsim import enabled
 from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import SAMPLE_DOCUMENTS
-from pylate_fastmaxsim.recipes.config.schema import CompressedFormat
-from pylate_fastmaxsim.recipes.data.collection import Collection, corpus_digest, document_texts, is_of_pages
+from pylate_fastmaxsim.recipes.config.schema import CompressedFormat, FirstStageSection
+from pylate_fastmaxsim.recipes.data.collection import Collection, corpus_digest, document_texts
 from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
 from pylate_fastmaxsim.recipes.evaluation.first_stage import (
     best_candidates,
@@ -59,7 +58,6 @@ ENCODE_SAMPLE, PRUNED = "encode a sample", "PLAID's search"
 FIRST_STAGE = "first stage"
 # By how many ranks they look at.
 METRICS_BY_DEPTH = {"ndcg@10": 10, "mrr@10": 10, "recall@100": 100, "recall@1000": 1000}
-CANDIDATES = 1000  # of each query, by a first stage
 # Of token embeddings in an index. The first is the default.
 FORMATS = ("float32", "bfloat16", "float16", *get_args(CompressedFormat))
 
@@ -83,7 +81,7 @@ class Options:
     exact: bool = True
     plaid: Path | None = None
     first_stage: str | None = None  # as first_stage_named takes it
-    candidates: int | None = None  # of each query, by the first stage; None: CANDIDATES
+    candidates: int | None = None  # of each query, by the first stage; None: 1000
     pooling: Pooling = Max()  # of late interaction
     inputs: Sequence[Path | None] = ()  # what is read, and so not written to
 
@@ -94,7 +92,6 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
     The result has names and numbers, ``seconds`` of encoding and of search, and ``metrics``, which are None without
     judgements. A metric that looks at more ranks than ``k`` is left out.
     """
-    check_first_stage(options, collection.corpus)
     if options.run is not None:
         require_ids_of_one_word(collection)
         prepare_file("--run", options.run, options.inputs)
@@ -130,20 +127,20 @@ def _check_options(options: Options, retriever: Retriever) -> None:
         )
     if options.plaid is not None and (options.index is not None or not retriever.has_token_embeddings):
         raise RecipeError("--plaid is an index of its own; it needs a ColBERT and no --index.")
+    check_first_stage(options)
     if options.first_stage is not None and (options.plaid is not None or not retriever.has_token_embeddings):
         raise RecipeError("--first-stage is for late interaction, and for no index of PLAID.")
     if options.format is not None:
         check_format(options.format, options.index if retriever.has_token_embeddings else None)
 
 
-def check_first_stage(options: Options, corpus: Dataset) -> None:
-    """Refuse what is no first stage or has no texts to search, and candidates without one."""
-    if options.first_stage is None and options.candidates is not None:
-        raise RecipeError("--candidates are those of a first stage; name it with --first-stage.")
+def check_first_stage(options: Options) -> FirstStageSection | None:
+    """The first stage that is asked for. RecipeError if it is none, or candidates are without one."""
     if options.first_stage is not None:
-        first_stage_named(options.first_stage, CANDIDATES)
-        if is_of_pages(corpus):
-            raise RecipeError("--first-stage searches texts, but the documents are pages.")
+        return first_stage_named(options.first_stage, options.candidates or 1000)
+    if options.candidates is not None:
+        raise RecipeError("--candidates are those of a first stage; name it with --first-stage.")
+    return None
 
 
 def check_format(name: str, index: Path | None) -> None:
@@ -267,7 +264,7 @@ class Search:
         """Likewise, of the candidates of the first stage. Without an index only these are encoded."""
         options, device, corpus = self.options, self.clock.device, self.collection.corpus
         queries, texts = self._queries(), list(self.collection.queries.values())
-        section = first_stage_named(options.first_stage, options.candidates or CANDIDATES)
+        section = check_first_stage(options)
         stage = load_first_stage("--first-stage", section, self.model.model.tokenizer, options.batch_size, device)
         done = self.progress(FIRST_STAGE, len(corpus))
         with self.clock.during(FIRST_STAGE):
