@@ -128,7 +128,7 @@ def _check_options(options: Options, retriever: Retriever) -> None:
     if options.plaid is not None and (options.index is not None or not retriever.has_token_embeddings):
         raise RecipeError("--plaid is an index of its own; it needs a ColBERT and no --index.")
     check_first_stage(options)
-    if options.first_stage is not None and (options.plaid is not None or not retriever.has_token_embeddings):
+    if options.first_stage is not None and (options.plaid is not None or retriever.kind != Retriever.kind):
         raise RecipeError("--first-stage is for late interaction, and for no index of PLAID.")
     if options.format is not None:
         check_format(options.format, options.index if retriever.has_token_embeddings else None)
