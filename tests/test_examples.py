@@ -72,6 +72,9 @@ EXAMPLES = {
     "plaid": lambda names: (
         [[found[0] for found in each] for each in (names.exhaustive, names.pruned)] == [["d7", "d130"]] * 2
     ),
+    "pool-tokens": lambda names: (
+        (names.half.lengths.tolist(), names.eight.lengths.tolist(), len(names.scores)) == ([90, 150], [8, 8], 2)
+    ),
     "splade-pool": lambda names: names.values.shape == (3, 1000) and names.weight.grad is not None,
     "pooled-scores": lambda names: all(each.grad is not None for each in names.model[1].parameters()),
 }

@@ -33,6 +33,7 @@ _TYPES = {
     float: "float",
     str: "text",
     list[str]: "list",
+    list[float]: "floats",
     dict: "mapping",
 }
 _GROUPS = {

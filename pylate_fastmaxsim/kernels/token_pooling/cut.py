@@ -70,7 +70,7 @@ def cut_kernel(
     firsts = held + step
     seconds = firsts + step
     # Of each node, a token or n + the rank of a merge, the number of its first cluster.
-    offsets = scratch + 8 * step + 2 * start
+    offsets = seconds + step + start
     clusters = n
     if limit < n:
         _ranks(heights + start, steps + start, ranks, by_rank, n - 1, BLOCK)

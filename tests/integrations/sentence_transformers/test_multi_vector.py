@@ -234,7 +234,7 @@ def test_modules_of_sentence_transformers_behind_the_encoder(encoder, mode, monk
     for each in routed:
         each.insert(1, dense())
     model = MultiVectorEncoder(modules=[Router.for_query_document(*map(list, routed))], device="cpu").train()
-    model.append(HierarchicalTokenPooling(pool_factor=2))
+    model.extend(map(HierarchicalTokenPooling, (2, 1)))
     HOST.assert_as_stock(model, step_of(model), monkeypatch)
     assert [modes(each) for each in routed] == [{mode}, {mode}]
 
@@ -244,7 +244,7 @@ class First(HierarchicalTokenPooling):
         return embedding[:1]
 
 
-@pytest.mark.parametrize("pooling", [HierarchicalTokenPooling(2, normalize_embeddings=False), First(2)])
+@pytest.mark.parametrize("pooling", [HierarchicalTokenPooling(2), First(2)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_embeddings_that_are_pooled_later(pooling, dtype):
     tokens = torch.nn.functional.normalize(torch.randn(3, 9, 8), dim=-1).to(dtype)
