@@ -183,6 +183,7 @@ SUITE_TABLES = {
         "compressed-operators-table": ("compressed_operators", "256x32.512x300/*"),
         "compressed-fidelity-table": ("compressed_fidelity", "cranfield/*"),
     },
+    "docs/losses.md": {"pooled-cranfield-table": ("pooled_cranfield", "*")},
     "docs/sparse.md": {"sparse-search-table": ("sparse_search", "*")},
     "docs/recipes.md": {
         "first-stage-table": (

@@ -130,7 +130,11 @@ def test_the_lines_that_switch_pylate_on(encoder):
 
 
 def test_losses_that_the_hosts_lack(encoder):
-    for name, labels in (("contrastive-distillation", torch.rand(2, 2)), ("matryoshka", None)):
+    for name, labels in (
+        ("contrastive-distillation", torch.rand(2, 2)),
+        ("matryoshka", None),
+        ("pooled-contrastive", None),
+    ):
         names = run_example(name, {MODERNBERT: repr(encoder("modernbert"))})
         assert names.loss(batch_of(names.model, queries=2), labels).requires_grad
 

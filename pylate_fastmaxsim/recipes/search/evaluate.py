@@ -42,10 +42,10 @@ def evaluate(
     progress: Progress,
     per_query: Path | None = None,
     test: str = "student",
-    pool_factors: Sequence[float] = (1,),
+    pool_factors: Sequence[float] | None = None,
     plot: Path | None = None,
 ) -> dict[str, Any]:
-    """Search all judged queries with each model, exactly, with documents pooled by each factor.
+    """Search all judged queries with each model, exactly, with documents pooled by each factor; None: that of its recipe.
 
     ``options.run`` and ``options.index`` are folders, in which each model has a file or a folder. ``per_query`` is a file
     for the metrics of each query, ``plot`` one for a picture of nDCG@10 against vectors.
@@ -59,9 +59,13 @@ def evaluate(
     models at the same factor.
     """
     targets = [
-        replace(each, label=each.label if factor == 1 else f"{each.label}-pool-{factor:g}", pool_factor=factor)
+        replace(
+            each,
+            label=f"{each.label}-pool-{factor:g}" if pool_factors and factor > 1 else each.label,
+            pool_factor=factor,
+        )
         for each in targets
-        for factor in pool_factors
+        for factor in pool_factors or (each.pool_factor,)
     ]
     if options.format is not None:
         check_format(options.format, options.index)
@@ -90,7 +94,8 @@ def evaluate(
     pairs = [
         (one, other)
         for one, other in combinations(of_target, 2)
-        if of_target[one].pool_factor
+        if pool_factors is None
+        or of_target[one].pool_factor
         in (of_target[other].pool_factor, *(pool_factors[:1] if of_target[one].path == of_target[other].path else ()))
     ]
     result = {
