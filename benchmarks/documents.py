@@ -185,7 +185,7 @@ SUITE_TABLES = {
     },
     "docs/sparse.md": {
         "sparse-search-table": ("sparse_search", "*"),
-        "hosted-tables": ("static_cranfield", "as made", "trained*"),
+        "hosted-table": ("static_cranfield", "as made", "trained*"),
     },
     "docs/recipes.md": {
         "first-stage-table": (
