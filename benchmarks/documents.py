@@ -183,7 +183,11 @@ SUITE_TABLES = {
         "compressed-operators-table": ("compressed_operators", "256x32.512x300/*"),
         "compressed-fidelity-table": ("compressed_fidelity", "cranfield/*"),
     },
-    "docs/sparse.md": {"sparse-search-table": ("sparse_search", "*")},
+    "docs/losses.md": {"pooled-cranfield-table": ("pooled_cranfield", "*")},
+    "docs/sparse.md": {
+        "sparse-search-table": ("sparse_search", "*"),
+        "hosted-table": ("static_cranfield", "as made", "trained*"),
+    },
     "docs/recipes.md": {
         "first-stage-table": (
             "first_stage_cranfield",

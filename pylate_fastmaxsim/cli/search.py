@@ -137,9 +137,8 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         "--pool-factor",
         dest="pool_factors",
         type=several(at_least(1, float)),
-        default=[1.0],
         metavar="N,N,...",
-        help="evaluate each model with one vector for N tokens of a document, for each N, with 1 as documents are",
+        help="evaluate each model with one vector for N tokens of a document, for each N, and 1 for documents as they are",
     )
     add("--plot", type=path, metavar="FILE", help="draw nDCG@10 against vectors per document, .png")
     add("--per-query", type=path, metavar="FILE", help="write the metrics of each query, .jsonl or .tsv")

@@ -67,6 +67,6 @@ class PooledContrastive(Matryoshka):
 
     def get_config_dict(self) -> dict[str, object]:
         """The settings, which Sentence Transformers writes in a model card."""
+        names = "temperature", "mini_batch_size", "mini_batch_tokens", "gather_across_devices"
         own = {"factors": self.pool_factors, "weights": self.pool_weights}
-        settings = self.loss.get_config_dict()
-        return own | {name: settings[name] for name in ("temperature", "mini_batch_size", "mini_batch_tokens")}
+        return own | {name: getattr(self.loss, name) for name in names}

@@ -46,8 +46,8 @@ def sum_of_answers(
     name = type(loss).__name__
     if type(loss).__module__.startswith("pylate.") and any(view.factor > 1 for view in views):
         raise ValueError(
-            f"Matryoshka: pool_factors need pylate_fastmaxsim.enable() here, because {name} of PyLate itself makes means unit "
-            "vectors, and encode(pool_factor=...) does not; or give ContrastiveDistillation."
+            f"Matryoshka: {name} of PyLate itself makes means unit vectors, which encode(pool_factor=...) does not, so that "
+            "pool_factors need it accelerated, by pylate_fastmaxsim.enable(); or give ContrastiveDistillation."
         )
     columns = [dict(column) for column in features]
     embeddings = [unit(loss.model(column)["token_embeddings"]) for column in columns]

@@ -76,7 +76,8 @@ def find_targets(names: Sequence[str], overrides: Sequence[str] = (), dense: Seq
             raise RecipeError(f"{name}: there is no model in {path}; run `fastmaxsim train` with this recipe first.")
         if recipe is None or not recipe.model.visual:
             saved_class(path, dense=is_dense)
-        target = Target(labels[name] + "-dense" * is_dense, path, recipe, is_dense)
+        factor = 1 if recipe is None else recipe.evaluation.pool_factor
+        target = Target(labels[name] + "-dense" * is_dense, path, recipe, is_dense, factor)
         # Under another spelling as well: it would count as one more pair in the correction of p.
         if any(_scoring_of(target) == _scoring_of(other) for other in targets):
             raise RecipeError(f"each model must be given once, but {name} is given twice.")

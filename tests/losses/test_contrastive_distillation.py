@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka
+from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka, PooledContrastive
 from tests.support.compared import assert_equal, run
 from tests.support.loss_hosts import COUNT, HOST, LABELS, OPTIONS, WAYS, batch_of, one_column
 
@@ -97,6 +97,8 @@ def test_settings_for_a_model_card(model):
     weights = dict.fromkeys(("contrastive_weight", "distillation_weight", "temperature", "teacher_temperature"), 1.0)
     sizes = {"mini_batch_size": None, "mini_batch_tokens": 60, "gather_across_devices": False}
     assert both.get_config_dict() == weights | sizes
+    pooled = {"factors": (1.0, 2.0), "weights": (1.0, 1.0), "temperature": 1.0} | sizes
+    assert PooledContrastive(model, (1, 2), mini_batch_tokens=60).get_config_dict() == pooled
     config = Matryoshka(model, both, (64, 32)).get_config_dict()
     assert config["loss"] == "ContrastiveDistillation" and config["dims"] == (64, 32)
 

@@ -6,7 +6,6 @@ from torch import nn
 import pylate_fastmaxsim
 from pylate_fastmaxsim import encode
 from tests.support.compared import assert_equal, run
-from tests.support.examples import example
 from tests.support.loss_hosts import HOST, LABELS, ByHand, Weighted, batch_of
 
 
@@ -24,14 +23,6 @@ def test_a_loss_by_hand_is_those_of_the_host(encoder, mode):
     assert_equal(run(Weighted(model, *terms), batch_of(model), LABELS), by_hand, HOST.tolerance)
     assert_equal(run(ByHand(model), batch_of(model), LABELS), by_hand)
     assert HOST.modes(model) == {mode}
-
-
-def test_the_loss_of_the_docs(model, mode):
-    names: dict = {}
-    exec(example("loss-by-hand"), names)
-    stock = run(ByHand(model), batch_of(model), LABELS)
-    pylate_fastmaxsim.enable()
-    assert_equal(run(names["ContrastiveAndDistillation"](model), batch_of(model), LABELS), stock)
 
 
 def test_what_cannot_be_encoded_is_said_in_a_sentence(model):

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from pylate_fastmaxsim.files.replace import replace_file
-from pylate_fastmaxsim.recipes.data.collection import Collection
+from pylate_fastmaxsim.recipes.data.collection import Collection, is_of_pages
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_by_query, require_ids_of_one_word, write_run
 from pylate_fastmaxsim.recipes.files import prepare_file
-from pylate_fastmaxsim.recipes.models.retriever import retriever_of
+from pylate_fastmaxsim.recipes.models.retriever import Retriever, retriever_of
 from pylate_fastmaxsim.recipes.search.plaid import overlap
 from pylate_fastmaxsim.recipes.search.pool_curve import write_pool_curve
 from pylate_fastmaxsim.recipes.search.run import (
@@ -42,10 +42,10 @@ def evaluate(
     progress: Progress,
     per_query: Path | None = None,
     test: str = "student",
-    pool_factors: Sequence[float] = (1,),
+    pool_factors: Sequence[float] | None = None,
     plot: Path | None = None,
 ) -> dict[str, Any]:
-    """Search all judged queries with each model, exactly, with documents pooled by each factor.
+    """Search all judged queries with each model, exactly, with documents pooled by each factor; None: that of its recipe.
 
     ``options.run`` and ``options.index`` are folders, in which each model has a file or a folder. ``per_query`` is a file
     for the metrics of each query, ``plot`` one for a picture of nDCG@10 against vectors.
@@ -59,13 +59,18 @@ def evaluate(
     models at the same factor.
     """
     targets = [
-        replace(each, label=each.label if factor == 1 else f"{each.label}-pool-{factor:g}", pool_factor=factor)
+        replace(
+            each,
+            label=f"{each.label}-pool-{factor:g}" if pool_factors and factor > 1 else each.label,
+            pool_factor=factor,
+        )
         for each in targets
-        for factor in pool_factors
+        for factor in pool_factors or (each.pool_factor,)
     ]
     if options.format is not None:
         check_format(options.format, options.index)
-    check_first_stage(options)
+    if check_first_stage(options) is not None and is_of_pages(collection.corpus):
+        raise RecipeError("--first-stage searches texts, but the documents are pages.")
     if options.run is not None:
         require_ids_of_one_word(collection)
         _prepare_runs(options, targets)
@@ -89,7 +94,8 @@ def evaluate(
     pairs = [
         (one, other)
         for one, other in combinations(of_target, 2)
-        if of_target[one].pool_factor
+        if pool_factors is None
+        or of_target[one].pool_factor
         in (of_target[other].pool_factor, *(pool_factors[:1] if of_target[one].path == of_target[other].path else ()))
     ]
     result = {
@@ -124,7 +130,7 @@ def _evaluate(
     def progress_of_model(task: str, total: int, done: int = 0) -> Callable[[int], None]:
         return progress(f"{target.label}: {task}", total, done)
 
-    stages = (None, options.first_stage) if options.first_stage and model.has_token_embeddings else (None,)
+    stages = (None, options.first_stage) if options.first_stage and model.kind == Retriever.kind else (None,)
     exhaustive: Search | None = None
     for stage in stages:
         label = _label(target, stage)

@@ -32,10 +32,12 @@ def _draw(result: Mapping[str, Any], figure: Figure) -> None:
     }
     curves: dict[str, list[dict[str, Any]]] = {}
     for model in result["models"]:
+        if model["vectors"] is None:  # sparse, or behind a first stage
+            continue
         curves.setdefault(model["model"], []).append(model)
     for models in curves.values():
         first = models[0]["label"]
-        x = [(model["vectors"] or 0) / result["documents"] for model in models]
+        x = [model["vectors"] / result["documents"] for model in models]
         y = [model["metrics"][METRIC] for model in models]
         (line,) = axes.plot(x, y, "-", label=first)
         for model, *point in zip(models, x, y, strict=True):

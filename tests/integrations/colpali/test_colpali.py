@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from tests.support.colpali_batch import IN_BATCH, WITH_NEGATIVES, Batch, assert_close, unit
 from tests.support.edited import edited
-from tests.support.examples import example
 
 pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
 
@@ -316,12 +315,6 @@ def test_what_only_stock_takes_is_an_error_with_another_pooling(monkeypatch):
             batch.run(getattr(colpali_losses, name)(), 0)
     with pytest.raises(ValueError, match=r"^BaseVisualRetrieverProcessor.score_multi_vector: .*COLPALI_SCORES_BACKEND"):
         ColQwen2Processor.score_multi_vector(*inputs, device="cpu")
-
-
-def test_the_example_of_the_docs_pools():
-    names: dict = {}
-    exec(example("pooling-colpali"), names)
-    assert names["pages"].grad.any()
 
 
 @pytest.mark.cuda

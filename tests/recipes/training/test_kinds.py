@@ -37,7 +37,8 @@ colbert | cached | contrastive | pairs | loss.temperature=0.5 loss.name=cached_c
   fast.stock_masking=true
 colbert | divergence | - | graded | loss.name=distillation loss.normalize_scores=false fast.stock_masking=true
 colbert | pooled | - | pairs | loss.pooling={top_k: 1, start: 4, schedule: linear}
-colbert | pooled cached | - | pairs | loss.name=cached_contrastive loss.pooling.top_k=3 loss.pool_factors=[1,2]
+colbert | pooled cached | - | pairs | loss.name=cached_contrastive loss.pooling.top_k=3
+colbert | clusters | - | pairs | loss.name=cached_contrastive loss.pool_factors=[1,2]
 colbert | pooled divergence | - | graded | loss.name=distillation loss.pooling.softmax=0.1
 colbert | streamed | - | lists | data.streaming=true data.negatives_per_query=2 model.build=null fast.stock_masking=true
 multi_vector | contrastive | - | triplets | loss.temperature=0.5
@@ -48,7 +49,8 @@ multi_vector | checkpointed | tokens | triplets | loss.name=cached_contrastive l
   training.gradient_checkpointing=true
 multi_vector | divergence | - | graded | loss.name=distillation loss.temperature=0.5
 multi_vector | margins | - | graded | loss.name=distillation loss.objective=margin_mse
-multi_vector | pooled | - | triplets | loss.pooling={top_k: 1, start: 4, schedule: linear} loss.pool_factors=[1,2]
+multi_vector | pooled | - | triplets | loss.pooling={top_k: 1, start: 4, schedule: linear}
+multi_vector | clusters | - | triplets | loss.pool_factors=[1,2] loss.pool_weights=[1,.5]
 multi_vector | pooled divergence | - | graded | loss.name=distillation loss.pooling.softmax=0.1
 multi_vector | streamed | - | lists | data.streaming=true data.negatives_per_query=2 model.build=null
 splade | contrastive | - | pairs | training.seed=1
@@ -219,7 +221,10 @@ def logged_gradients(recipe_of, tmp_path: Path, kind: str, overrides: str, rows:
     return logged
 
 
-LOGGED = ("loss.pooling={top_k: 1, start: 6, schedule: linear}", "loss.name=distillation evaluation.rows=0")
+LOGGED = (
+    "loss={name: cached_contrastive, pooling: {top_k: 1, start: 6, schedule: linear}, pool_factors: [2]}",
+    "loss.name=distillation evaluation.rows=0",
+)
 
 
 @pytest.mark.parametrize(("overrides", "rows"), zip(LOGGED, ("pairs", "graded"), strict=True))
