@@ -177,6 +177,7 @@ SUITE_TABLES = {
         ),
         "losses-table": ("ceilings", "*/layers=None/*"),
         "corpus-search-table": ("corpus_search", "*/write", "*/read", "*/streamed", "stock*"),
+        "token-pooling-table": ("token_pooling", "*"),
         "exact-search-table": ("exact_search", "fiqa/*[!2]", "quora/[bif]*", "million/[bif]*", "marco/*"),
     },
     "docs/corpora.md": {
