@@ -177,6 +177,7 @@ SUITE_TABLES = {
         ),
         "losses-table": ("ceilings", "*/layers=None/*"),
         "corpus-search-table": ("corpus_search", "*/write", "*/read", "*/streamed", "stock*"),
+        "token-pooling-table": ("token_pooling", "*"),
         "exact-search-table": ("exact_search", "fiqa/*[!2]", "quora/[bif]*", "million/[bif]*", "marco/*"),
     },
     "docs/corpora.md": {
@@ -184,7 +185,10 @@ SUITE_TABLES = {
         "compressed-fidelity-table": ("compressed_fidelity", "cranfield/*"),
     },
     "docs/losses.md": {"pooled-cranfield-table": ("pooled_cranfield", "*")},
-    "docs/sparse.md": {"sparse-search-table": ("sparse_search", "*")},
+    "docs/sparse.md": {
+        "sparse-search-table": ("sparse_search", "*"),
+        "hosted-table": ("static_cranfield", "as made", "trained*"),
+    },
     "docs/recipes.md": {
         "first-stage-table": (
             "first_stage_cranfield",

@@ -13,11 +13,9 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.models import MLMTransformer, SpladePooling
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-import pylate_fastmaxsim
 from pylate_fastmaxsim import SparseBatch, SparseIndex
 from tests.support.compared import batch_of
 from tests.support.examples import PAGES, example, run_example, run_script
-from tests.support.models import load_model
 from tests.support.paths import ROOT
 
 MODERNBERT = '"answerdotai/ModernBERT-base"'
@@ -113,12 +111,9 @@ def test_the_examples_of_static_late_interaction_find_documents():
     words = ("[UNK]", "bees", "Bees", "dance", "dancing", "Bread", "bread")
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save("tokenizer.json")
     model2vec.StaticModel(torch.eye(7)[[0, 1, 1, 3, 3, 5, 5]].numpy(), tokenizer).save_pretrained("table")
     names = run_example("static", {'"minishlab/potion-retrieval-32M"': '"table"'})
     assert names.positions.tolist() == [[0, 1], [1, 0]] and len(names.index) == 2
-    table = {'"google-bert/bert-base-uncased"': '"tokenizer.json"', "from_pretrained": "from_file"}
-    assert run_example("bm25", table).scores.shape == (1, 2)
 
 
 def test_the_lines_that_switch_pylate_on(encoder):
@@ -153,12 +148,6 @@ def test_the_examples_of_shares_and_of_a_server_search_an_index(monkeypatch, tmp
         assert run_example("batching").positions.tolist()[:2] == [2, 0]
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_a_token_table_becomes_a_static_model(encoder, tmp_path):
-    load_model(encoder("longrope", num_hidden_layers=0), do_query_expansion=False).save_pretrained("table")
-    run_example("from-pylate", {'"runs/static_late_interaction/model"': '"table"'})
-    assert pylate_fastmaxsim.StaticLateInteraction.load("static").threshold == 0.6
 
 
 @pytest.mark.cuda

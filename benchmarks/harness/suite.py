@@ -45,7 +45,7 @@ ROOMS = {
         "compressed_fidelity",
         "pooling_study",
     ),
-    "retrieval": ("encode", "corpus_search", "exact_search", "token_pooling") + ("sparse_search", "sparse_two_gpus"),
+    "retrieval": ("encode", "corpus_search", "exact_search", "token_pooling", "sparse_search"),
 }
 SUITES = {name: room for room, names in ROOMS.items() for name in names}
 # What a line of the terminal shows of a cell.

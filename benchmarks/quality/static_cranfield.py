@@ -1,10 +1,12 @@
 """Static late interaction on the Cranfield collection: quality and sparsity against the threshold.
 
-    python -m benchmarks static_cranfield --data FOLDER    # measure what is missing, print the table, draw the plot
+    python -m benchmarks static_cranfield --data FOLDER    # measure what is missing, print the tables
 
 The table of token vectors is made of all-MiniLM-L6-v2 as model2vec does it, without training: each token of the vocabulary
 alone through the encoder, the mean of its outputs, PCA to 256 dimensions, and a weight by the rank of the token (SIF over
-Zipf's law), which the norm holds. Beside it: BM25 over the same tokens, and MaxSim of the encoder's own outputs.
+Zipf's law), which the norm holds. Beside it: BM25 over the same tokens, and MaxSim of the encoder's own outputs; and the
+table as a StaticEmbedding, made or trained by Sentence Transformers on titles and texts of the collection, with one table or
+one for each side. Of learning rates from 1e-3 to 5e-2 the last had the lowest training loss.
 
 A cell is a threshold and weights, or one of the others. Metrics are of the judged queries over the whole collection.
 """
@@ -12,10 +14,11 @@ A cell is a threshold and weights, or one of the others. Metrics are of the judg
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -24,22 +27,25 @@ from torch import Tensor
 from benchmarks.harness.tables import table
 from benchmarks.quality.cranfield import encoder_folder
 from pylate_fastmaxsim import BM25, SparseBatch, SparseIndex, StaticLateInteraction
-from pylate_fastmaxsim.retrieval.static.documents import Neighbours, from_neighbours, neighbours_above
 
-FLOOR = 0.2
-THRESHOLDS = (FLOOR, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 VALUE_THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 # What similarities at least as large as the threshold become: by name, the power that BM25's saturation multiplies.
 VALUES = {"values": None, "BM25": 1, "BM25 of squares": 2}
 # Of query tokens, as StaticLateInteraction takes them.
 QUERY_WEIGHTS: dict[str, str | None] = {"none": None, "norms": "norms", "IDF": "idf"}
 BM25_CELL, ENCODER_CELL, MAXSIM_CELL = "BM25", "encoder", "MaxSim"
-# Of each line: weights of query tokens, weights of document tokens, thresholds.
-LINES = {
-    "no weights": ("none", None, THRESHOLDS),
-    "norms of model2vec": ("norms", None, THRESHOLDS),
-    "IDF": ("IDF", None, THRESHOLDS),
-    "IDF and BM25's saturation": ("IDF", "BM25", VALUE_THRESHOLDS),
+# Tables of a StaticEmbedding by name: how many, and the seeds of their training.
+HOSTED = {"as made": (1, ()), "trained": (1, (0, 1, 2)), "trained, two tables": (2, (0, 1, 2))}
+TRAINING = {"num_train_epochs": 5, "per_device_train_batch_size": 128, "learning_rate": 5e-2, "warmup_steps": 5}
+TRAINING |= {"batch_sampler": "no_duplicates", "report_to": "none", "save_strategy": "no", "use_cpu": True}
+# How such a model ranks: by its own embeddings, or by MaxSim of cosines, or of vectors as they are, with weights.
+WAYS: dict[str, dict[str, Any] | None] = {
+    "mean": None,
+    "MaxSim": {},
+    "MaxSim, IDF": {"query_weights": "idf"},
+    "MaxSim with norms": {"normalize": False},
+    "MaxSim with norms, IDF": {"normalize": False, "query_weights": "idf"},
 }
 VALUE_ROWS = {
     "values, no weights": ("none", "values"),
@@ -118,7 +124,7 @@ class Measured:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.tokens = self.static(FLOOR).token_ids(task.documents)
+        self.tokens = self.static("lowest").token_ids(task.documents)
 
     def static(self, threshold: float | str, **options: Any) -> StaticLateInteraction:
         return StaticLateInteraction(self.task.table, tokenizer=self.task.tokenizer, threshold=threshold, **options)
@@ -127,35 +133,60 @@ class Measured:
     def queries(self) -> dict[str, SparseBatch]:
         """Queries by the weights of their tokens, which documents do not depend on."""
         return {
-            name: self.static(FLOOR, query_weights=weights).fit(self.tokens).queries(self.task.queries)
+            name: self.static("lowest", query_weights=weights).fit(self.tokens).queries(self.task.queries)
             for name, weights in QUERY_WEIGHTS.items()
         }
 
-    @cached_property
-    def above_floor(self) -> Neighbours:
-        """Pairs of tokens whose similarity exceeds the lowest number among the thresholds.
+    def threshold(self, threshold: float, values: str | None = None) -> dict[str, Any]:
+        """Documents that bound MaxSim, or whose weights are similarities, of some to a power with BM25's saturation."""
+        power = None if values is None else VALUES[values]
+        weights = None if power is None else BM25(power=power)
+        model = self.static(threshold, keep="excess" if values is None else "value", document_weights=weights)
+        documents = model.fit(self.tokens).documents(self.tokens)
+        return self.cell(documents, QUERY_WEIGHTS if power is None else ["IDF"])
 
-        Those of a higher threshold are among them, so that the product of the tables is made once.
-        """
-        model = self.static(FLOOR)
-        used = self.tokens.ids.unique().long()
-        return neighbours_above(model.query_vectors, model.document_vectors, used, model.thresholds)
+    def hosted(self, tables: int, seeds: Iterable[int]) -> dict[str, Any]:
+        """Quality of a StaticEmbedding in each way, the mean of the seeds of its training."""
+        found = [self.ways(self.trained(tables, seed)) for seed in seeds] or [self.ways(self.embedding(tables))]
+        means = {way: {name: mean(each[way][name] for each in found) for name in found[0][way]} for way in WAYS}
+        return {"metrics": means, "means of seeds": [each["mean"]["ndcg@10"] for each in found]}
 
-    def shifted(self, threshold: float) -> dict[str, Any]:
-        """Documents that bound MaxSim, ranked by the bound."""
-        table = picked(self.above_floor, self.above_floor.weights > threshold - FLOOR, threshold - FLOOR)
-        return self.cell(from_neighbours(self.tokens, table, None, None), QUERY_WEIGHTS)
+    def ways(self, model: Any) -> dict[str, dict[str, float]]:
+        from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 
-    def values(self, threshold: float, power: float | None) -> dict[str, Any]:
-        """Documents whose weights are similarities, or with a power these with BM25's saturation."""
-        # The cosine of a vector with itself is 1.
-        similarities = ((self.above_floor.weights.double() + FLOOR) * 2**20).round() * 2.0**-20
-        weights = (similarities ** (power or 1)).float()
-        table = picked(replace(self.above_floor, weights=weights), similarities >= threshold, 0.0)
-        mean = len(self.tokens.ids) / len(self.tokens)
-        factor = None if power is None else partial(BM25().of_counts, mean_length=mean)
-        weights_of_queries = QUERY_WEIGHTS if power is None else ["IDF"]
-        return self.cell(from_neighbours(self.tokens, table, None, factor), weights_of_queries)
+        found = {}
+        for name, options in WAYS.items():
+            if options is None:
+                dense = retriever_of(model)
+                documents = dense.encode(self.task.documents, 64, is_query=False)
+                results = dense.search(dense.encode(self.task.queries, 64, is_query=True), [documents], DEPTH)
+            else:
+                static = StaticLateInteraction.from_static_embedding(model, threshold="lowest", **options)
+                results = static.fit(self.tokens).search(self.task.queries, self.tokens, DEPTH)
+            found[name] = self.task.metrics(*results)
+        return found
+
+    def embedding(self, tables: int) -> Any:
+        from sentence_transformers import SentenceTransformer
+        from sentence_transformers.models import Router, StaticEmbedding
+
+        tokenizer = self.static("lowest").tokenizer  # which truncates nothing
+        modules = [StaticEmbedding(tokenizer, embedding_weights=self.task.table.clone()) for _ in range(tables)]
+        first = modules[0] if tables == 1 else Router.for_query_document(*([module] for module in modules))
+        return SentenceTransformer(modules=[first], device="cpu")
+
+    def trained(self, tables: int, seed: int) -> Any:
+        from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+        from sentence_transformers.losses import MultipleNegativesRankingLoss
+
+        model = self.embedding(tables)
+        rows = self.task.collection.corpus.select_columns(["title", "text"]).filter(lambda row: all(row.values()))
+        sides = {"title": "query", "text": "document"} if tables == 2 else {}
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = SentenceTransformerTrainingArguments(folder, router_mapping=sides, **TRAINING)
+            loss = MultipleNegativesRankingLoss(model)
+            SentenceTransformerTrainer(model, arguments, rows.shuffle(seed), loss=loss).train()
+        return model
 
     def plain_bm25(self) -> dict[str, Any]:
         model = StaticLateInteraction.bm25(self.task.tokenizer, len(self.task.table)).fit(self.tokens)
@@ -186,15 +217,6 @@ class Measured:
         return {"metrics": {"none": self.task.metrics(*encoder.search(queries, [documents], DEPTH))}}
 
 
-def picked(table: Neighbours, kept: Tensor, less: float) -> Neighbours:
-    """Some of the pairs, with weights that are so much lower."""
-    ends = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
-    first = ends[table.first.clamp(min=0)]
-    sizes = ends[table.first.clamp(min=0) + table.sizes] - first
-    weights = (table.weights[kept].double() - less).float()
-    return Neighbours(first.where(table.first >= 0, -1), sizes, table.terms[kept], weights)
-
-
 def require_data(options: argparse.Namespace) -> Path:
     if options.data is None:
         raise SystemExit("--data is needed: the folder of the Cranfield collection, in BEIR's layout.")
@@ -213,6 +235,7 @@ def cells(_: argparse.Namespace) -> dict[str, dict]:
         **{cell_name(each): {"threshold": each} for each in THRESHOLDS},
         **{cell_name(each, name): {"threshold": each, "values": name} for name in VALUES for each in VALUE_THRESHOLDS},
         MAXSIM_CELL: {},
+        **dict.fromkeys(HOSTED, {}),
     }
 
 
@@ -222,12 +245,10 @@ def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator
     measured = Measured(Task(require_data(options), options.encoder))
     named = {BM25_CELL: measured.plain_bm25, ENCODER_CELL: measured.encoder, MAXSIM_CELL: measured.maxsim}
     for name, cell in cells.items():
-        if name in named:
-            yield name, named[name]()
+        if name in HOSTED:
+            yield name, measured.hosted(*HOSTED[name])
         else:
-            values = cell.get("values")
-            make = measured.shifted if values is None else partial(measured.values, power=VALUES[values])
-            yield name, make(cell["threshold"])
+            yield name, named[name]() if name in named else measured.threshold(**cell)
 
 
 def cell_name(threshold: float, weights: str | None = None) -> str:
@@ -241,6 +262,10 @@ def ndcg(cell: dict, weights: str) -> str:
 def markdown(content: dict) -> str:
     """Quality and entries by threshold, of bounds of MaxSim and with BM25's weights; and what stands beside them."""
     cells = content["cells"]
+    hosted = [[name, *(ndcg(cells[name], way) for way in WAYS)] for name in HOSTED if name in cells]
+    of_tables = table(["nDCG@10, table", *WAYS], hosted)
+    if BM25_CELL not in cells:
+        return of_tables
     rows = [_row("none is cut: MaxSim", cells[MAXSIM_CELL])] if MAXSIM_CELL in cells else []
     rows += [_row(f"{each:g}", cells[cell_name(each)]) for each in THRESHOLDS if cell_name(each) in cells]
     columns = ["threshold", "entries a document", *(f"nDCG@10, weights: {name}" for name in QUERY_WEIGHTS)]
@@ -252,32 +277,9 @@ def markdown(content: dict) -> str:
     parts.append(
         f"nDCG@10 where similarities at least as large as the threshold are kept; BM25 has {ndcg(cells[BM25_CELL], 'IDF')}:"
     )
-    parts.append(table(["", *(f"{each:g}" for each in VALUE_THRESHOLDS)], rows))
+    parts += [table(["", *(f"{each:g}" for each in VALUE_THRESHOLDS)], rows), of_tables]
     return "\n\n".join(parts)
 
 
 def _row(title: str, cell: dict) -> list[str]:
     return [title, f"{cell['nonzeros']:,.0f}", *(ndcg(cell, name) for name in QUERY_WEIGHTS)]
-
-
-def plot(content: dict, target: Path) -> None:
-    """nDCG@10 against the entries of a document, a point for each threshold, beside the results file."""
-    from benchmarks.harness.plots import COLOURS, Line, curves
-
-    cells, lines = content["cells"], []
-    for (title, (weights, documents, thresholds)), colour in zip(LINES.items(), COLOURS, strict=True):
-        known = {each: cells[cell_name(each, documents)] for each in thresholds if cell_name(each, documents) in cells}
-        points = [(cell["nonzeros"], cell["metrics"][weights]["ndcg@10"]) for cell in known.values()]
-        texts = [f"{each:g}" for each in known] if title in ("no weights", "IDF and BM25's saturation") else []
-        lines.append(Line(title, colour, points, texts=texts))
-    ends = [find(x for line in lines for x, _ in line.points) for find in (min, max)]
-    for name, title, weights, style in (
-        (ENCODER_CELL, "the encoder's late interaction", "none", "--"),
-        (BM25_CELL, "BM25", "IDF", ":"),
-    ):
-        if name in cells:
-            lines.append(
-                Line(title, COLOURS[0], [(x, cells[name]["metrics"][weights]["ndcg@10"]) for x in ends], style)
-            )
-    axis = {"xlabel": "entries a document", "ylabel": "nDCG@10", "xscale": "log"}
-    curves([(axis, lines)], target.with_suffix(".png"), "Cranfield, by threshold")

@@ -18,8 +18,7 @@ class _Asked:
     __slots__ = ("done", "error", "k", "query", "result")
 
     def __init__(self, query: Any, k: int) -> None:
-        self.query, self.k = query, k
-        self.result, self.error = None, None
+        self.query, self.k, self.result, self.error = query, k, None, None
         self.done = threading.Lock()
         self.done.acquire()
 
@@ -80,9 +79,8 @@ class BatchingSearcher:
     def close(self) -> None:
         """Answer the queries that wait, and end the thread. Later queries are refused."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._waiting.put(None)
+            self._closed = True
+            self._waiting.put(None)
         self._thread.join()
 
     def __enter__(self) -> BatchingSearcher:
@@ -103,13 +101,12 @@ class BatchingSearcher:
                     break
             if batch[-1] is None:
                 batch, open_ = batch[:-1], False
+            if batch:
+                self._answer(batch)
             self._usual = len(batch)
-            self._answer(batch)
 
     def _answer(self, batch: list[_Asked]) -> None:
         """Search a batch; if that fails, each query alone, so that only a wrong one gets the error."""
-        if not batch:
-            return
         queries = [each.query for each in batch]
         try:
             if all(isinstance(each, SparseBatch) and len(each) == 1 for each in queries):
@@ -118,8 +115,8 @@ class BatchingSearcher:
             if isinstance(found, tuple):
                 found = zip(*(each.cpu().unbind() for each in found), strict=True)
             for asked, result in zip(batch, found, strict=True):
-                pair = isinstance(result, tuple)
-                asked.result = tuple(each[: asked.k] for each in result) if pair else result[: asked.k]
+                cut = tuple(each[: asked.k] for each in result) if isinstance(result, tuple) else result[: asked.k]
+                asked.result = cut
         except Exception as error:  # noqa: BLE001 - is raised where the query was asked
             if len(batch) > 1:
                 for asked in batch:

@@ -13,7 +13,8 @@ from tests.support.beir_folder import write_folder
 def test_suites_of_cranfield_measure_what_is_missing(encoder, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     # Tokens of a small vocabulary with random vectors are closer to each other.
-    changes = {"FLOOR": 0.8, "THRESHOLDS": (0.8, 0.9), "VALUE_THRESHOLDS": (0.9, 1.0), "DEPTH": 31}
+    changes = {"THRESHOLDS": (0.8, 0.9), "VALUE_THRESHOLDS": (0.9, 1.0), "DEPTH": 31}
+    changes["HOSTED"] = {"as made": (1, ()), "trained, two tables": (2, (0,))}
     for name, value in changes.items():
         monkeypatch.setattr(static_cranfield, name, value)
     results, folder = tmp_path / "results.json", encoder("bert", max_position_embeddings=512)
@@ -26,7 +27,9 @@ def test_suites_of_cranfield_measure_what_is_missing(encoder, tmp_path, monkeypa
     assert cells[cell_name(0.8)]["nonzeros"] >= cells[cell_name(0.9)]["nonzeros"] and ENCODER_CELL in cells
     for name in (MAXSIM_CELL, cell_name(0.8)):
         assert cells[name]["metrics"].keys() == QUERY_WEIGHTS.keys()
-    assert len(cells) == 3 + 2 + 3 * 2 and results.with_suffix(".png").exists()
+    made, trained = (cells[name]["metrics"] for name in changes["HOSTED"])
+    assert made["MaxSim"] == cells[MAXSIM_CELL]["metrics"]["none"] and made["mean"] != trained["mean"]
+    assert len(cells) == 3 + 2 + 3 * 2 + 2
     said = capsys.readouterr().out
     assert "; BM25 has 0." in said
     monkeypatch.setattr(static_cranfield, "Measured", lambda task: pytest.fail("measured again"))

@@ -1,4 +1,5 @@
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -37,55 +38,28 @@ def call(function, queries, k):
 
 
 @pytest.mark.parametrize("backend", [sparse, late, exact])
-def test_each_thread_gets_its_own_result_or_error(backend):
+def test_each_thread_gets_its_own_result_or_error_also_while_it_closes(backend):
     function, queries, wrong = backend()
-    queries, ks, entered, begun, calls = [*queries, wrong], [1 + n % 4 for n in range(17)], [], threading.Event(), []
+    queries, ks, all_wait, calls = [*queries, wrong], [1 + n % 4 for n in range(17)], threading.Event(), []
 
     def gathered(batch, k):
         calls.append(len(batch))
-        begun.set()
-        while len(calls) == 1 and len(entered) < 17:  # the first call ends when all have asked
-            pass
+        while len(calls) == 1 and searcher._waiting.qsize() < 16:
+            time.sleep(0.001)
+        all_wait.set()
         return call(function, batch, k)
 
-    def ask(query, k):
-        entered.append(query)
-        try:
-            return searcher.search(query, k)
-        except ValueError as error:
-            return error
-
-    with BatchingSearcher(gathered, max_batch=12) as searcher, ThreadPoolExecutor(17) as threads:
-        first = threads.submit(ask, queries[0], ks[0])
-        begun.wait()
-        others = [threads.submit(ask, query, k) for query, k in zip(queries[1:], ks[1:], strict=True)]
-        found = [each.result() for each in (first, *others)]
-    assert calls[0] == 1 and max(calls) > 4 and max(calls) <= 12
+    with ThreadPoolExecutor(17) as threads:
+        with BatchingSearcher(gathered, max_batch=12) as searcher:
+            found = [threads.submit(searcher.search, query, k) for query, k in zip(queries, ks, strict=True)]
+            all_wait.wait()
+        assert calls[:2] == [1, 12]
     for query, k, result in zip(queries[:-1], ks, found, strict=False):
         alone = call(function, query if isinstance(query, SparseBatch) else [query], k)
         alone = alone[0] if backend is exact else tuple(each[0] for each in alone)
-        assert str(result) == str(alone)
-    assert isinstance(found[-1], ValueError)
-    with pytest.raises(RuntimeError, match="the searcher is closed"):
-        searcher.search(queries[0], 1)
-    searcher.close()
-
-
-def test_queries_that_wait_when_it_closes_are_answered_and_a_bad_k_is_refused():
-    release, begun = threading.Event(), threading.Event()
-
-    def slow(batch, k):
-        begun.set()
-        release.wait()
-        return [[query] for query in batch]
-
-    searcher = BatchingSearcher(slow, window=10)  # nobody waits for more than were there before
-    with ThreadPoolExecutor(4) as threads:
-        found = [threads.submit(searcher.search, n, 1) for n in range(3)]
-        begun.wait()
-        closing = threads.submit(searcher.close)
-        release.set()
-        closing.result()
-        assert [each.result() for each in found] == [[0], [1], [2]]
-    with pytest.raises(ValueError, match="k must be at least 1"):
-        searcher.search(0, 0)
+        assert str(result.result()) == str(alone)
+    with pytest.raises(ValueError):
+        found[-1].result()
+    for k, error in ((1, RuntimeError), (0, ValueError)):
+        with pytest.raises(error):
+            searcher.search(queries[0], k)

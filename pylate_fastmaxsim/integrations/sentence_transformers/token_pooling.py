@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from sentence_transformers.multi_vector_encoder.modules import BaseTokenPooling, HierarchicalTokenPooling
 from torch import Tensor
+from torch.nn import functional as F
 
+from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
@@ -44,11 +47,12 @@ def forward(
     if not self.applies_to(task) or len(tokens) == 0:
         return features
     if self.pool_factor == 1:
-        raise FallbackToHost("it only normalises")
+        if options["normalize"]:
+            features["token_embeddings"] = F.normalize(tokens.to(sum_dtype(tokens.dtype)), dim=-1).to(tokens.dtype)
+        return features
     pooled = pool_tokens(tokens, **options, mask=features["attention_mask"].bool())
-    values, mask = pooled.to_padded()
-    longest = int(pooled.lengths.max())
-    features["token_embeddings"], features["attention_mask"] = values[:, :longest], mask[:, :longest]
+    padded = replace(pooled, max_length=int(pooled.lengths.max())).to_padded()
+    features["token_embeddings"], features["attention_mask"] = padded
     return features
 
 

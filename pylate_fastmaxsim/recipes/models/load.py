@@ -140,7 +140,12 @@ def load_retriever(
         with as_recipe_error(f"{key} {name} cannot be loaded", (ValueError, OSError)):
             return StaticLateInteraction.load(path, device)
     if saved_by == "StaticModel":
-        return _load_model2vec(name, device, key, dense)
+        # Its library may be missing, and have errors of its own for files and of the Hub's client.
+        with as_recipe_error(f"{key} {name} cannot be loaded with model2vec", (Exception,)):
+            from model2vec import StaticModel
+
+            model = StaticModel.from_pretrained(path if path.is_dir() else name)
+        return model if dense else StaticLateInteraction.from_model2vec(model, threshold="lowest").to(device)
     section = ColBERTSection(name_or_path=str(path) if path.is_dir() else name, trust_remote_code=trust_remote_code)
     hosts = {"SparseEncoder": SparseEncoder, "SentenceTransformer": SentenceTransformer}
     host = hosts.get(saved_by, getattr(sentence_transformers, "MultiVectorEncoder", None))
@@ -166,20 +171,6 @@ def load_retriever(
             f"{model.similarity_fn_name}."
         )
     return model
-
-
-def _load_model2vec(
-    name: str, device: torch.device | str, key: str, dense: bool
-) -> StaticLateInteraction | StaticModel:
-    try:
-        from model2vec import StaticModel
-    except ImportError as error:
-        raise RecipeError(f"{key} {name} is a model of model2vec: pip install model2vec ({error}).") from error
-    try:
-        model = StaticModel.from_pretrained(Path(name).expanduser() if Path(name).expanduser().is_dir() else name)
-    except Exception as error:  # of the Hub's client, or of a damaged file
-        raise model_failure(key, ColBERTSection(name_or_path=name), error) from error
-    return model if dense else StaticLateInteraction.from_model2vec(model, threshold="lowest").to(device)
 
 
 def saved_class(name: str, key: str = "MODEL", dense: bool = False) -> str:

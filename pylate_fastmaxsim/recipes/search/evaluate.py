@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from pylate_fastmaxsim.files.replace import replace_file
-from pylate_fastmaxsim.recipes.data.collection import Collection
+from pylate_fastmaxsim.recipes.data.collection import Collection, is_of_pages
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_by_query, require_ids_of_one_word, write_run
 from pylate_fastmaxsim.recipes.files import prepare_file
-from pylate_fastmaxsim.recipes.models.retriever import retriever_of
+from pylate_fastmaxsim.recipes.models.retriever import Retriever, retriever_of
 from pylate_fastmaxsim.recipes.search.plaid import overlap
 from pylate_fastmaxsim.recipes.search.pool_curve import write_pool_curve
 from pylate_fastmaxsim.recipes.search.run import (
@@ -69,7 +69,8 @@ def evaluate(
     ]
     if options.format is not None:
         check_format(options.format, options.index)
-    check_first_stage(options)
+    if check_first_stage(options) is not None and is_of_pages(collection.corpus):
+        raise RecipeError("--first-stage searches texts, but the documents are pages.")
     if options.run is not None:
         require_ids_of_one_word(collection)
         _prepare_runs(options, targets)
@@ -129,7 +130,7 @@ def _evaluate(
     def progress_of_model(task: str, total: int, done: int = 0) -> Callable[[int], None]:
         return progress(f"{target.label}: {task}", total, done)
 
-    stages = (None, options.first_stage) if options.first_stage and model.has_token_embeddings else (None,)
+    stages = (None, options.first_stage) if options.first_stage and model.kind == Retriever.kind else (None,)
     exhaustive: Search | None = None
     for stage in stages:
         label = _label(target, stage)

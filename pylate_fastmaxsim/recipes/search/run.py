@@ -132,7 +132,7 @@ def _check_options(options: Options, retriever: Retriever) -> None:
     ):
         raise RecipeError("--plaid is an index of its own; it needs a ColBERT and no --index or --pool-factor.")
     check_first_stage(options)
-    if options.first_stage is not None and (options.plaid is not None or not retriever.has_token_embeddings):
+    if options.first_stage is not None and (options.plaid is not None or retriever.kind != Retriever.kind):
         raise RecipeError("--first-stage is for late interaction, and for no index of PLAID.")
     if options.format is not None:
         check_format(options.format, options.index if retriever.has_token_embeddings else None)
@@ -272,10 +272,7 @@ class Search:
         options, device, corpus = self.options, self.clock.device, self.collection.corpus
         queries, texts = self._queries(), list(self.collection.queries.values())
         section = check_first_stage(options)
-        tokenizer = getattr(self.model.model, "tokenizer", None)  # pages have none
-        if section.kind == "bm25" and tokenizer is None:
-            raise RecipeError("--first-stage bm25 counts tokens of texts, but MODEL is of pages.")
-        stage = load_first_stage("--first-stage", section, tokenizer, options.batch_size, device)
+        stage = load_first_stage("--first-stage", section, self.model.model.tokenizer, options.batch_size, device)
         done = self.progress(FIRST_STAGE, len(corpus))
         with self.clock.during(FIRST_STAGE):
             batches = []

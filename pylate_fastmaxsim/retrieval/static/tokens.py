@@ -60,13 +60,6 @@ class TokenIds:
         offsets = self.offsets[begin : end + 1]
         return TokenIds(self.ids[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
 
-    def select(self, index: Tensor) -> TokenIds:
-        """The texts ``index`` (int64, any length, repeats allowed), in that order, as a copy."""
-        lengths = self.lengths[index]
-        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        places = torch.repeat_interleave(self.offsets[:-1][index] - offsets[:-1], lengths)
-        return TokenIds(self.ids[places + torch.arange(len(places), device="cpu")], offsets)
-
     def without(self, tokens: Sequence[int], vocabulary: int) -> TokenIds:
         """Leave out some of the tokens, of which there are ``vocabulary``."""
         if not tokens:

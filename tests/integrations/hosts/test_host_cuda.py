@@ -4,8 +4,10 @@ import pytest
 import torch
 from accelerate.utils import send_to_device
 
+from pylate_fastmaxsim import pool_tokens
 from tests.support.compared import distance
 from tests.support.hosts import each_host
+from tests.support.models import sentences
 
 pytestmark = pytest.mark.cuda
 
@@ -56,6 +58,20 @@ def test_texts_that_a_sparse_encoder_encodes(encoder, host, dtype):
     assert (ours.layout, ours.dtype, ours.device) == (stock.layout, stock.dtype, stock.device)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(ours.to_dense(), stock.to_dense(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("host", each_host(["PyLate"]))
+def test_documents_are_pooled_before_they_are_copied(encoder, host):
+    model = host.model(encoder).float().to("cuda")
+    host.enable()
+    whole, pooled = (
+        model.encode(sentences(300, 20, seed=3), is_query=False, show_progress_bar=False, pool_factor=factor)
+        for factor in (1, 2)
+    )
+    expected = pool_tokens([torch.from_numpy(each).to("cuda") for each in whole], 2, protected=1)
+    assert list(map(len, pooled)) == expected.lengths.tolist()
+    for own, start in zip(pooled, expected.starts.tolist(), strict=True):
+        torch.testing.assert_close(torch.from_numpy(own), expected.values[start : start + len(own)].cpu())
 
 
 @pytest.mark.parametrize("host", each_host(["SparseEncoder"]))

@@ -130,7 +130,7 @@ def test_threads_encode_with_one_model(encoder, host):
         assert_same(made, expected)
 
 
-def test_a_tokenizer_of_the_users_own_is_used(encoder, caplog):
+def test_a_tokenizer_and_a_pooling_of_the_users_own_are_used(encoder, caplog):
     pytest.importorskip("pylate")
     model = load_model(encoder("modernbert"))
 
@@ -146,3 +146,6 @@ def test_a_tokenizer_of_the_users_own_is_used(encoder, caplog):
     for own, stock in zip(made, expected, strict=True):
         torch.testing.assert_close(own, stock, atol=1e-5, rtol=1e-5)
     assert "its tokenizer gives other features" in caplog.text
+    model.pool_embeddings_hierarchical = lambda documents_embeddings, **_: [each[:1] for each in documents_embeddings]
+    pooled = model.encode(TEXTS, is_query=False, show_progress_bar=False, pool_factor=2)
+    assert {len(each) for each in pooled} == {1}

@@ -234,7 +234,7 @@ def test_modules_of_sentence_transformers_behind_the_encoder(encoder, mode, monk
     for each in routed:
         each.insert(1, dense())
     model = MultiVectorEncoder(modules=[Router.for_query_document(*map(list, routed))], device="cpu").train()
-    model.append(HierarchicalTokenPooling(pool_factor=2))
+    model.extend(map(HierarchicalTokenPooling, (2, 1)))
     HOST.assert_as_stock(model, step_of(model), monkeypatch)
     assert [modes(each) for each in routed] == [{mode}, {mode}]
 

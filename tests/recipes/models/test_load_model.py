@@ -43,7 +43,7 @@ cosine | any | | MODEL FOLDER must score by the inner product \(dot\), but its s
 bert | any | | MODEL FOLDER must be .* or a StaticLateInteraction, but it has no config_sentence_transformers.json
 dense of euclid | any | | MODEL FOLDER must score by cosine or the inner product \(dot\), but its similarity is euclidean.
 Dense | any | | MODEL FOLDER has no MaxSim; use --dense: .* only Normalize may stand, got Dense
-model2vec | any | | MODEL FOLDER cannot be loaded
+model2vec | any | | MODEL FOLDER cannot be loaded with model2vec
 not json | any | | MODEL FOLDER cannot be loaded
 nothing | any | | MODEL: there is no folder FOLDER
 static | any | | MODEL FOLDER cannot be loaded: .*tables-.*safetensors is missing or damaged
