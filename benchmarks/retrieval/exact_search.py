@@ -235,7 +235,7 @@ def _disk(cell: dict) -> dict:
         for part in torch.arange(count).split(16_384):
             yield normalize(torch.randn(len(part), mean, dim, generator=generator, device=DEVICE), dim=-1).bfloat16()
 
-    with tempfile.TemporaryDirectory(dir=".") as folder:
+    with tempfile.TemporaryDirectory() as folder:
         writing, corpus = _seconds(lambda: write_corpus(folder, batches(), format=codec))
         asked, one = _marco_queries(queries, dim, generator)
         search(one, corpus.batches(DEVICE, end=1), K)

@@ -25,7 +25,9 @@ def check(batch: TokenBatch, device: str, **options) -> None:
         with no_waiting():
             pooled = pool_tokens(moved, **options)
     assert torch.equal(pooled.lengths.cpu(), expected.lengths) and torch.equal(pooled.starts.cpu(), expected.starts)
-    torch.testing.assert_close(pooled.values.cpu(), expected.values, rtol=1e-6, atol=1e-6)
+    # A mean that lies between two bfloat16 may become either.
+    rounding = 2**-7 if batch.values.dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(pooled.values.cpu(), expected.values, rtol=rounding, atol=1e-6)
 
 
 def unmasked_on_a_cpu(patch) -> None:

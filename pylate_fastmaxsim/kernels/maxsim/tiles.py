@@ -74,7 +74,13 @@ ENOUGH_ROWS = 2**17
 
 @functools.lru_cache(maxsize=256)
 def forward_tiles(
-    arch: int, kind: str, dim: int, rows_in_all: int, want_winners: bool, longest_query: int, short_documents: bool
+    arch: int,
+    kind: str,
+    dim: int,
+    rows_in_all: int,
+    want_winners: bool,
+    longest_query: int = 1,
+    short_documents: bool = False,
 ) -> ForwardTiles:
     """Tiles of the forward for `rows_in_all` query rows; the longest query has `longest_query` of them."""
     tiles = table_row(_FORWARD_OF_FEW_ROWS, arch, kind, dim)
