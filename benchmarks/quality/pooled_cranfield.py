@@ -95,9 +95,9 @@ def markdown(content: dict) -> str:
     for factor in FACTORS:
         vectors = mean(by_seed(content, "contrastive", factor, "vectors").values())
         entries = [by_seed(content, loss, factor) for loss in LOSSES]
-        entries = [f"{mean(each.values()):.4f} (spread {spread(each):.4f})" for each in entries]
+        entries = [f"{mean(each.values()):.4f} ({spread(each):.4f})" for each in entries]
         rows.append([str(factor), f"{vectors:,.0f}", *entries])
-    return table(["factor", "vectors", *(f"nDCG@10, {title}" for title in TITLES.values())], rows)
+    return table(["factor", "vectors", *(f"nDCG@10 (spread), {title}" for title in TITLES.values())], rows)
 
 
 def plot(content: dict, target: Path) -> None:
