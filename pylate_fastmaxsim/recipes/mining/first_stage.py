@@ -71,6 +71,8 @@ def load_first_stage(section: MiningSection, model: ColBERT, pairs: Pairs, devic
         return FirstStage(functools.partial(encoded, is_query=True), functools.partial(encoded, is_query=False))
     with as_recipe_error(f"mining.first_stage.model {first.model} cannot be used"):
         model = encoder.model if first.threshold is None else encoder.model.with_threshold(first.threshold)
+        if model.threshold == -torch.inf:  # each document would have an entry for each token
+            raise ValueError("it has no threshold; set mining.first_stage.threshold.")
         # A model that needs counts of tokens and has none is found before hours of work.
         model.queries(["a"]), model.documents(["a"])
     return FirstStage(model.queries, model.documents)
