@@ -57,6 +57,8 @@ def load_first_stage(
         return FirstStage(functools.partial(encoded, is_query=True), functools.partial(encoded, is_query=False))
     with as_recipe_error(f"{key} {section.model} cannot be used"):
         model = encoder.model if section.threshold is None else encoder.model.with_threshold(section.threshold)
+        if model.threshold == -torch.inf:  # each document would have an entry for each token
+            raise ValueError("it has no threshold; save it with one, or set mining.first_stage.threshold.")
         # A model that needs counts of tokens and has none is found before hours of work.
         model.queries(["a"]), model.documents(["a"])
     return FirstStage(model.queries, model.documents)

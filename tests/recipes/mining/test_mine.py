@@ -35,6 +35,8 @@ mining.first_stage={kind: bm25, model: a/b}
 mining.first_stage={kind: static, model: SPARSE}
     | must be of the kind static late interaction, but it is of the kind sparse.
 mining.first_stage={kind: static, model: UNFITTED}
+    | UNFITTED cannot be used: it has no threshold; save it with one, or set mining.first_stage.threshold.
+mining.first_stage={kind: static, model: UNFITTED, threshold: 0.5}
     | UNFITTED cannot be used: StaticLateInteraction: idf needs counts of tokens
 mining.first_stage={kind: sparse} | mining.first_stage.model is missing; mining.first_stage.kind sparse needs it.
 mining.first_stage={kind: sparse, model: /no/such} | mining.first_stage.model: there is no folder /no/such.
@@ -42,7 +44,7 @@ mining.first_stage={kind: sparse, model: /no/such} | mining.first_stage.model: t
 def test_what_does_not_fit_is_one_sentence(override, sentence, recipe, saved, tmp_path):
     names = {"PAIRS": str(tmp_path / "pairs"), "UNFITTED": str(tmp_path / "idf"), "SPARSE": saved(SPARSE)}
     if "UNFITTED" in override:
-        model = StaticLateInteraction(torch.eye(4), tokenizer=Tokenizer(BPE()), threshold=0.5, query_weights="idf")
+        model = StaticLateInteraction(torch.eye(4), tokenizer=Tokenizer(BPE()), threshold="lowest", query_weights="idf")
         model.save(names["UNFITTED"])
     for name, path in names.items():
         override, sentence = override.replace(name, path), sentence.replace(name, path)
