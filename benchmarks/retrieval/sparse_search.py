@@ -306,8 +306,9 @@ def markdown(content: dict) -> str:
     )
     tables = [f"{machine(made, 'triton')}; {queries} queries. {drawn}", speed_table(cells, ENGINES)]
     if sizes(cells, "cpu/"):
+        on_cpu = next(cell["environment"] for name, cell in content["cells"].items() if name.startswith("cpu/"))
         tables += [
-            f"{made['host']}; {min(queries, ON_CPU_QUERIES)} queries.{serving(cells, 'cpu/')}",
+            f"{on_cpu['host']}; {min(queries, ON_CPU_QUERIES)} queries.{serving(cells, 'cpu/')}",
             speed_table(cells, ON_CPU, "cpu/"),
         ]
     return "\n\n".join(tables)
