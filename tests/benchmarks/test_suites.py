@@ -16,7 +16,7 @@ TINY_STEPS = "--compile no --layers 1 --different 1 --warmup 1 --batches 2 --ste
 STEPS = f"{TINY_STEPS} 1 --document-length 30"
 CORPUS = "--folder {folder}/corpora --passages 400 --queries 3 --dim 16 --mean 20 --k 10 --centroids 64"
 RUNS = {
-    "operators": ("--shapes tiny --competitors fast einsum --only tiny*", 6, "| tiny: 3 x 4 against 5 x 8"),
+    "operators": ("--shapes tiny --competitors fast einsum --only tiny/* tiny-r*", 4, "| tiny: 3 x 4 against 5 x 8"),
     "head": ("--only tiny/fast*", 2, "| tiny/fast forward_backward |"),
     "xtr": ("", 1, "| tiny fast forward_backward |"),
     "pooling_operators": ("--only */fast */ragged */einsum", 13, "| 3x8 against 5x24 | `LogSumExp(0.1)` |"),
@@ -26,10 +26,10 @@ RUNS = {
     "lengths": (f"{STEPS} --tokens 15", 2, "| padding | PyLate |"),
     "losses": ("--queries 8 --lengths 12 --paths stock fast", 6, "| path=fast/loss=distillation/queries=1"),
     "splade_step": (f"{TINY_STEPS} 8 --hidden 64", 2, "| Sentence Transformers + pylate-fastmaxsim | "),
-    "sparse_search": ("--sizes 100 300 --queries 4", 4, "| 300 | k = 10 |"),
+    "sparse_search": ("--sizes 100 --queries 4", 2, "| 100 | k = 10 |"),
     "pooling_study": ("--quick --only */M=64/*", 12, "| gradient of the score |"),
     "encode": ("--texts 70 --layers 1 --hidden 64 --only pylate/doc*/*s[t]*256", 2, "| fast bfloat16 256 |"),
-    "exact_search": ("--share 0.002 --dim 16 --only fiqa/* million/add", 5, "| fiqa/bfloat16 | "),
+    "exact_search": ("--share 0.001 --dim 16 --only fiqa/[bip]* million/add", 4, "| fiqa/bfloat16 | "),
     "token_pooling": ("--share 0.01 --only distances/* tokens/80", 3, "10 of 10 documents with equal distances have"),
     "corpus_search": (f"{CORPUS} --stock-passages 200 --check-passages 300", 18, "| PyLate |"),
 }
@@ -116,9 +116,9 @@ def check_step_of_ranks(cells: dict[str, dict]) -> None:
 
 def check_sparse(cells: dict[str, dict]) -> None:
     found = {f"{name}/{key}": each for name, cell in cells.items() for key, each in cell["measured"].items()}
-    for name in ("100/index/one", "cpu/300/index/k=1000"):
+    for name in ("100/index/one", "cpu/100/index/k=1000"):
         assert found[name]["exact"] and found[name]["repeatable"], name
-    assert found["300/cusparse/k=10"]["recall"] > 0.99
+    assert found["100/cusparse/k=10"]["recall"] > 0.99
 
 
 def check_exact(cells: dict[str, dict]) -> None:
