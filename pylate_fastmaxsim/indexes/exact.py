@@ -216,10 +216,8 @@ class Exact:
         for ids in documents_ids:
             batch = self._corpus.select(self._storage.ids.positions_of("Exact.get_documents_embeddings", ids))
             batch = batch if isinstance(batch, TokenBatch) else batch.decompress()
-            values, spans = (
-                batch.values.float().numpy(),
-                zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True),
-            )
+            values = batch.values.float().numpy()
+            spans = zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True)
             groups.append([values[start : start + length] for start, length in spans])
         return groups
 

@@ -67,6 +67,7 @@ def test_pylate_finds_the_same_by_scoring_everything(place, device, format, tmp_
     monkeypatch.setattr(search, "TOKENS_PER_BATCH", 40)
     monkeypatch.setattr(corpus.Corpus.batches, "__defaults__", ("cpu", 40, 0, None))
     monkeypatch.setattr(exact, "TOKENS_HELD", 90)
+    monkeypatch.setattr(exact, "DOCUMENTS_AT_ONCE", 3)
     folder = None if place == "memory" else tmp_path
 
     def opened(**options):
@@ -110,7 +111,8 @@ NEW = [np.full((2, 16), number, np.float32) for number in range(1, 6)]
     ],
     ids=["add", "update", "remove", "override"],
 )
-def test_a_kill_leaves_the_last_finished_batch(change, after, tmp_path):
+def test_a_kill_leaves_the_last_finished_batch(change, after, tmp_path, monkeypatch):
+    monkeypatch.setattr(exact, "DOCUMENTS_AT_ONCE", 1)
     (tmp_path / "root").mkdir()
     opened = lambda folder: Exact(folder.parent, folder.name, device="cpu")  # noqa: E731
     index = opened(tmp_path / "root").add_documents([*"ab"], NEW[:2])
@@ -136,6 +138,7 @@ add_documents("a", NEW[0]) | ValueError | the id 'a' is in the index; update_doc
 add_documents(["c"], NEW[:2]) | ValueError | must be of equal length, got 1 and 2
 add_documents([*"cd"], iter(NEW[:1])) | ValueError | must be of equal length, got 2 and 1
 add_documents("c", NEW[0][:, :4]) | ValueError | must have the d = 16 of the index, got 4
+add_documents([*"cd"], [NEW[0], NEW[1][:, :4]]) | ValueError | must have the d = 16 of the index, got 4
 add_documents("c", None) | TypeError | must be a list of \[L, d\], got NoneType
 add_documents("c", ["text"]) | TypeError | each of documents_embeddings must be .* got str
 add_documents([1.5], NEW[:1]) | TypeError | an id must be an integer or a string, got 1.5
@@ -151,13 +154,16 @@ __class__(device="cpu")(NEW[:1]) | ValueError | the index is empty; add document
 __class__(format="int4") | ValueError | format must be one of bfloat16, .* ResidualCodec, got 'int4'
 """)
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_what_cannot_be_done_is_said_and_changes_nothing(call, error, sentence, in_memory, tmp_path):
+def test_what_cannot_be_done_is_said_and_changes_nothing(call, error, sentence, in_memory, tmp_path, monkeypatch):
+    monkeypatch.setattr(exact, "DOCUMENTS_AT_ONCE", 1)
     index = Exact(None if in_memory else tmp_path, device="cpu").add_documents([*"ab"], NEW[:2])
     before = index(NEW[:2])
     with pytest.raises((TypeError, ValueError), match=f"^Exact[^\n]*{sentence}[^\n]*$") as raised:
         eval(f"index.{call}")
     assert raised.typename == error
     assert index.ids == [*"ab"] and index(NEW[:2]) == before
+    vectors = index.add_documents("e", NEW[4]).get_documents_embeddings([[*"abe"]])[0]
+    assert all(map(np.array_equal, vectors, (NEW[0], NEW[1], NEW[4])))
 
 
 def test_folders_of_something_else_are_refused_and_stay(tmp_path):

@@ -93,7 +93,7 @@ class Retriever:
 
     def __init__(self, model: Any, finite: bool = False, exact: bool = True, pool_factor: float = 1) -> None:
         self.model, self._finite, self.exact, self.pool_factor = model, finite, exact, pool_factor
-        if pool_factor > 1 and not self.has_token_embeddings:
+        if pool_factor > 1 and self.kind != Retriever.kind:
             raise RecipeError(f"A pool factor is for models of token embeddings; this one is {self.kind}.")
 
     def encode(
