@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class DocumentSearch:
     """Exact search of the documents of all pairs with the model that mines, part by part.
 
-    Documents are scored as ``mining.corpus_format`` and ``mining.pool_factor`` say. One process trains its codec, which is kept for all. Every part
-    depends on the settings ``common``.
+    Documents are scored as ``mining.corpus_format`` and ``mining.pool_factor`` say. One process trains the codec of the
+    format, which is kept for all. Every part depends on the settings ``common``.
     """
 
     def __init__(

@@ -91,12 +91,15 @@ def evaluate(
             scores[summary["label"]], of_target[summary["label"]] = by_query, target
     if per_query is not None:
         write_per_query(per_query, scores)
+
+    def are_compared(one: Target, other: Target) -> bool:
+        of_first = pool_factors is None or (one.path == other.path and one.pool_factor == pool_factors[0])
+        return of_first or one.pool_factor == other.pool_factor
+
     pairs = [
-        (one, other)
-        for one, other in combinations(of_target, 2)
-        if pool_factors is None
-        or of_target[one].pool_factor
-        in (of_target[other].pool_factor, *(pool_factors[:1] if of_target[one].path == of_target[other].path else ()))
+        (label, other_label)
+        for (label, one), (other_label, other) in combinations(of_target.items(), 2)
+        if are_compared(one, other)
     ]
     result = {
         "collection": name,
