@@ -58,13 +58,13 @@ def milliseconds(cells: dict, shape: str, competitor: str, form: str) -> float |
     return cells.get(f"{shape}/{competitor}/{form}", {}).get("forward", {}).get("ms")
 
 
-def fastest(cells: dict, shape: str, competitors: tuple[str, ...], form: str) -> tuple[str, float, float] | None:
-    """The fastest way of some competitors to score a format of this package, its milliseconds, and those of its kernels."""
+def fastest(cells: dict, shape: str, competitors: tuple[str, ...], form: str) -> tuple[str, float] | None:
+    """The fastest way of some competitors to score a format of this package, and its milliseconds."""
     found = []
     for of_shape, competitor, name in (key.split("/") for key in cells):
         ms = milliseconds(cells, of_shape, competitor, name)
         if of_shape == shape and competitor in competitors and name.startswith(FORMATS[form]) and ms:
-            found.append((competitor, ms, cells[f"{shape}/{competitor}/{name}"]["forward"].get("device_ms") or ms))
+            found.append((competitor, ms))
     return min(found, key=itemgetter(1), default=None)
 
 
@@ -92,8 +92,7 @@ def markdown(content: dict) -> str:
                 continue
             peer, naive = fastest(cells, shape, ("lik", "flash"), form), milliseconds(cells, shape, "naive", form)
             if peer:
-                waits = f", kernels {_ms(peer[2])}" if peer[2] < 0.8 * peer[1] else ""
-                line += [f"{_ms(peer[1])} ({COMPETITORS[peer[0]]}{waits})", _times(peer[1], ms)]
+                line += [f"{_ms(peer[1])} ({COMPETITORS[peer[0]]})", _times(peer[1], ms)]
             else:
                 line += ["", ""]
             lines.append([*line, _ms(naive), _times(naive, ms)])

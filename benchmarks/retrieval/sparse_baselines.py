@@ -138,7 +138,8 @@ class Dense:
 
     def __init__(self, collection: list[SparseBatch]) -> None:
         first = collection[0]
-        self.matrix = torch.zeros(sum(map(len, collection)), first.vocabulary, dtype=torch.float16, device=first.device)
+        width = -(-first.vocabulary // 8) * 8  # as its kernels want it; it would be padded in each call
+        self.matrix = torch.zeros(sum(map(len, collection)), width, dtype=torch.float16, device=first.device)
         start = 0
         for chunk in collection:
             self.fill(self.matrix[start : start + len(chunk)], chunk)
@@ -159,7 +160,7 @@ class Dense:
         return torch.topk(queries @ matrix.T, k)
 
     def search(self, queries: SparseBatch, k: int) -> Found:
-        rows = self.matrix.new_zeros(len(queries), queries.vocabulary)
+        rows = self.matrix.new_zeros(len(queries), self.matrix.shape[1])
         self.fill(rows, queries)
         return self.best(rows, self.matrix, min(k, len(self.matrix)))
 
