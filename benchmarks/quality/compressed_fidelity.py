@@ -12,15 +12,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness.tables import table
-from benchmarks.quality.static_cranfield import DEPTH, Task, require_data
+from benchmarks.quality.static_cranfield import DEPTH, Task, add_options  # noqa: F401
 from pylate_fastmaxsim import CompressedBatch, ResidualCodec, compress, maxsim
-from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 
 # Formats by the names of their cells.
 FORMATS = {
@@ -43,9 +41,7 @@ class Collection:
     """Queries and documents of Cranfield as vectors, and how rankings of positions are judged."""
 
     def __init__(self, task: Task) -> None:
-        encoder = retriever_of(task.encoder)
-        self.queries = encoder.encode(task.queries, 32, is_query=True)
-        self.documents = encoder.encode(task.documents, 32, is_query=False)
+        self.queries, self.documents = task.encoded(task.queries, True), task.encoded(task.documents, False)
         self.metrics = task.metrics
 
     @cached_property
@@ -99,16 +95,12 @@ def share(found: Tensor, wanted: Tensor) -> float:
     return (found[:, :, None] == wanted[:, None, :]).any(dim=1).double().mean().item()
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, help="folder of the collection, in BEIR's layout")
-
-
 def cells(_: argparse.Namespace) -> dict[str, dict]:
     return {f"cranfield/{format}": {} for format in FORMATS}
 
 
 def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
-    collection = Collection(Task(require_data(options))) if cells else None
+    collection = Collection(Task(options)) if cells else None
     yield from ((name, collection.measure(name.partition("/")[2])) for name in cells)
 
 

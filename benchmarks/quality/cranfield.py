@@ -1,27 +1,21 @@
 """Title -> text training on the Cranfield collection with a real small encoder, stock and fast, over three seeds.
 
-    python -m benchmarks cranfield --data FOLDER                 # measure what is missing, then print the table
-    python -m benchmarks cranfield --data FOLDER --workers 2     # two processes at a time
+    python -m benchmarks cranfield --data FOLDER    # measure what is missing, then print the table
 
 The encoder is all-MiniLM-L6-v2 with a projection to 128 dimensions drawn from the seed. recipes/colbert_msmarco.yaml
 trains it on titles and texts of the collection; then recipes/colbert_kd_mine.yaml mines hard negatives with it and
 distils a stronger ColBERT, the teacher, into it. nDCG@10, MRR@10 and Recall@100 are of the judged queries, on which
 nothing is trained, over the whole collection.
 
-A cell is one stage, seed and path. It runs in a process of its own and is written to the results file as soon as it is
-known; a finished one is not run again. Models and mined data go to --work.
+A cell is one stage, seed and path, in a process of its own. Models and mined data go to --work.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -31,8 +25,9 @@ from typing import Any
 from benchmarks.harness.paths import ROOT
 from benchmarks.harness.suite import command
 from benchmarks.harness.tables import table
-from benchmarks.harness.workers import Worker
+from benchmarks.harness.workers import ask_apart
 
+TIMEOUT = 3600
 METRICS = {"ndcg@10": "nDCG@10", "mrr@10": "MRR@10", "recall@100": "Recall@100"}
 PATHS = ("stock", "fast")
 STAGE_TITLES = {
@@ -76,6 +71,7 @@ DISTILLATION = {
     "training.learning_rate": 3e-5,
 }
 STAGES = {"contrastive": CONTRASTIVE, "teacher": TEACHER, "distilled": DISTILLATION}
+SEEDS = (0, 1, 2)
 TEACHER_SEED = 100  # not one of the students'
 
 
@@ -98,6 +94,16 @@ class Cell:
 TEACHER_CELL = Cell("teacher", TEACHER_SEED, "fast")
 
 
+def add_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, help="folder of the collection, in BEIR's layout")
+
+
+def require_data(options: argparse.Namespace) -> Path:
+    if options.data is None:
+        raise SystemExit("--data is needed: the folder of the Cranfield collection, in BEIR's layout.")
+    return options.data
+
+
 def write_pairs(data: Path, file: Path) -> None:
     """(query, positive) pairs: the title and the text of each document that has both."""
     documents = map(json.loads, (data / "corpus.jsonl").read_text(encoding="utf-8").splitlines())
@@ -114,8 +120,8 @@ def encoder_folder() -> Path:
     return get_model_path()
 
 
-def load(cell: Cell, data: Path, output: Path, extra: list[str]) -> Any:
-    """The recipe of a cell; ``extra`` overrides keys of every recipe."""
+def load(cell: Cell, data: Path, output: Path, **overrides: Any) -> Any:
+    """The recipe of a cell."""
     from pylate_fastmaxsim.recipes.load import load_recipe
 
     folder = cell.folder(output)
@@ -136,14 +142,12 @@ def load(cell: Cell, data: Path, output: Path, extra: list[str]) -> Any:
         recipe = "colbert_msmarco.yaml"
         keys["model.name_or_path"] = str(encoder_folder())
         keys["data"] = pairs
-    keys |= {"data.seed": cell.seed, **MODEL, **TRAINING, **STAGES.get(cell.stage, CONTRASTIVE)}
-    return load_recipe(RECIPES / recipe, [*(f"{key}={json.dumps(value)}" for key, value in keys.items()), *extra])
+    keys |= {"data.seed": cell.seed, **MODEL, **TRAINING, **STAGES.get(cell.stage, CONTRASTIVE), **overrides}
+    return load_recipe(RECIPES / recipe, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
 
 
 def measure(asked: dict) -> dict[str, Any]:
     """Train and evaluate a cell."""
-    cell, extra = Cell(**asked["cell"]), asked["set"]
-    data, output = Path(asked["data"]), Path(asked["output"])
     from pylate_fastmaxsim.recipes.data.collection import load_collection
     from pylate_fastmaxsim.recipes.evaluation.ranking import METRICS, evaluate_collection
     from pylate_fastmaxsim.recipes.mining.mine import mine
@@ -151,7 +155,8 @@ def measure(asked: dict) -> dict[str, Any]:
     from pylate_fastmaxsim.recipes.models.retriever import retriever_of
     from pylate_fastmaxsim.recipes.training.train import train
 
-    recipe = load(cell, data, output, extra)
+    cell = Cell(**asked["cell"])
+    recipe = load(cell, Path(asked["data"]), Path(asked["output"]))
     if cell.stage == "untrained":
         retriever, evaluation = retriever_of(load_model(recipe.model, "cpu", cell.seed)), recipe.evaluation
         return evaluate_collection(retriever, load_collection(evaluation.beir, evaluation.split), evaluation.batch_size)
@@ -163,67 +168,34 @@ def measure(asked: dict) -> dict[str, Any]:
     return result | {key: trained[key] for key in (*METRICS, "steps", "losses")}
 
 
-def run_apart(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a cell in a process of its own, with its log in --work."""
-    threads = max(1, (os.cpu_count() or 1) // options.workers)
-    variables = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
-    log = cell.folder(options.work).with_suffix(".log")
-    began = time.monotonic()
-    with (
-        open(log, "w+", encoding="utf-8") as errors,
-        Worker(command("cranfield"), timeout=threading.TIMEOUT_MAX, errors=errors, **variables) as worker,
-    ):
-        result = worker.ask(asked_of(cell, options))
-    if "failure" in result:
-        raise RuntimeError(f"{cell.name} failed, see {log}: {result['failure']}")
-    return {**result, "seconds": round(time.monotonic() - began), "threads": threads}
-
-
-def asked_of(cell: Cell, options: argparse.Namespace) -> dict:
-    return {"cell": asdict(cell), "set": options.set, "data": str(options.data), "output": str(options.work)}
-
-
-def recorded(_: str, options: argparse.Namespace) -> dict:
-    return {ENCODER: version(ENCODER), "settings": {"model": MODEL, **STAGES, "set": options.set}}
-
-
-def phases(seeds: list[int], paths: list[str]) -> list[list[Cell]]:
-    """The cells, in groups that depend only on the groups before."""
-    trained = [Cell("contrastive", seed, path) for seed in seeds for path in paths]
-    distilled = [Cell("distilled", cell.seed, cell.path) for cell in trained]
-    return [[TEACHER_CELL, *trained], distilled, [Cell("untrained", seed) for seed in seeds]]
+def recorded(*_: object) -> dict:
+    return {ENCODER: version(ENCODER), "settings": {"model": MODEL, **STAGES}}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, help="folder of the collection, in BEIR's layout")
+    add_data(parser)
     parser.add_argument("--work", type=Path, default=Path("runs/cranfield"), help="folder for models and mined data")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--paths", nargs="+", choices=["stock", "fast"], default=["stock", "fast"])
-    parser.add_argument("--workers", type=int, default=1, help="processes at a time, which share the cores")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of every recipe")
 
 
-def cells(options: argparse.Namespace) -> dict[str, dict]:
-    return {cell.name: {"cell": asdict(cell)} for phase in phases(options.seeds, options.paths) for cell in phase}
+def cells(_: argparse.Namespace) -> dict[str, dict]:
+    """Each behind those whose model it begins with."""
+    trained = [Cell(stage, seed, path) for stage in ("contrastive", "distilled") for seed in SEEDS for path in PATHS]
+    made = [TEACHER_CELL, *trained, *(Cell("untrained", seed) for seed in SEEDS)]
+    return {cell.name: {"cell": asdict(cell)} for cell in made}
 
 
-def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
-    """Run cells, --workers at a time."""
+def run(name: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
+    """Figures of cells one after the other, until one fails."""
     if not cells:
         return
-    if options.data is None:
-        raise SystemExit("--data is needed: the folder of the Cranfield collection, in BEIR's layout.")
+    where = {"data": str(require_data(options)), "output": str(options.work)}
     options.work.mkdir(parents=True, exist_ok=True)
     write_pairs(options.data, options.work / "pairs.jsonl")
-    for phase in phases(options.seeds, options.paths):
-        with ThreadPoolExecutor(options.workers) as pool:
-            running = {pool.submit(run_apart, cell, options): cell for cell in phase if cell.name in cells}
-            try:
-                for done in as_completed(running):
-                    yield running[done].name, done.result()
-            except RuntimeError as error:
-                pool.shutdown(cancel_futures=True)
-                raise SystemExit(str(error)) from error
+    for each, cell in cells.items():
+        result = ask_apart(command(name), cell | where, options.timeout)
+        if "failure" in result:
+            raise SystemExit(f"{each}: {result['failure']}")
+        yield each, result
 
 
 def values(cells: dict, stage: str, path: str, metric: str) -> dict[int, float]:
@@ -249,8 +221,6 @@ def largest_difference(cells: dict, stage: str, metric: str) -> float | None:
 def markdown(content: dict) -> str:
     """Rows for each metric: both paths and their largest difference."""
     cells, rows = content["cells"], []
-    if len({json.dumps(cell["environment"]["settings"], sort_keys=True) for cell in cells.values()}) > 1:
-        raise SystemExit("The cells of this file have different settings; choose another file with --results.")
     for metric, title in METRICS.items():
         for path in PATHS:
             entries = [_mean_and_spread(values(cells, stage, path, metric)) for stage in STAGE_TITLES]

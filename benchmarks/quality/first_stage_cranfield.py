@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness.tables import table
-from benchmarks.quality.static_cranfield import Task, require_data
+from benchmarks.quality.static_cranfield import Task, add_options  # noqa: F401
 from pylate_fastmaxsim import BM25, StaticLateInteraction
-from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 
@@ -57,8 +55,7 @@ def share(wanted: list[set[int]], found: Tensor) -> float:
     return sum(len(each & {*row}) for each, row in zip(wanted, found.tolist(), strict=True)) / sum(map(len, wanted))
 
 
-def measure(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    task = Task(data)
+def measured(task: Task) -> Iterator[tuple[str, dict[str, Any]]]:
     rows = list(task.collection.corpus)
     place = {row["_id"]: number for number, row in enumerate(rows)}
     graded = (task.collection.judgements[query] for query in task.collection.queries)
@@ -69,8 +66,7 @@ def measure(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     }
     titles = [rows[number]["title"] for number in titled]
     texts = {"questions": task.queries, "titles": titles, "documents": task.documents}
-    encoder = retriever_of(task.encoder)
-    encoded = {name: encoder.encode(each, 32, is_query=name in QUERIES) for name, each in texts.items()}
+    encoded = {name: task.encoded(each, name in QUERIES) for name, each in texts.items()}
     wanted = {name: hard_negatives(encoded[name], encoded["documents"], positives[name]) for name in QUERIES}
     # Only tokens that occur are compared, renumbered from 0.
     model = StaticLateInteraction(task.table, tokenizer=task.tokenizer, threshold=0.5)
@@ -86,10 +82,6 @@ def measure(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield stage, cell
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, help="folder of the collection, in BEIR's layout")
-
-
 def cells(_: argparse.Namespace) -> dict[str, dict]:
     stages = ["BM25", *(f"{name}, {each}" for name in STATIC for each in THRESHOLDS)]
     return {stage: {} for stage in stages}
@@ -97,7 +89,7 @@ def cells(_: argparse.Namespace) -> dict[str, dict]:
 
 def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
     if cells:
-        yield from ((stage, cell) for stage, cell in measure(require_data(options)) if stage in cells)
+        yield from ((stage, cell) for stage, cell in measured(Task(options)) if stage in cells)
 
 
 def markdown(content: dict) -> str:

@@ -9,23 +9,20 @@ encoded once and pooled by each factor; metrics are of the judged queries over t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.harness.suite import command
 from benchmarks.harness.tables import table
-from benchmarks.harness.workers import ask_apart
-from benchmarks.quality.cranfield import CONTRASTIVE, ENCODER, MODEL, Cell, load, spread, write_pairs
+from benchmarks.quality import cranfield
+from benchmarks.quality.cranfield import CONTRASTIVE, ENCODER, MODEL, SEEDS, Cell, load, run, spread  # noqa: F401
 
 TIMEOUT = 1800
 FACTORS = (1, 2, 3, 4, 5, 6)
 STEPS = 10
 LOSSES = {"contrastive": {}, "pooled": {"loss.pool_factors": [1, 2, 4]}}
 TITLES = {"contrastive": "contrastive loss", "pooled": "over pooled documents, factors 1, 2 and 4"}
-SEEDS = (0, 1, 2)
 
 
 def measure(asked: dict) -> dict:
@@ -39,7 +36,7 @@ def measure(asked: dict) -> dict:
 
     cell, output = Cell(**asked["cell"]), Path(asked["output"])
     overrides = {"evaluation": {}, "training.max_steps": STEPS, **LOSSES[cell.stage]}
-    recipe = load(cell, Path(asked["data"]), output, [f"{key}={value}" for key, value in overrides.items()])
+    recipe = load(cell, Path(asked["data"]), output, **overrides)
     losses = train(recipe)["losses"]
     model = retriever_of(load_retriever(str(cell.folder(output) / "model"), "cpu"))
     collection = load_collection(asked["data"])
@@ -56,23 +53,13 @@ def measure(asked: dict) -> dict:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, help="folder of the collection, in BEIR's layout")
-    parser.add_argument("--work", type=Path, default=Path("runs/pooled_cranfield"), help="folder for models")
+    cranfield.add_options(parser)
+    parser.set_defaults(work=Path("runs/pooled_cranfield"))
 
 
 def cells(_: argparse.Namespace) -> dict[str, dict]:
     made = [Cell(loss, seed, "fast") for seed in SEEDS for loss in LOSSES]
     return {cell.name: {"cell": asdict(cell)} for cell in made}
-
-
-def run(name: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
-    if cells and options.data is None:
-        raise SystemExit("--data is needed: the folder of the Cranfield collection, in BEIR's layout.")
-    options.work.mkdir(parents=True, exist_ok=True)
-    for each, cell in cells.items():
-        write_pairs(options.data, options.work / "pairs.jsonl")
-        asked = cell | {"data": str(options.data), "output": str(options.work)}
-        yield each, ask_apart(command(name), asked, options.timeout)
 
 
 def recorded(*_: object) -> dict:

@@ -25,8 +25,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.tables import table
-from benchmarks.quality.cranfield import encoder_folder
-from pylate_fastmaxsim import BM25, SparseBatch, SparseIndex, StaticLateInteraction
+from benchmarks.quality.cranfield import add_data, encoder_folder, require_data
+from pylate_fastmaxsim import BM25, SparseBatch, SparseIndex, StaticLateInteraction, TokenBatch
+from pylate_fastmaxsim.recipes.data.collection import document_texts, load_collection
+from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_of, ranking
+from pylate_fastmaxsim.recipes.models.retriever import retriever_of
+from pylate_fastmaxsim.retrieval.search import search
 
 THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 VALUE_THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -63,11 +67,9 @@ DEPTH = 101  # of rankings; the metrics look at 100, and a document may be the q
 class Task:
     """The collection, and the encoder's table of token vectors."""
 
-    def __init__(self, data: Path, encoder: Path | None = None) -> None:
-        from pylate_fastmaxsim.recipes.data.collection import document_texts, load_collection
-
-        self.folder = encoder or encoder_folder()
-        self.collection = load_collection(str(data))
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.folder = options.encoder or encoder_folder()
+        self.collection = load_collection(str(require_data(options)))
         self.documents = document_texts(self.collection.corpus[:])
         self.queries = list(self.collection.queries.values())
 
@@ -82,6 +84,9 @@ class Task:
         projection = Dense(size, size, bias=False, init_weight=torch.eye(size))
         names = {"query_prefix": "", "document_prefix": "", "skiplist_words": [], "do_query_expansion": False}
         return ColBERT(modules=[transformer, projection], device="cpu", **names, **LENGTHS)
+
+    def encoded(self, texts: list[str], is_query: bool) -> TokenBatch:
+        return retriever_of(self.encoder).encode(texts, 32, is_query=is_query)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -100,8 +105,6 @@ class Task:
         return (reduced * weights[:, None]).float()
 
     def metrics(self, scores: Tensor, positions: Tensor) -> dict[str, float]:
-        from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_of, ranking
-
         return metrics_of(ranking(self.collection, scores, positions, DEPTH - 1), self.collection)
 
 
@@ -152,8 +155,6 @@ class Measured:
         return {"metrics": means, "means of seeds": [each["mean"]["ndcg@10"] for each in found]}
 
     def ways(self, model: Any) -> dict[str, dict[str, float]]:
-        from pylate_fastmaxsim.recipes.models.retriever import retriever_of
-
         found = {}
         for name, options in WAYS.items():
             if options is None:
@@ -209,22 +210,12 @@ class Measured:
 
     def encoder(self) -> dict[str, Any]:
         """The encoder's own late interaction: its outputs for whole texts."""
-        from pylate_fastmaxsim.recipes.models.retriever import retriever_of
-
-        encoder = retriever_of(self.task.encoder)
-        documents = encoder.encode(self.task.documents, 32, is_query=False)
-        queries = encoder.encode(self.task.queries, 32, is_query=True)
-        return {"metrics": {"none": self.task.metrics(*encoder.search(queries, [documents], DEPTH))}}
-
-
-def require_data(options: argparse.Namespace) -> Path:
-    if options.data is None:
-        raise SystemExit("--data is needed: the folder of the Cranfield collection, in BEIR's layout.")
-    return options.data
+        queries, documents = self.task.encoded(self.task.queries, True), self.task.encoded(self.task.documents, False)
+        return {"metrics": {"none": self.task.metrics(*search(queries, [documents], DEPTH))}}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, help="folder of the collection, in BEIR's layout")
+    add_data(parser)
     parser.add_argument("--encoder", type=Path, help="folder of all-MiniLM-L6-v2; by default that of its package")
 
 
@@ -242,7 +233,7 @@ def cells(_: argparse.Namespace) -> dict[str, dict]:
 def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
     if not cells:
         return
-    measured = Measured(Task(require_data(options), options.encoder))
+    measured = Measured(Task(options))
     named = {BM25_CELL: measured.plain_bm25, ENCODER_CELL: measured.encoder, MAXSIM_CELL: measured.maxsim}
     for name, cell in cells.items():
         if name in HOSTED:

@@ -18,8 +18,9 @@ def test_suites_of_cranfield_measure_what_is_missing(encoder, tmp_path, monkeypa
     for name, value in changes.items():
         monkeypatch.setattr(static_cranfield, name, value)
     results, folder = tmp_path / "results.json", encoder("bert", max_position_embeddings=512)
-    options = ["--data", str(write_folder(tmp_path / "data")), "--results", str(results)]
-    run_suite("static_cranfield", [*options, "--encoder", folder])
+    data = str(write_folder(tmp_path / "data"))
+    options = ["--data", data, "--encoder", folder, "--results", str(results)]
+    run_suite("static_cranfield", options)
     cells = load(results)["cells"]
     # Only equal tokens match: BM25.
     equal, bm25 = cells[cell_name(1.0, "BM25")], cells[BM25_CELL]
@@ -36,7 +37,6 @@ def test_suites_of_cranfield_measure_what_is_missing(encoder, tmp_path, monkeypa
     run_suite("static_cranfield", [*options, "--render"])
     assert capsys.readouterr().out.strip() in said
 
-    monkeypatch.setattr(static_cranfield, "encoder_folder", lambda: folder)
     monkeypatch.setattr(first_stage_cranfield, "NEGATIVES", 3)
     monkeypatch.setattr(first_stage_cranfield, "EVERY", 1)
     options[-1] = str(tmp_path / "first.json")
