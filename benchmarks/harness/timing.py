@@ -10,13 +10,14 @@ from itertools import cycle, islice, pairwise
 
 import torch
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ITERATIONS = 25
 WARM_UP = 3
 SLEEP_LIMIT = 0.3  # seconds
 SLOW = 0.3  # seconds of a call that is timed three times, without further warm-up
 
 
-def time_calls(calls: list[Callable[[], object]], device: torch.device, at_once: int = ITERATIONS) -> dict:
+def time_calls(calls: list[Callable[[], object]], device: torch.device = DEVICE, at_once: int = ITERATIONS) -> dict:
     """Median milliseconds of the calls, taken in turn, on a device that never waits for the host.
 
     ``at_once`` calls are queued while the device idles, and once more if the host took longer than that. The queue holds
@@ -79,7 +80,7 @@ def time_calls(calls: list[Callable[[], object]], device: torch.device, at_once:
     }
 
 
-def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+def peak_bytes(call: Callable[[], object], device: torch.device = DEVICE) -> int | None:
     """Peak memory of one call beyond what was allocated before it."""
     if device.type != "cuda":
         return None
@@ -92,9 +93,9 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-def device_ms(call: Callable[[], object], device: torch.device) -> float | None:
+def device_ms(call: Callable[[], object]) -> float | None:
     """Milliseconds that kernels of one call take, without what lies between them."""
-    if device.type != "cuda":
+    if DEVICE.type != "cuda":
         return None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
         call()

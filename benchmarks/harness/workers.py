@@ -17,7 +17,6 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
-from typing import IO
 
 import torch
 
@@ -57,6 +56,14 @@ def failure(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}"
 
 
+def or_failure(call: Callable[[], dict]) -> dict:
+    """What a call returns, or why it failed: competitors raise all kinds of errors."""
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001
+        return {"failure": failure(error)}
+
+
 def serve(answer: Callable[[dict], dict]) -> None:
     """Answer every cell from the standard input, until CUDA calls of this process fail.
 
@@ -88,17 +95,16 @@ def _usable() -> bool:
 class Worker:
     """The measuring process of a command, started with the first cell and again after it ended.
 
-    It has ``timeout`` seconds for each answer. Its standard error goes to ``errors``, if given.
+    It has ``timeout`` seconds for each answer.
     """
 
     GRACE = 10.0  # seconds to end after its input is closed
 
-    def __init__(self, command: list[str], timeout: float, errors: IO[str] | None = None, **variables: str) -> None:
+    def __init__(self, command: list[str], timeout: float) -> None:
         self.command = [sys.executable, *command]
         self.timeout = timeout
-        self.variables = variables
         self.process: subprocess.Popen | None = None
-        self.errors = errors or tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the worker
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the worker
 
     def __enter__(self) -> Worker:
         return self
@@ -132,7 +138,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env={**child_variables(), **self.variables},
+            env=child_variables(),
             start_new_session=True,
         )
 

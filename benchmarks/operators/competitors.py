@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from benchmarks.harness.timing import DEVICE
 from benchmarks.operators.shapes import Shape
 from pylate_fastmaxsim import TokenBatch, maxsim, reference
 
@@ -68,32 +69,32 @@ class Entry:
         return {"query": inputs.queries, "document": getattr(inputs, self.documents)}
 
 
-def make_inputs(shape: Shape, device: torch.device, seed: int) -> Inputs:
-    generator = torch.Generator(device).manual_seed(seed)
+def make_inputs(shape: Shape, seed: int) -> Inputs:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def vectors(*size: int) -> Tensor:
-        values = torch.randn(*size, shape.dim, device=device, generator=generator)
+        values = torch.randn(*size, shape.dim, device=DEVICE, generator=generator)
         return torch.nn.functional.normalize(values, dim=-1).to(getattr(torch, shape.dtype))
 
     queries = vectors(shape.queries, shape.query_length)
     leading = (shape.queries, shape.documents) if shape.layout == "candidates" else (shape.documents,)
     documents = vectors(*leading, shape.document_length)
-    lengths = torch.tensor(shape.lengths(), dtype=torch.int32, device=device)
-    q_cu_seqlens = torch.arange(shape.queries + 1, dtype=torch.int32, device=device) * shape.query_length
+    lengths = torch.tensor(shape.lengths(), dtype=torch.int32, device=DEVICE)
+    q_cu_seqlens = torch.arange(shape.queries + 1, dtype=torch.int32, device=DEVICE) * shape.query_length
     mask = packed = d_cu_seqlens = candidates = None
     document_batch = TokenBatch.from_padded(documents.flatten(0, -3))
     if shape.layout == "ragged":
-        mask = torch.arange(shape.document_length, device=device) < lengths[:, None]
+        mask = torch.arange(shape.document_length, device=DEVICE) < lengths[:, None]
         packed = documents[mask]
         d_cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         document_batch = TokenBatch.from_packed(packed, d_cu_seqlens, max_length=shape.document_length)
     if shape.layout == "candidates":
-        candidates = torch.arange(shape.queries * shape.documents, device=device).view(shape.queries, shape.documents)
+        candidates = torch.arange(shape.queries * shape.documents, device=DEVICE).view(shape.queries, shape.documents)
     forms = (lengths, mask, packed, q_cu_seqlens, d_cu_seqlens, TokenBatch.from_padded(queries), document_batch)
     return Inputs(queries, documents, *forms, candidates)
 
 
-def exact_scores(entry: Entry, inputs: Inputs, exact: list[Tensor], rows: Tensor, columns: Tensor) -> Tensor:
+def exact_scores(entry: Entry, inputs: Inputs, rows: Tensor, columns: Tensor, exact: list[Tensor]) -> Tensor:
     """Scores of a few queries and documents by the definition, from leaves of an entry in float64."""
     queries = TokenBatch.from_padded(exact[0]).select(rows)
     if entry.documents == "packed":

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from benchmarks.harness.workers import failure
-from benchmarks.operators.measure import sets_beyond_cache, spread, timed
+from benchmarks.harness.timing import DEVICE
+from benchmarks.harness.workers import or_failure
+from benchmarks.operators.measure import gradient_calls, sets_beyond_cache, spread, timed
+from benchmarks.operators.shapes import Sizes
 from pylate_fastmaxsim import CompressedBatch, ResidualCodec, TokenBatch, compress, maxsim, reference
 
 AUTOTUNED_CONFIGS = 3  # of each kernel of the peers
@@ -26,19 +28,9 @@ _SIMILARITY_BYTES = 2**31  # of einsum at once
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Queries against documents of unit vectors."""
-
-    queries: int
-    query_length: int
-    documents: int
-    document_length: int
+class Shape(Sizes):
     dim: int = 128
     centroids: int = 4096
-
-    @property
-    def name(self) -> str:
-        return f"{self.queries}x{self.query_length}.{self.documents}x{self.document_length}"
 
 
 SHAPES = [
@@ -69,28 +61,29 @@ class Inputs:
 
 
 def unit_vectors(count: int, dim: int, generator: torch.Generator) -> Tensor:
-    out = torch.empty(count, dim, dtype=torch.bfloat16, device=generator.device)
+    out = torch.empty(count, dim, dtype=torch.bfloat16, device=DEVICE)
     for part in out.split(2**20):
-        part.copy_(normalize(torch.randn(part.shape, device=out.device, generator=generator), dim=-1))
+        part.copy_(normalize(torch.randn(part.shape, device=DEVICE, generator=generator), dim=-1))
     return out
 
 
-def input_sets(shape: Shape, device: torch.device) -> list[Inputs]:
+@functools.lru_cache(1)
+def input_sets(shape: Shape) -> list[Inputs]:
     """Enough sets of inputs that taking them in turn never finds one in the GPU's cache, in any format."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
 
     def batch(count: int, length: int) -> TokenBatch:
-        borders = torch.arange(count + 1, device=device) * length
+        borders = torch.arange(count + 1, device=DEVICE) * length
         return TokenBatch.from_packed(unit_vectors(count * length, shape.dim, generator), borders, max_length=length)
 
-    count = sets_beyond_cache(shape.documents * shape.document_length * _LEAST_BYTES, device)
+    count = sets_beyond_cache(shape.documents * shape.document_length * _LEAST_BYTES)
     sizes = ((shape.queries, shape.query_length), (shape.documents, shape.document_length))
     return [Inputs(shape, *(batch(*size) for size in sizes)) for _ in range(count)]
 
 
 @functools.cache
-def codec(bits: int, dim: int, centroids: int, device: torch.device) -> ResidualCodec:
-    sample = unit_vectors(max(2**16, 16 * centroids), dim, torch.Generator(device).manual_seed(1))
+def codec(bits: int, dim: int, centroids: int) -> ResidualCodec:
+    sample = unit_vectors(max(2**16, 16 * centroids), dim, torch.Generator(DEVICE).manual_seed(1))
     return ResidualCodec.train(sample.float(), bits=bits, centroids=centroids, seed=0)
 
 
@@ -132,7 +125,7 @@ def compressed(inputs: Inputs, form: str) -> CompressedBatch:
         return compress(documents, "int8", per_token=form == "int8 by token")
     if form == "fp8":
         return compress(documents, "fp8")
-    return compress(documents, codec(bits_of(form), shape.dim, shape.centroids, documents.device))
+    return compress(documents, codec(bits_of(form), shape.dim, shape.centroids))
 
 
 def bits_of(form: str) -> int:
@@ -301,41 +294,21 @@ def forms(competitor: str) -> list[str]:
 
 def largest_errors(case: Case, inputs: Inputs) -> dict[str, float]:
     """Largest errors of a few scores, relative to the largest of these: by the definition, and of compression too."""
-    device = inputs.queries.device
-    rows, columns = spread(len(inputs.queries), 4, device), spread(len(inputs.documents), 8, device)
+    rows, columns = spread(len(inputs.queries), 4), spread(len(inputs.documents), 8)
     found = case.score().detach()[rows[:, None], columns].double()
     expected = {"definition": case.definition(rows, columns), "uncompressed": exact(inputs, rows, columns)}
     return {name: float((found - each).abs().max() / each.abs().max()) for name, each in expected.items()}
 
 
-def measured(cases: list[Case], inputs: Inputs) -> dict:
+def measure(cell: dict) -> dict:
     """Times, memory and errors; a measure that fails is recorded as a sentence."""
-    device, size = inputs.queries.device, (len(inputs.queries), len(inputs.documents))
-    cell: dict = {"stored_bytes": cases[0].stored_bytes}
-    try:
-        cell["errors"] = largest_errors(cases[0], inputs)
-    except Exception as error:  # noqa: BLE001 - whatever a competitor raises is its result
-        cell["errors"] = {"failure": failure(error)}
-    grad_scores = torch.randn(size, device=device, generator=torch.Generator(device).manual_seed(2))
-
-    def gradient(case: Case) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(case.score(), case.queries, grad_scores)
-
+    autotuning = limit_autotuning(*AUTOTUNED.get(cell["competitor"], ()))
+    sets = input_sets(Shape(**cell["shape"]))
+    cases = [CASES[cell["competitor"]](inputs, cell["form"]) for inputs in sets]
+    wrong = or_failure(functools.partial(largest_errors, cases[0], sets[0]))
     measures = {"forward": [torch.no_grad()(case.score) for case in cases]}
     if cases[0].queries is not None:
-        measures["query_gradient"] = [functools.partial(gradient, case) for case in cases]
-    return cell | timed(measures, device)
-
-
-_inputs: list[list[Inputs]] = []
-
-
-def measure(cell: dict) -> dict:
-    """The figures of a cell; the inputs of a shape are kept until another is asked for."""
-    shape, device = Shape(**cell["shape"]), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    autotuning = limit_autotuning(*AUTOTUNED.get(cell["competitor"], ()))
-    if not _inputs or _inputs[0][0].shape != shape:
-        _inputs.clear()
-        _inputs.append(input_sets(shape, device))
-    cases = [CASES[cell["competitor"]](inputs, cell["form"]) for inputs in _inputs[0]]
-    return {**measured(cases, _inputs[0][0]), "autotuning": autotuning}
+        measures["query_gradient"] = gradient_calls(
+            lambda case: case.score(), cases, lambda case: {"query": case.queries}
+        )
+    return {"stored_bytes": cases[0].stored_bytes, "errors": wrong, **timed(measures), "autotuning": autotuning}

@@ -14,13 +14,15 @@ import argparse
 import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.harness.timing import DEVICE
 from benchmarks.operators.competitors import stock_formula
-from benchmarks.operators.measure import errors, exact_leaves, spread, timed
+from benchmarks.operators.measure import errors, forward_calls, gradient_calls, spread, timed
 from pylate_fastmaxsim import maxsim, maxsim_from_hidden
 
 
@@ -64,11 +66,11 @@ class Inputs:
         return F.normalize(F.linear(self.hidden, self.weight), dim=-1).to(self.queries.dtype)
 
 
-def make_inputs(shape: Shape, device: torch.device) -> Inputs:
-    generator, dtype = torch.Generator(device).manual_seed(0), getattr(torch, shape.dtype)
+def make_inputs(shape: Shape) -> Inputs:
+    generator, dtype = torch.Generator(DEVICE).manual_seed(0), getattr(torch, shape.dtype)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(size, device=device, generator=generator)
+        return torch.randn(size, device=DEVICE, generator=generator)
 
     wide = torch.float32 if shape.autocast else dtype
     queries = F.normalize(normal(shape.queries, shape.query_length, shape.dim), dim=-1).to(dtype)
@@ -122,21 +124,17 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
 def measure(cell: dict) -> dict:
     """Times, memory and errors of one implementation at one shape."""
     shape, score = Shape(**cell["shape"]), ENTRIES[cell["entry"]]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    inputs = make_inputs(shape, device)
-    leaves = list(inputs.leaves.values())
+    inputs = make_inputs(shape)
+    rows, columns = spread(shape.queries, 4), spread(shape.documents, 8)
 
-    def scored() -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=shape.autocast):
-            return score(inputs)
+    def scored(x: Inputs) -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=shape.autocast):
+            return score(x)
 
-    scores = scored()
-    grad = torch.randn_like(scores)
-    rows, columns = spread(shape.queries, 4, device), spread(shape.documents, 8, device)
-    exact = exact_leaves(leaves)
-    expected = stock_formula(exact[0][rows], F.normalize(F.linear(exact[1][columns], exact[2]), dim=-1), None)
-    found = {"errors": errors(scores, inputs.leaves, expected, exact, (rows[:, None], columns))}
-    del scores, exact, expected
-    measures = {"forward": [torch.no_grad()(scored)]}
-    measures["forward_backward"] = [lambda: torch.autograd.grad(scored(), leaves, grad)]
-    return {"gradient_bytes": sum(leaf.nbytes for leaf in leaves), **timed(measures, device), **found}
+    def definition(exact: list[Tensor]) -> Tensor:
+        return stock_formula(exact[0][rows], F.normalize(F.linear(exact[1][columns], exact[2]), dim=-1), None)
+
+    found = {"forward": forward_calls(scored, [inputs])}
+    found = timed(found | {"forward_backward": gradient_calls(scored, [inputs], attrgetter("leaves"))})
+    found["errors"] = errors(scored(inputs), inputs.leaves, definition, (rows[:, None], columns))
+    return {"gradient_bytes": sum(leaf.nbytes for leaf in inputs.leaves.values()), **found}

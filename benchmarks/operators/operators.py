@@ -15,24 +15,21 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
 from benchmarks.harness.suite import command
-from benchmarks.harness.timing import time_calls
-from benchmarks.harness.workers import ask_apart, failure
+from benchmarks.harness.timing import DEVICE, time_calls
+from benchmarks.harness.workers import ask_apart, or_failure
 from benchmarks.operators.competitors import ENTRIES, TITLES, Entry, Inputs, exact_scores, make_inputs
-from benchmarks.operators.measure import errors, exact_leaves, sets_beyond_cache, spread, timed
+from benchmarks.operators.measure import Calls, errors, forward_calls, gradient_calls, sets_beyond_cache, spread, timed
 from benchmarks.operators.shapes import BY_NAME, GROUPS, SHAPES, Shape
 from benchmarks.operators.table import markdown  # noqa: F401
 
 MODULES = {"lik": "late_interaction_kernels", "flash": "flash_maxsim"}
-MEASURES = ("forward", "forward_winners", "forward_backward")
 HOST_SHAPE = Shape("host", "host", 4, 32, 8, 32)
 HOST_WARMUP_SECONDS = 1.0
 
@@ -72,77 +69,53 @@ def recorded(name: str, options: argparse.Namespace) -> dict:
     return {"ceilings": found}
 
 
-def calls(entry: Entry, measure: str, sets: list[Inputs]) -> list[Callable[[], object]]:
-    """One call for each set of inputs."""
-    if measure == "forward":
-        return [partial(torch.no_grad()(entry.score), inputs) for inputs in sets]
-    sets = [inputs.differentiable() for inputs in sets]
-    if measure == "forward_winners":
-        return [partial(entry.score, inputs) for inputs in sets]
-    with torch.no_grad():
-        grad_scores = torch.randn_like(entry.score(sets[0]))
-
-    def both(inputs: Inputs) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(entry.score(inputs), list(entry.leaves(inputs).values()), grad_scores)
-
-    return [partial(both, inputs) for inputs in sets]
-
-
-def measure_entry(entry: Entry, shape: Shape, sets: list[Inputs]) -> dict:
-    """Every measure of an entry; one that fails is recorded as a sentence."""
-    device, result = sets[0].queries.device, {}
-    for measure in MEASURES if entry.differentiable and shape.backward else MEASURES[:1]:
-        try:
-            result |= timed({measure: calls(entry, measure, sets)}, device)
-        except Exception as error:  # noqa: BLE001 - whatever a competitor raises is its result
-            result[measure] = {"failure": failure(error)}
-    try:
-        result["errors"] = entry_errors(entry, shape, sets[0])
-    except Exception as error:  # noqa: BLE001
-        result["errors"] = {"failure": failure(error)}
-    return result
+def measures(entry: Entry, shape: Shape, sets: list[Inputs]) -> dict[str, Calls]:
+    """The calls of each measure, one for each set of inputs."""
+    made = {"forward": forward_calls(entry.score, sets)}
+    if entry.differentiable and shape.backward:
+        sets = [inputs.differentiable() for inputs in sets]
+        made["forward_winners"] = [partial(entry.score, inputs) for inputs in sets]
+        made["forward_backward"] = gradient_calls(entry.score, sets, entry.leaves)
+    return made
 
 
 def entry_errors(entry: Entry, shape: Shape, inputs: Inputs) -> dict[str, float | None]:
     """Relative errors against float64, over a few queries and documents."""
-    device = inputs.queries.device
-    rows, columns = spread(shape.queries, 4, device), spread(shape.documents, 8, device)
+    rows, columns = spread(shape.queries, 4), spread(shape.documents, 8)
     if entry.differentiable and shape.backward:
         inputs = inputs.differentiable()
     leaves = entry.leaves(inputs)
-    exact = exact_leaves(list(leaves.values()))
-    expected = exact_scores(entry, inputs, exact, rows, columns)
-    return errors(entry.score(inputs), leaves, expected, exact, (rows[:, None], columns))
+    definition = partial(exact_scores, entry, inputs, rows, columns)
+    return errors(entry.score(inputs), leaves, definition, (rows[:, None], columns))
 
 
-def ceilings(device: torch.device) -> dict:
+def ceilings() -> dict:
     """Rates of large matrix products (operations a second) and of a large copy (bytes read plus written a second)."""
-    size, bytes_ = (8192, 2 * 2**30) if device.type == "cuda" else (256, 2**20)
+    size, bytes_ = (8192, 2 * 2**30) if DEVICE.type == "cuda" else (256, 2**20)
     rates = {}
     before = torch.get_float32_matmul_precision()
     precisions = [("bfloat16", "highest"), ("float16", "highest"), ("float32", "highest"), ("float32", "high")]
     for dtype, precision in precisions:
         torch.set_float32_matmul_precision(precision)
-        a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
-        timing = time_calls([lambda a=a, b=b: a @ b], device)
+        a, b = (torch.randn(size, size, device=DEVICE).to(getattr(torch, dtype)) for _ in range(2))
+        timing = time_calls([lambda a=a, b=b: a @ b])
         rates[dtype if dtype != "float32" else f"float32 {precision}"] = 2 * size**3 / (timing["ms"] / 1e3)
     torch.set_float32_matmul_precision(before)
-    source = torch.randint(256, (bytes_,), dtype=torch.uint8, device=device)
+    source = torch.randint(256, (bytes_,), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    copied = 2 * bytes_ / (time_calls([lambda: target.copy_(source)], device)["ms"] / 1e3)
+    copied = 2 * bytes_ / (time_calls([lambda: target.copy_(source)])["ms"] / 1e3)
     return {"matmul_size": size, "matmul_flops_per_s": rates, "copy_bytes": bytes_, "copy_bytes_per_s": copied}
 
 
-def host_time(entries: list[Entry], shape: Shape, device: torch.device) -> dict[str, dict[str, float]]:
+def host_time(entries: list[Entry], shape: Shape) -> dict[str, dict[str, float]]:
     """Median host microseconds of one call on an input so small that the device keeps up.
 
     Calls of the first second are left out: launches of a young process, PyTorch's own too, cost more.
     """
     result: dict[str, dict[str, float]] = {}
-    sets = [make_inputs(shape, device, seed=0)]
+    sets = [make_inputs(shape, seed=0)]
     for entry in entries:
-        for measure in MEASURES:
-            call = calls(entry, measure, sets)[0]
+        for measure, (call,) in measures(entry, shape, sets).items():
             times: list[float] = []
             first = time.perf_counter()
             while len(times) < 300:
@@ -151,25 +124,28 @@ def host_time(entries: list[Entry], shape: Shape, device: torch.device) -> dict[
                     call()
                     if began - first > HOST_WARMUP_SECONDS:
                         times.append((time.perf_counter() - began) * 1e6)
-                if device.type == "cuda":
+                if DEVICE.type == "cuda":
                     torch.cuda.synchronize()  # so that no call finds the queue full
             result.setdefault(entry.name, {})[measure] = statistics.median(times)
     return result
 
 
 def measure(cell: dict) -> dict:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if cell["kind"] == "ceilings":
-        return ceilings(device)
+        return ceilings()
     if cell["kind"] == "host":
-        return {"microseconds": host_time(ENTRIES["fast"](HOST_SHAPE), HOST_SHAPE, device)}
+        return {"microseconds": host_time(ENTRIES["fast"](HOST_SHAPE), HOST_SHAPE)}
     shape = BY_NAME[cell["shape"]["name"]]
     torch.set_float32_matmul_precision(shape.precision)
-    if cell["competitor"] == "compile" and device.type == "cuda":
+    if cell["competitor"] == "compile" and DEVICE.type == "cuda":
         free, needed = torch.cuda.mem_get_info()[0], shape.similarity_bytes()
         # Eager einsum holds the similarities, their masked copy and their gradient together.
         if 3 * needed > free:
             why = f"similarities of {needed / 2**30:.0f} GiB and their gradient do not fit in {free / 2**30:.0f} GiB"
             return {"failure": f"not tried: {why}"}
-    sets = [make_inputs(shape, device, seed) for seed in range(sets_beyond_cache(shape.input_bytes(), device))]
-    return {"entries": {each.name: measure_entry(each, shape, sets) for each in ENTRIES[cell["competitor"]](shape)}}
+    sets = [make_inputs(shape, seed) for seed in range(sets_beyond_cache(shape.input_bytes()))]
+    entries = {}
+    for entry in ENTRIES[cell["competitor"]](shape):
+        found = entries[entry.name] = timed(measures(entry, shape, sets))
+        found["errors"] = or_failure(partial(entry_errors, entry, shape, sets[0]))
+    return {"entries": entries}

@@ -20,13 +20,16 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness.tables import machine, table, time_and_memory, times
-from benchmarks.harness.workers import failure
-from benchmarks.operators.measure import errors, exact_leaves, sets_beyond_cache, spread, timed
+from benchmarks.harness.timing import DEVICE
+from benchmarks.harness.workers import or_failure
+from benchmarks.operators.measure import errors, forward_calls, gradient_calls, sets_beyond_cache, spread, timed
+from benchmarks.operators.shapes import Sizes
 from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK, pooled_scores, reference
 from pylate_fastmaxsim.pooling import Pooling
 
@@ -53,20 +56,8 @@ COMPETITORS = {
 }
 
 
-@dataclass(frozen=True)
-class Shape:
-    queries: int
-    query_length: int
-    documents: int
-    document_length: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.queries}x{self.query_length}.{self.documents}x{self.document_length}"
-
-
-SHAPES = [Shape(256, 32, 512, 300), Shape(128, 32, 128, 180), Shape(64, 128, 64, 1024)]
-QUICK = [Shape(3, 8, 5, 24)]
+SHAPES = [Sizes(256, 32, 512, 300), Sizes(128, 32, 128, 180), Sizes(64, 128, 64, 1024)]
+QUICK = [Sizes(3, 8, 5, 24)]
 
 
 @dataclass(frozen=True)
@@ -83,25 +74,24 @@ class Batch:
 
 def sequences(count: int, cap: int, ragged: bool, draw: random.Random, generator: torch.Generator) -> TokenBatch:
     """Unit vectors in bfloat16, packed where lengths differ."""
-    device = generator.device
     lengths = [draw.randint(1, cap // 2) if ragged else cap for _ in range(count)]
-    values = torch.randn(sum(lengths), DIM, device=device, generator=generator)
+    values = torch.randn(sum(lengths), DIM, device=DEVICE, generator=generator)
     values = torch.nn.functional.normalize(values, dim=-1).bfloat16().requires_grad_()
-    borders = torch.tensor([0, *lengths], device=device).cumsum(0)
+    borders = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
     batch = TokenBatch.from_packed(values, borders, max_length=max(lengths))  # as the flag passes it
-    return batch if ragged else TokenBatch.from_padded(torch.zeros(count, cap, DIM, device=device)).with_values(values)
+    return batch if ragged else TokenBatch.from_padded(torch.zeros(count, cap, DIM, device=DEVICE)).with_values(values)
 
 
-def batches(shape: Shape, ragged: bool, device: torch.device) -> list[Batch]:
+def batches(shape: Sizes, ragged: bool) -> list[Batch]:
     """Enough sets of inputs that taking them in turn never finds one in the GPU's cache."""
-    draw, generator = random.Random(0), torch.Generator(device).manual_seed(0)
+    draw, generator = random.Random(0), torch.Generator(DEVICE).manual_seed(0)
 
     def drawn() -> Batch:
         sizes = ((shape.queries, shape.query_length), (shape.documents, shape.document_length))
         return Batch(*(sequences(*size, ragged, draw, generator) for size in sizes))
 
     made = drawn()
-    count = sets_beyond_cache(sum(values.nbytes for values in made.leaves.values()), device)
+    count = sets_beyond_cache(sum(values.nbytes for values in made.leaves.values()))
     return [made, *(drawn() for _ in range(count - 1))]
 
 
@@ -137,35 +127,25 @@ def score_function(competitor: str, pooling: Pooling) -> Callable[[Batch], Tenso
 
 def measured(sets: list[Batch], competitor: str, pooling: Pooling) -> dict:
     """Times, memory and errors; a measure that fails is recorded as a sentence."""
-    device, first, score = sets[0].queries.device, sets[0], score_function(competitor, pooling)
-    size = len(first.queries), len(first.documents)
-    grad_scores = torch.randn(size, device=device, generator=torch.Generator(device).manual_seed(2))
-
-    def both(batch: Batch) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(score(batch), list(batch.leaves.values()), grad_scores)
-
-    measures = {
-        "forward": [partial(torch.no_grad()(score), batch) for batch in sets],
-        "forward_backward": [partial(both, batch) for batch in sets],
-    }
-    cell = {"tokens": [len(values) for values in first.leaves.values()], **timed(measures, device)}
+    first, score = sets[0], score_function(competitor, pooling)
+    measures = {"forward": forward_calls(score, sets)}
+    measures["forward_backward"] = gradient_calls(score, sets, attrgetter("leaves"))
+    cell = {"tokens": [len(values) for values in first.leaves.values()], **timed(measures)}
     if cell["forward_backward"].get("peak_bytes") is not None:
         gradients = sum(values.nbytes for values in first.leaves.values())
         cell["forward_backward"]["beyond_gradients_bytes"] = cell["forward_backward"]["peak_bytes"] - gradients
-    try:
-        cell["errors"] = pooled_errors(score, pooling, first)
-    except Exception as error:  # noqa: BLE001 - whatever a competitor raises is its result
-        cell["errors"] = {"failure": failure(error)}
-    return cell
+    return {**cell, "errors": or_failure(partial(pooled_errors, score, pooling, first))}
 
 
 def pooled_errors(score: Callable[[Batch], Tensor], pooling: Pooling, batch: Batch) -> dict[str, float | None]:
     """Relative errors of scores and gradients against float64, over a few queries and documents."""
-    device, exact = batch.queries.device, exact_leaves(list(batch.leaves.values()))
-    rows, columns = spread(len(batch.queries), 4, device), spread(len(batch.documents), 8, device)
-    queries, documents = batch.queries.with_values(exact[0]), batch.documents.with_values(exact[1])
-    expected = reference.pooled_scores(queries.select(rows), documents.select(columns), pooling=pooling)
-    return errors(score(batch), batch.leaves, expected, exact, (rows[:, None], columns))
+    rows, columns = spread(len(batch.queries), 4), spread(len(batch.documents), 8)
+
+    def definition(exact: list[Tensor]) -> Tensor:
+        queries, documents = batch.queries.with_values(exact[0]), batch.documents.with_values(exact[1])
+        return reference.pooled_scores(queries.select(rows), documents.select(columns), pooling=pooling)
+
+    return errors(score(batch), batch.leaves, definition, (rows[:, None], columns))
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
@@ -182,8 +162,7 @@ def process_of(_: dict) -> str:
 
 
 def measure(cell: dict) -> dict:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sets = batches(Shape(**cell["shape"]), cell["competitor"] == "ragged", device)
+    sets = batches(Sizes(**cell["shape"]), cell["competitor"] == "ragged")
     return measured(sets, cell["competitor"], POOLINGS[cell["pooling"]])
 
 

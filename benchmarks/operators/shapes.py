@@ -11,6 +11,20 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """Queries against documents, each of so many tokens."""
+
+    queries: int
+    query_length: int
+    documents: int
+    document_length: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.queries}x{self.query_length}.{self.documents}x{self.document_length}"
+
+
+@dataclass(frozen=True)
 class Shape:
     """Nq queries of Lq tokens against documents of Ld tokens, all d-dimensional.
 

@@ -14,24 +14,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness.lengths import log_normal
-from benchmarks.harness.suite import command
-from benchmarks.harness.workers import Worker
-from benchmarks.operators.measure import errors, exact_leaves, timed
+from benchmarks.harness.timing import DEVICE
+from benchmarks.operators.measure import errors, forward_calls, gradient_calls, timed
 from pylate_fastmaxsim import TokenBatch, reference, splade_pool
 
 TIMEOUT = 180
-ENTRIES = ("stock", "compiled", "fast", "padded")
-# Texts of a vocabulary of 250,002.
-GROWING = {f"{texts}x256, 250k": texts for texts in (16, 32, 64, 128, 256, 512)}
+ENTRIES = ("stock", "compiled", "fast")
 POSITIVE = 0.01
 # Texts whose values are compared with float64.
 COMPARED = 2
@@ -53,7 +52,7 @@ SHAPES = {
     "64x256": Shape(64, 256, 80),
     "256x256": Shape(256, 256, 80),
     "32x512": Shape(32, 512, 200),
-    **{name: Shape(texts, 256, 80, 250_002) for name, texts in GROWING.items()},
+    **{f"{texts}x256, 250k": Shape(texts, 256, 80, 250_002) for texts in (16, 32, 64, 128, 256, 512)},
 }
 
 
@@ -73,19 +72,19 @@ class Inputs:
         return TokenBatch.from_packed(self.packed, self.borders, max_length=self.hidden.shape[1])
 
 
-def make_inputs(shape: Shape, sparse: bool, device: torch.device) -> Inputs:
-    draw, generator = random.Random(0), torch.Generator(device).manual_seed(0)
+def make_inputs(shape: Shape, sparse: bool) -> Inputs:
+    draw, generator = random.Random(0), torch.Generator(DEVICE).manual_seed(0)
     lengths = torch.tensor([min(max(log_normal(shape.tokens, draw), 8), shape.length) for _ in range(shape.texts)])
-    mask = (torch.arange(shape.length) < lengths[:, None]).to(device)
-    borders = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(device)
+    mask = (torch.arange(shape.length) < lengths[:, None]).to(DEVICE)
+    borders = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(DEVICE)
 
     def normal(*size: int, deviation: float) -> Tensor:
-        return torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0, deviation, generator=generator)
+        return torch.empty(size, dtype=torch.bfloat16, device=DEVICE).normal_(0, deviation, generator=generator)
 
     # Products have a standard deviation of 0.7.
     hidden = normal(shape.texts, shape.length, shape.dim, deviation=0.5)
     weight = normal(shape.vocabulary, shape.dim, deviation=1.4 * shape.dim**-0.5)
-    bias = torch.full((shape.vocabulary,), -2.0, dtype=torch.bfloat16, device=device)
+    bias = torch.full((shape.vocabulary,), -2.0, dtype=torch.bfloat16, device=DEVICE)
     if sparse:
         maxima = torch.stack([(text[live] @ weight.T).amax(0) for text, live in zip(hidden[:8], mask[:8], strict=True)])
         bias.fill_(-maxima.float().flatten().kthvalue(int((1 - POSITIVE) * maxima.numel())).values)
@@ -114,8 +113,6 @@ def value_function(entry: str) -> Callable[[Inputs], Tensor]:
     """Values ``[N, V]`` of some inputs."""
     if entry == "fast":
         return lambda inputs: splade_pool(inputs.texts(), inputs.weight, inputs.bias)
-    if entry == "padded":
-        return lambda inputs: splade_pool(inputs.hidden, inputs.weight, inputs.bias, mask=inputs.mask)
     if entry == "compiled":
         torch.compiler.reset()  # a function that is compiled too often goes on uncompiled
         return torch.compile(stock(), dynamic=False)
@@ -124,65 +121,42 @@ def value_function(entry: str) -> Callable[[Inputs], Tensor]:
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
     """Every implementation at every shape; the tiny one only where there is no GPU."""
-    made = {}
-    for entry in ENTRIES:
-        for name, shape in SHAPES.items():
-            if (name == "tiny") != torch.cuda.is_available() and not (name in GROWING and entry == "padded"):
-                made[f"{name}/{entry}"] = {"shape": asdict(shape), "entry": entry}
-    return made
+    shapes = {name: asdict(shape) for name, shape in SHAPES.items() if (name == "tiny") != torch.cuda.is_available()}
+    pairs = itertools.product(ENTRIES, shapes.items())
+    return {f"{name}/{entry}": {"shape": shape, "entry": entry} for entry, (name, shape) in pairs}
 
 
-def run(name: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
-    """Measure one implementation at all shapes; where a batch does not fit, no larger one is tried."""
-    for entry in ENTRIES:
-        with Worker(command(name), options.timeout) as worker:
-            yield from measured_by(worker, {each: cell for each, cell in cells.items() if cell["entry"] == entry})
-
-
-def measured_by(worker: Worker, cells: dict[str, dict]) -> Iterator[tuple[str, dict]]:
-    full = False
-    for each, cell in cells.items():
-        growing = each.rpartition("/")[0] in GROWING
-        if not (growing and full):
-            result = worker.ask(cell)
-            full = growing and out_of_memory(result)
-            yield each, result
+process_of = itemgetter("entry")
 
 
 def measure(cell: dict) -> dict:
     """Times, memory and errors of one implementation at one shape; a measure that fails is a sentence."""
     values = value_function(cell["entry"])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result: dict = {}
     for name, sparse in (("dense", False), ("sparse", True)):
-        inputs = make_inputs(Shape(**cell["shape"]), sparse, device)
+        inputs = make_inputs(Shape(**cell["shape"]), sparse)
         result["live_tokens"] = len(inputs.packed)
-        result[name] = measured(values, inputs, cell["entry"], device)
+        result[name] = measured(values, inputs, cell["entry"])
     return result
 
 
-def measured(values: Callable[[Inputs], Tensor], inputs: Inputs, entry: str, device: torch.device) -> dict:
-    leaves = list(inputs.leaves(entry).values())
-    forward = torch.no_grad()(lambda: values(inputs))
-    dtype = torch.float32 if entry in ("fast", "padded") else torch.bfloat16
-    grad = torch.randn(len(inputs.hidden), len(inputs.weight), device=device).to(dtype)
-    measures = {"forward": [forward], "forward_backward": [lambda: torch.autograd.grad(values(inputs), leaves, grad)]}
-    found = timed(measures, device)
+def measured(values: Callable[[Inputs], Tensor], inputs: Inputs, entry: str) -> dict:
+    measures = {"forward": forward_calls(values, [inputs])}
+    measures["forward_backward"] = gradient_calls(values, [inputs], lambda each: each.leaves(entry))
+    found = timed(measures)
     # The comparison needs memory too, which a large batch does not leave.
     with contextlib.suppress(torch.OutOfMemoryError):
-        found["positive"] = float((forward() > 0).float().mean())
+        found["positive"] = float((measures["forward"][0]() > 0).float().mean())
         found["errors"] = pooled_errors(values, inputs, entry)
     return found
 
 
 def pooled_errors(values: Callable[[Inputs], Tensor], inputs: Inputs, entry: str) -> dict[str, float | None]:
     """Relative errors of the values of a few texts, and of the gradients where only these have one, against float64."""
-    leaves = inputs.leaves(entry)
-    exact = exact_leaves(list(leaves.values()))
     texts = inputs.texts() if entry == "fast" else TokenBatch.from_padded(inputs.hidden, inputs.mask)
-    few = texts.with_values(exact[0].flatten(0, -2)).select(torch.arange(COMPARED, device=inputs.mask.device))
-    return errors(values(inputs), leaves, reference.splade_pool(few, *exact[1:]), exact, (slice(COMPARED),))
 
+    def definition(exact: list[Tensor]) -> Tensor:
+        few = texts.with_values(exact[0].flatten(0, -2)).select(torch.arange(COMPARED, device=DEVICE))
+        return reference.splade_pool(few, *exact[1:])
 
-def out_of_memory(cell: dict) -> bool:
-    return "out of memory" in str(cell)
+    return errors(values(inputs), inputs.leaves(entry), definition, (slice(COMPARED),))

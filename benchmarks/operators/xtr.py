@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import pylate_fastmaxsim
+from benchmarks.harness.timing import DEVICE
 from benchmarks.operators.measure import timed
 
 # The module with the scores of each host.
@@ -59,25 +60,25 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
     return {shape.name: {"shape": asdict(shape), "host": options.host} for shape in shapes}
 
 
-def inputs(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     """Queries ``[Q, Lq, d]``, documents ``[Q, N, Ld, d]`` and the mask of the documents."""
     torch.manual_seed(0)
-    queries = torch.randn(shape.queries, shape.query_length, shape.dim, device=device)
-    documents = torch.randn(shape.queries, shape.ways, shape.document_length, shape.dim, device=device)
-    mask = torch.rand(documents.shape[:3], device=device) < 0.9
+    queries = torch.randn(shape.queries, shape.query_length, shape.dim, device=DEVICE)
+    documents = torch.randn(shape.queries, shape.ways, shape.document_length, shape.dim, device=DEVICE)
+    mask = torch.rand(documents.shape[:3], device=DEVICE) < 0.9
     vectors = (normalize(each, dim=-1).to(getattr(torch, shape.dtype)) for each in (queries, documents))
     return *(each.requires_grad_() for each in vectors), mask
 
 
 def measure(cell: dict) -> dict:
     """Both paths at one shape; a failure is a result."""
-    shape, device = Shape(**cell["shape"]), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    queries, documents, mask = inputs(shape, device)
+    shape = Shape(**cell["shape"])
+    queries, documents, mask = inputs(shape)
     module = importlib.import_module(HOSTS[cell["host"]])
     metric = (module.XTRKDScores if shape.own else module.XTRScores)(shape.k)
     forward = partial(metric, queries, documents, documents_mask=mask)
     measures = {"forward": [forward]}
     measures["forward_backward"] = [lambda: torch.autograd.grad(forward().sum(), (queries, documents))]
-    found = {"stock": timed(measures, device)}
+    found = {"stock": timed(measures)}
     with pylate_fastmaxsim.enabled():
-        return found | {"fast": timed(measures, device)}
+        return found | {"fast": timed(measures)}

@@ -20,7 +20,7 @@ RUNS = {
     "head": ("--only tiny/fast*", 2, "| tiny/fast forward_backward |"),
     "xtr": ("", 1, "| tiny fast forward_backward |"),
     "pooling_operators": ("--only */fast */ragged */einsum", 13, "| 3x8 against 5x24 | `LogSumExp(0.1)` |"),
-    "splade_head": ("--only tiny/stock tiny/fast tiny/padded", 3, "| tiny/fast dense forward |"),
+    "splade_head": ("--only tiny/stock tiny/fast", 2, "| tiny/fast dense forward |"),
     "compressed_operators": ("--only */fast/* */naive/*", 11, "| 3x4 against 5x9 | fp8 |"),
     "train_step": (f"{STEPS} --checkpointing no --paths stock fast --ranks 2", 2, "| PyLate + pylate-fastm"),
     "lengths": (f"{STEPS} --tokens 15", 2, "| padding | PyLate |"),
