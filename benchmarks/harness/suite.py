@@ -10,7 +10,7 @@ and, where it needs them,
 - ``markdown(content)``: what is printed of a results file; by default all its times and memory;
 - ``add_options(parser)``: options beside those of every suite;
 - ``TIMEOUT``: seconds a cell may take, 120 by default;
-- ``process_of(cell)``: cells with the same answer are measured by one process, one after the other;
+- ``PROCESS_OF``: cells that are alike in these keys are measured by one process, one after the other;
 - ``run(cells, ask)``: the names and figures of cells as they become known, where the order or the way of measuring is
   the suite's own. ``ask(cell)`` is the answer of a new process;
 - ``recorded(name, options)``: what is recorded of this run beside machine and versions;
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +30,7 @@ from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import Results, environment
 from benchmarks.harness.tables import figures_table
 from benchmarks.harness.turns import gate, serve_by_turns
-from benchmarks.harness.workers import Worker, ask_apart, serve
+from benchmarks.harness.workers import Worker, serve
 
 # The suites of each folder.
 ROOMS = {
@@ -115,14 +115,12 @@ def measure(name: str, suite: ModuleType, options: argparse.Namespace, results: 
 def in_processes(
     name: str, suite: ModuleType, cells: dict[str, dict], options: argparse.Namespace
 ) -> Iterator[tuple[str, dict]]:
-    """The figures of cells, each from a new process, or those of one ``process_of`` from the same."""
-    process_of: Callable[[dict], object] | None = getattr(suite, "process_of", None)
-    if process_of is None:
-        for each, cell in cells.items():
-            yield each, ask_apart(command(name), cell, options.timeout)
-        return
-    for key in dict.fromkeys(map(process_of, cells.values())):
+    """The figures of cells, each from a new process, or those that are alike by ``PROCESS_OF`` from the same."""
+    keys: Iterable[str] | None = getattr(suite, "PROCESS_OF", None)
+    groups: dict[object, dict[str, dict]] = {}
+    for each, cell in cells.items():
+        groups.setdefault(each if keys is None else tuple(map(cell.get, keys)), {})[each] = cell
+    for group in groups.values():
         with Worker(command(name), options.timeout) as worker:
-            for each, cell in cells.items():
-                if process_of(cell) == key:
-                    yield each, worker.ask(cell)
+            for each, cell in group.items():
+                yield each, worker.ask(cell)

@@ -17,9 +17,10 @@ from functools import partial
 import torch
 
 from benchmarks.harness.lengths import log_normal
-from benchmarks.harness.timing import time_calls
+from benchmarks.harness.timing import DEVICE, time_calls
 from pylate_fastmaxsim.ops.encoder.attention import is_faster, text_attention
 
+PROCESS_OF = ()
 DIM = 64
 WINDOWS = (64, -1)
 # Heads of each size, as in MiniLM (384 numbers) and in encoders of 768.
@@ -65,18 +66,13 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
     return made
 
 
-def process_of(_: dict) -> str:
-    return "all"
-
-
 def measure(cell: dict) -> dict:
     """Forward and backward of both ways."""
     (rows, keys), dim, dropout, reach = shapes()[cell["shape"]], cell["dim"], cell["dropout"], cell["reach"]
     torch.manual_seed(0)
-    device = torch.device("cuda")
-    borders, key_borders = (torch.tensor([0, *lengths]).cumsum(0).int().to(device) for lengths in (rows, keys))
+    borders, key_borders = (torch.tensor([0, *lengths]).cumsum(0).int().to(DEVICE) for lengths in (rows, keys))
     longest = max(rows + keys)
-    made = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    made = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
     # Rotary embeddings leave queries and keys with the heads outermost in memory.
     query, key = (made(HEADS[dim], sum(lengths), dim).transpose(0, 1) for lengths in (rows, keys))
     leaves = [values.requires_grad_() for values in (query, key, made(sum(keys), HEADS[dim], dim))]
@@ -95,5 +91,5 @@ def measure(cell: dict) -> dict:
         states = forward()
         backward = partial(torch.autograd.grad, states, leaves, gradient, retain_graph=True)
         calls = {"forward": forward, "backward": backward}
-        row[name] = {part: time_calls([call], device) for part, call in calls.items()}
+        row[name] = {part: time_calls([call]) for part, call in calls.items()}
     return row

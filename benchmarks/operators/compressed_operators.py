@@ -39,6 +39,7 @@ FORMATS = {
     "residual 2 bits": "residual 2 bits",
 }
 TIMEOUT = 600
+PROCESS_OF = ("competitor",)
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
@@ -49,9 +50,6 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
         for competitor in COMPETITORS
         for form in forms(competitor)
     }
-
-
-process_of = itemgetter("competitor")
 
 
 def milliseconds(cells: dict, shape: str, competitor: str, form: str) -> float | None:

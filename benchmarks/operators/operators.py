@@ -29,6 +29,7 @@ from benchmarks.operators.measure import Calls, errors, forward_calls, gradient_
 from benchmarks.operators.shapes import BY_NAME, GROUPS, SHAPES, Shape
 from benchmarks.operators.table import markdown  # noqa: F401
 
+PROCESS_OF = ()
 MODULES = {"lik": "late_interaction_kernels", "flash": "flash_maxsim"}
 HOST_SHAPE = Shape("host", "host", 4, 32, 8, 32)
 HOST_WARMUP_SECONDS = 1.0
@@ -56,10 +57,6 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
             if each in shape.competitors:
                 made[f"{shape.name}/{each}"] = {"kind": "shape", "shape": asdict(shape), "competitor": each}
     return made
-
-
-def process_of(_: dict) -> str:
-    return "all"
 
 
 def recorded(name: str, options: argparse.Namespace) -> dict:

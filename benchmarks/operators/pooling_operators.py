@@ -34,6 +34,7 @@ from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK, pooled_
 from pylate_fastmaxsim.pooling import Pooling
 
 TIMEOUT = 600
+PROCESS_OF = ()
 DIM = 128
 # In the order in which they are measured.
 POOLINGS: dict[str, Pooling] = {
@@ -155,10 +156,6 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
         if each != "ragged" or name in RAGGED:
             made[f"{shape.name}/{name}/{each}"] = {"shape": asdict(shape), "pooling": name, "competitor": each}
     return made
-
-
-def process_of(_: dict) -> str:
-    return "all"
 
 
 def measure(cell: dict) -> dict:

@@ -19,7 +19,6 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from benchmarks.operators.measure import errors, forward_calls, gradient_calls, 
 from pylate_fastmaxsim import TokenBatch, reference, splade_pool
 
 TIMEOUT = 180
+PROCESS_OF = ("entry",)
 ENTRIES = ("stock", "compiled", "fast")
 POSITIVE = 0.01
 # Texts whose values are compared with float64.
@@ -124,9 +124,6 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
     shapes = {name: asdict(shape) for name, shape in SHAPES.items() if (name == "tiny") != torch.cuda.is_available()}
     pairs = itertools.product(ENTRIES, shapes.items())
     return {f"{name}/{entry}": {"shape": shape, "entry": entry} for entry, (name, shape) in pairs}
-
-
-process_of = itemgetter("entry")
 
 
 def measure(cell: dict) -> dict:

@@ -41,6 +41,7 @@ from benchmarks.training.encoder import DOCUMENT_LENGTH, VOCABULARY, save_encode
 from benchmarks.training.splade_step import sizes
 
 TIMEOUT = 300
+PROCESS_OF = ("host", "what")
 HOSTS = {
     "pylate": "pylate",
     "multi_vector": "sentence_transformers.multi_vector_encoder",
@@ -80,10 +81,6 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
             cell = {"host": host, "what": what, "path": path, "dtype": dtype, "batch": int(batch)}
             made[f"{host}/{what}/{way}"] = cell | size
     return made
-
-
-def process_of(cell: dict) -> tuple[str, str]:
-    return cell["host"], cell["what"]
 
 
 def _found(host: str) -> bool:

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from benchmarks.harness.tables import table, times
-from benchmarks.harness.timing import seconds_of
+from benchmarks.harness.timing import DEVICE, seconds_of
 from pylate_fastmaxsim import CompressedBatch, ResidualCodec, TokenBatch, reference
 from pylate_fastmaxsim.compressed import Residual
 from pylate_fastmaxsim.indexes import Exact
@@ -39,14 +39,12 @@ from pylate_fastmaxsim.retrieval.corpus import write_corpus
 from pylate_fastmaxsim.retrieval.search import search
 
 TIMEOUT = 300
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Documents, tokens of a document on average, queries.
 SHAPES = {"fiqa": (57_600, 130, 648), "quora": (523_000, 16, 1000), "million": (1_000_000, 80, 648)}
 MARCO, ON_DISK = (8_800_000, 70, 1000), 2_000_000
 QUERY_TOKENS, CENTRES, K = 32, 8000, 10
 CHECKED, SCORED, MORE = 32, 20_000, 100_000  # queries; documents that the hosts score; documents that are added
 PLAID_QUERIES = 256
-OURS = ("bfloat16", "int8")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
-    ways = [*OURS]
+    ways = ["bfloat16", "int8"]
     ways += [f"fast-plaid {version('fast-plaid').rsplit('.', 1)[0]}"] if find_spec("fast_plaid") else []
     ways += ["pylate"] if find_spec("pylate") else []
     ways += ["sentence_transformers"] if find_spec("sentence_transformers.multi_vector_encoder") else []
@@ -67,11 +65,6 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
     return {f"{shape}/{way}{many}": {"shape": shape, "way": way, **size} for shape, way in named}
 
 
-def process_of(cell: dict) -> tuple[str, bool]:
-    return cell["shape"], cell["way"] in OURS
-
-
-@functools.cache
 def _data(shape: str, share: float, dim: int) -> tuple[list[Tensor], Tensor, Tensor]:
     """Documents and queries on the device, and the exact scores of some queries, float64 ``[CHECKED, N]``."""
     count, mean, queries = SHAPES[shape]

@@ -22,10 +22,10 @@ from scipy.spatial.distance import squareform
 from torch.nn.functional import normalize
 
 from benchmarks.harness.tables import mebibytes, table, times
-from benchmarks.harness.timing import peak_bytes, seconds_of, time_calls
+from benchmarks.harness.timing import DEVICE, peak_bytes, seconds_of, time_calls
 from pylate_fastmaxsim import TokenBatch, pool_tokens
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PROCESS_OF = ()
 FACTOR, DIM, PROCESSES = 2, 128, 16
 DOCUMENTS = {"distinct": (10_000, 768), "equal": (1_000, 300)}  # of which distances: documents, most tokens
 TOKENS, TIMED, ON_SCIPY = (80, 180, 300, 768), 4096, 1 << 14  # the last: tokens that a process clusters
@@ -38,10 +38,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def cells(options: argparse.Namespace) -> dict[str, dict]:
     named = [*(("distances", each) for each in DOCUMENTS), *(("tokens", each) for each in TOKENS)]
     return {f"{key}/{value}": {key: value, "share": options.share} for key, value in named}
-
-
-def process_of(cell: dict) -> str:
-    return "all"
 
 
 def measure(cell: dict) -> dict:
@@ -114,7 +110,7 @@ def _time(cell: dict) -> dict:
         call = functools.partial(_processes().map, cluster, documents, chunksize=number)
         made[key] = seconds_of(call, torch.device("cpu"), 3)[0]["seconds"] / len(documents)
     pool = functools.partial(pool_tokens, batch, FACTOR)
-    return {**made, **time_calls([pool], DEVICE, at_once=1), "peak_bytes": peak_bytes(pool, DEVICE)}
+    return {**made, **time_calls([pool], at_once=1), "peak_bytes": peak_bytes(pool)}
 
 
 def markdown(content: dict) -> str:

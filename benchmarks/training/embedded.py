@@ -12,6 +12,7 @@ from pylate import losses
 from torch import Tensor, nn
 
 from benchmarks.harness.lengths import MEAN_TOKENS, log_normal
+from benchmarks.harness.timing import DEVICE
 from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL, TokenCounts
 from pylate_fastmaxsim.integrations.options import current_options
@@ -38,10 +39,10 @@ class Embedded(nn.Module):
     The loss gets them in float32, as accelerate converts the outputs of a model that trains in bf16.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        generator = torch.Generator(device).manual_seed(0)
-        self.lookup = _Lookup(torch.randn(VOCABULARY, DIM, device=device, generator=generator).bfloat16())
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        self.lookup = _Lookup(torch.randn(VOCABULARY, DIM, device=DEVICE, generator=generator).bfloat16())
         self.tokenizer = SimpleNamespace(padding_side="right")
         self.skiplist: list[int] = []
         self.do_query_expansion = True
@@ -95,13 +96,12 @@ def make_features(
     With ``one_column`` all documents are in one column, as in distillation.
     """
     draw = random.Random(seed)
-    device = model.lookup.table.device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def column(lengths: list[int], length: int) -> dict[str, Tensor]:
-        ids = torch.randint(VOCABULARY, (len(lengths), length), generator=generator, device=device)
+        ids = torch.randint(VOCABULARY, (len(lengths), length), generator=generator, device=DEVICE)
         model.lookup.known.add(ids.untyped_storage().data_ptr())
-        live = torch.arange(length, device=device) < torch.tensor(lengths, device=device)[:, None]
+        live = torch.arange(length, device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
         return {"input_ids": ids, "attention_mask": live.long(), TOKEN_TOTAL: TokenCounts.of(live)}
 
     def documents(count: int) -> dict[str, Tensor]:
@@ -115,21 +115,18 @@ def make_features(
 class Step:
     """A call is forward + backward of one loss on one batch, from token embeddings to their gradients."""
 
-    def __init__(
-        self, loss: str, queries: int, columns: int, document_length: int, device: torch.device, seed: int
-    ) -> None:
-        self.model = Embedded(device).train()
+    def __init__(self, loss: str, queries: int, columns: int, document_length: int, seed: int) -> None:
+        self.model = Embedded().train()
         one_column = loss == "distillation"
         self.features = make_features(self.model, queries, columns, document_length, seed, one_column)
-        self.labels = torch.linspace(0, 1, columns, device=device).expand(queries, -1) if one_column else None
+        self.labels = torch.linspace(0, 1, columns, device=DEVICE).expand(queries, -1) if one_column else None
         options = {} if one_column else {"temperature": 0.02}
         if loss == "cached_contrastive":
             options["mini_batch_size"] = MINI_BATCH
         self.loss_function = LOSSES[loss](self.model, **options)
-        self.device = device
 
     def __call__(self) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             loss = self.loss_function([dict(column) for column in self.features], self.labels)
         loss.backward()
         if current_options() is not None and "padded" in modes.chosen[self.model].values():

@@ -12,13 +12,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-from operator import itemgetter
 
-import torch
-
-from benchmarks.harness.timing import peak_bytes, time_calls
+from benchmarks.harness.timing import DEVICE, peak_bytes, time_calls
 from benchmarks.training.train_step import PATHS, SCORING
 
+PROCESS_OF = ("path",)
 TITLES = {
     "contrastive": "Contrastive",
     "cached_contrastive": "CachedContrastive",
@@ -49,9 +47,6 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
     return made
 
 
-process_of = itemgetter("path")
-
-
 def measure(cell: dict) -> dict:
     os.environ["PYLATE_SCORES_BACKEND"] = SCORING[cell["path"]]
     import pylate_fastmaxsim
@@ -59,12 +54,11 @@ def measure(cell: dict) -> dict:
 
     if cell["path"] == "fast":
         pylate_fastmaxsim.enable(padding_free="always")  # Embedded is not a known encoder
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     steps = [
-        Step(cell["loss"], cell["queries"], cell["columns"], cell["document_length"], device, seed)
-        for seed in range(BATCHES if device.type == "cuda" else 1)
+        Step(cell["loss"], cell["queries"], cell["columns"], cell["document_length"], seed)
+        for seed in range(BATCHES if DEVICE.type == "cuda" else 1)
     ]
     # The first call of each model decides how it is encoded, and waits for the device.
     values = [float(step()) for step in steps]
-    timing = time_calls(steps, device, at_once=AT_ONCE[cell["loss"]])
-    return {**timing, "peak_bytes": peak_bytes(steps[0], device), "loss_value": values[0]}
+    timing = time_calls(steps, at_once=AT_ONCE[cell["loss"]])
+    return {**timing, "peak_bytes": peak_bytes(steps[0]), "loss_value": values[0]}
