@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 
 import pylate_fastmaxsim
+from benchmarks.harness.timing import DEVICE
 from benchmarks.training import steps
 from benchmarks.training.encoder import DOCUMENT_LENGTH, make_rows, save_encoder
-from benchmarks.training.steps import SWITCH, measured, padding, run, steps_table  # noqa: F401
+from benchmarks.training.steps import SWITCH, adamw, measured, padding, run, steps_table  # noqa: F401
 from benchmarks.training.torch_flash_attention import provide
 
 TIMEOUT = 480
@@ -37,25 +38,19 @@ PATHS = {
 
 
 def measure(cell: dict) -> dict:
-    with tempfile.TemporaryDirectory() as directory:
-        return _measured(cell, Path(directory))
-
-
-def _measured(cell: dict, directory: Path) -> dict:
+    folder = tempfile.TemporaryDirectory()
     flash, fast = cell["path"] in ("flash", "both"), cell["path"] in ("fast", "both")
-    kernels = provide(directory / "flash_attention") if flash else None
+    kernels = provide(Path(folder.name, "flash_attention")) if flash else None
 
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.multi_vector_encoder import losses
 
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
     if fast:
         # Where Sentence Transformers removes padding itself, this package compiles nothing.
         pylate_fastmaxsim.enable(compile=cell["compile"] and not flash)
     attention = {"attn_implementation": "flash_attention_2", "dtype": "bfloat16"} if flash else {}
-    save_encoder(directory / "encoder", cell["layers"])
-    model = MultiVectorEncoder(str(directory / "encoder"), device=str(device), model_kwargs=attention).train()
+    save_encoder(Path(folder.name), cell["layers"])
+    model = MultiVectorEncoder(folder.name, device=str(DEVICE), model_kwargs=attention).train()
     if attention:
         # FlashAttention needs 16-bit weights only while the model is loaded.
         model.float()
@@ -71,7 +66,6 @@ def _measured(cell: dict, directory: Path) -> dict:
     batches = [batch() for _ in range(cell["different"])]
     if cell["compile"] and cell["path"] != "fast":
         model.compile(dynamic=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
     if cell["mini_batch"]:
         loss_function = losses.CachedMultiVectorMultipleNegativesRankingLoss(
             model, scale=50.0, mini_batch_size=cell["mini_batch"], mini_batch_num_tokens=cell["mini_batch_tokens"]
@@ -79,24 +73,21 @@ def _measured(cell: dict, directory: Path) -> dict:
     else:
         loss_function = losses.MultiVectorMultipleNegativesRankingLoss(model, scale=50.0)
 
-    def step(index: int) -> torch.Tensor:
+    def loss_of(index: int) -> torch.Tensor:
         features = [
-            {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in column.items()}
+            {key: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for key, value in column.items()}
             for column in batches[index % len(batches)]
         ]
         # GradCache encodes again in the backward, which needs autocast too, as in the trainer.
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
             loss = loss_function(features)
             if cell["mini_batch"]:
                 loss.backward()
-        if not cell["mini_batch"]:
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+                loss = loss.detach()
+        return loss
 
     masks = [column["attention_mask"] for columns in batches for column in columns[1:] if "attention_mask" in column]
-    return {**measured(step, cell), "flash_attention": kernels, "padding": padding(masks)}
+    return {**measured(loss_of, adamw(model.parameters()), cell), "flash_attention": kernels, "padding": padding(masks)}
 
 
 def markdown_table(cells: dict[str, dict], rows: list[tuple]) -> str:

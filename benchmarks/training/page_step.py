@@ -18,6 +18,7 @@ from importlib.metadata import version
 import torch
 
 import pylate_fastmaxsim
+from benchmarks.harness.timing import DEVICE
 from benchmarks.training import steps
 from benchmarks.training.steps import measured, run, steps_table  # noqa: F401
 
@@ -124,32 +125,26 @@ def measure(cell: dict) -> dict:
     os.environ["COLPALI_SCORES_BACKEND"] = "torch" if cell["path"] == "stock" else "auto"
     from colpali_engine.loss import ColbertLoss
 
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    with device:
+    with DEVICE:
         model = build_model(cell["kind"]).train()
     torch.set_default_dtype(torch.float32)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if cell["path"] == "fast":
         pylate_fastmaxsim.enable()
-    loss_function = ColbertLoss().to(device)
+    loss_function = ColbertLoss().to(DEVICE)
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=2e-4)
     batches = [(make_queries(cell["batch"]), make_pages(cell["kind"], cell["batch"])) for _ in range(2)]
 
-    def step(index: int) -> torch.Tensor:
-        inputs = [{key: value.to(device) for key, value in part.items()} for part in batches[index % len(batches)]]
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+    def loss_of(index: int) -> torch.Tensor:
+        inputs = [{key: value.to(DEVICE) for key, value in part.items()} for part in batches[index % len(batches)]]
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
             # The trainer passes float32 embeddings to the loss.
             queries, pages = (model(**part).float() for part in inputs)
-            loss = loss_function(queries, pages)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+            return loss_function(queries, pages)
 
-    return measured(step, cell)
+    return measured(loss_of, optimizer, cell)
 
 
 def cell_name(kind: str, path: str, batch: int) -> str:

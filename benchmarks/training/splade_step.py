@@ -23,19 +23,15 @@ import torch
 
 import pylate_fastmaxsim
 from benchmarks.harness.lengths import log_normal
+from benchmarks.harness.timing import DEVICE
 from benchmarks.training import steps
 from benchmarks.training.encoder import VOCABULARY, save_encoder
 from benchmarks.training.multi_vector_step import cell_name, markdown_table
-from benchmarks.training.steps import SWITCH, measured, padding, run  # noqa: F401
+from benchmarks.training.steps import SWITCH, adamw, measured, padding, run  # noqa: F401
 
 TIMEOUT = 480
 PATHS = ("stock", "fast")
 QUERY_TOKENS, DOCUMENT_TOKENS, LONGEST = 10, 80, 256
-
-
-def measure(cell: dict) -> dict:
-    with tempfile.TemporaryDirectory() as directory:
-        return _measured(cell, Path(directory))
 
 
 def text(mean: float, draw: random.Random) -> str:
@@ -43,18 +39,17 @@ def text(mean: float, draw: random.Random) -> str:
     return " ".join(f"w{draw.randrange(VOCABULARY)}" for _ in range(words))
 
 
-def _measured(cell: dict, directory: Path) -> dict:
+def measure(cell: dict) -> dict:
     from sentence_transformers import SparseEncoder
     from sentence_transformers.sparse_encoder import SparseEncoderTrainer, losses
     from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator
     from sentence_transformers.sparse_encoder.training_args import SparseEncoderTrainingArguments
 
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
     if cell["path"] == "fast":
         pylate_fastmaxsim.enable(compile=cell["compile"])
-    save_encoder(directory, cell["layers"], "bert", masked_lm=True, **sizes(cell["hidden"]))
-    model = SparseEncoder(str(directory), device=str(device)).train()
+    folder = tempfile.TemporaryDirectory()
+    save_encoder(Path(folder.name), cell["layers"], "bert", masked_lm=True, **sizes(cell["hidden"]))
+    model = SparseEncoder(folder.name, device=str(DEVICE)).train()
     model.max_seq_length = LONGEST
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -66,10 +61,9 @@ def _measured(cell: dict, directory: Path) -> dict:
     def batch() -> dict:
         return collate([{name: text(mean, draw) for name, mean in means.items()} for _ in range(cell["batch"])])
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
     ranking = losses.SparseMultipleNegativesRankingLoss(model)
     loss_function = losses.SpladeLoss(model, ranking, document_regularizer_weight=3e-5, query_regularizer_weight=5e-5)
-    arguments = SparseEncoderTrainingArguments(str(directory / "run"), report_to="none", use_cpu=not cuda)
+    arguments = SparseEncoderTrainingArguments(f"{folder.name}/run", report_to="none", use_cpu=DEVICE.type == "cpu")
     trainer = SparseEncoderTrainer(model, arguments, loss=ranking)
     # On the GPU before the clock runs.
     batches = [trainer._prepare_inputs(batch()) for _ in range(cell["different"])]
@@ -77,18 +71,14 @@ def _measured(cell: dict, directory: Path) -> dict:
         # As the trainer, which builds the loss first.
         loss_function.model = ranking.model = torch.compile(model)
 
-    def step(index: int) -> torch.Tensor:
+    def loss_of(index: int) -> torch.Tensor:
         features, _ = trainer.collect_features(batches[index % len(batches)])
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
             loss = loss_function(features, None)
-        total = sum(loss.values()) if isinstance(loss, dict) else loss
-        total.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return total.detach()
+        return sum(loss.values()) if isinstance(loss, dict) else loss
 
     masks = [value for columns in batches for key, value in columns.items() if key.endswith("attention_mask")]
-    return {**measured(step, cell), "padding": padding(masks)}
+    return {**measured(loss_of, adamw(model.parameters()), cell), "padding": padding(masks)}
 
 
 def sizes(hidden: int | None) -> dict:

@@ -6,7 +6,7 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.harness.suite import command
 from benchmarks.harness.tables import table
-from benchmarks.harness.timing import peaks_gib
+from benchmarks.harness.timing import DEVICE, peaks_gib
 from benchmarks.harness.turns import measure_by_turns, speed, step_times
 from benchmarks.harness.workers import ask_apart
 
@@ -38,14 +38,30 @@ def add_options(
         parser.add_argument("--layers", type=int, help="fewer encoder layers, for a trial")
 
 
-def measured(
-    step: Callable[[int], Tensor], cell: Mapping, of_ranks: Callable[[list[float]], list[float]] = lambda each: each
-) -> dict:
-    """Warm up and time ``step(index)``, which returns its loss, as often as the cell says.
+def adamw(weights: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(weights, lr=2e-5, fused=DEVICE.type == "cuda")
 
-    ``of_ranks`` is what all ranks report of times and memory of each.
+
+def measured(
+    loss_of: Callable[[int], Tensor],
+    optimizer: torch.optim.Optimizer,
+    cell: Mapping,
+    of_ranks: Callable[[list[float]], list[float]] = lambda each: each,
+) -> dict:
+    """Warm up and time steps as often as the cell says: ``loss_of(index)``, its backward and the optimizer.
+
+    A loss without a graph has made its backward itself. ``of_ranks`` is what all ranks report of times and memory of each.
     """
-    cuda = torch.cuda.is_available()
+
+    def step(index: int) -> Tensor:
+        loss = loss_of(index)
+        if loss.requires_grad:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    cuda = DEVICE.type == "cuda"
     began = time.perf_counter()
     losses = [step(index) for index in range(cell["warmup"])]
     if cuda:
@@ -133,14 +149,21 @@ def steps_table(
     rows: Mapping[object, str],
     columns: Mapping[object, str],
     name: Callable[[object, object], str],
+    corner: str = "",
+    marked: bool = False,
 ) -> str:
-    """A table of steps: titles by row and by column, ``name(row, column)`` of each cell. Speeds are against the first row."""
-    top = next(iter(rows))
-    lines = [
-        [title, *(entry(cells.get(name(row, each)), cells.get(name(top, each))) for each in columns)]
-        for row, title in rows.items()
-    ]
-    return table(["", *columns.values()], lines)
+    """A table of steps: titles by row and by column, ``name(row, column)`` of each cell. Speeds are against the first row.
+
+    A cell that was not measured is out of memory where one before it in its row was.
+    """
+    top, lines = next(iter(rows)), []
+    for row, title in rows.items():
+        entries: list[str] = []
+        for each in columns:
+            cell = cells.get(name(row, each)) or ({"status": OUT_OF_MEMORY} if OUT_OF_MEMORY in entries else None)
+            entries.append(entry(cell, cells.get(name(top, each)), marked))
+        lines.append([title, *entries])
+    return table([corner, *columns.values()], lines)
 
 
 def draw_curves(

@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.lengths import MEAN_TOKENS
-from benchmarks.harness.tables import table
 from benchmarks.training import steps
 from benchmarks.training.encoder import DOCUMENT_LENGTH, ENCODERS, SPECIAL_TOKENS, build_model, make_rows
-from benchmarks.training.steps import OUT_OF_MEMORY, SWITCH, draw_curves, entry, measured, run  # noqa: F401
+from benchmarks.training.steps import SWITCH, adamw, draw_curves, measured, run, steps_table  # noqa: F401
 
 TIMEOUT = 480
 PATHS = {
@@ -172,7 +171,6 @@ def measure_rank(rank: int, cell: dict) -> dict:
     model.train()
     if cell["checkpointing"]:
         model[0].auto_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
     wrapped = model
     if cell["ranks"] > 1:
         # As in the trainer.
@@ -192,21 +190,18 @@ def measure_rank(rank: int, cell: dict) -> dict:
     else:
         loss_function = losses.Contrastive(model=wrapped, **options)
 
-    def step(index: int) -> torch.Tensor:
+    def loss_of(index: int) -> torch.Tensor:
         rows = cell["warmup_rows"] if index < cell["warmup"] else None
         batch = {
             key: value[:rows].to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
             for key, value in batches[index % len(batches)].items()
         }
         with autocast:
-            loss = loss_function(*collect_features(batch))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+            return loss_function(*collect_features(batch))
 
     # All ranks must make the same number of steps.
-    result = measured(step, {**cell, "seconds": None} if cell["ranks"] > 1 else cell, largest_of_ranks)
+    timed = {**cell, "seconds": None} if cell["ranks"] > 1 else cell
+    result = measured(loss_of, adamw(model.parameters()), timed, largest_of_ranks)
     documents = [sum(count for key, count in each.items() if "query" not in key) for each in masks]
     return {
         **result,
@@ -223,22 +218,15 @@ def row_title(path: str, compiled: bool) -> str:
 
 
 def markdown_table(cells: dict, checkpointing: bool) -> str:
-    """Step time and peak memory by path and batch, with the ratio to stock of the same batch; ‡ compares two runs.
-
-    A cell that was not measured is out of memory where a smaller batch of its row was.
-    """
+    """Step time and peak memory by path and batch, with the ratio to stock of the same batch."""
     batches = sorted({cell["batch"] for cell in cells.values() if cell["checkpointing"] == checkpointing})
-    lines = []
-    for compiled, path in itertools.product([False, True], PATHS):
-        found = [cells.get(cell_name(path, batch, compiled, checkpointing)) for batch in batches]
-        stock = [cells.get(cell_name("stock", batch, False, checkpointing)) for batch in batches]
-        entries = [entry(*pair, marked=True) for pair in zip(found, stock, strict=True)]
-        if any(entries):
-            full = next((place for place, cell in enumerate(found) if cell and cell["status"] == OUT_OF_MEMORY), None)
-            for place, text in enumerate(entries):
-                entries[place] = text or OUT_OF_MEMORY * (full is not None and place > full)
-            lines.append([row_title(path, compiled), *entries])
-    return table(["path", *(f"batch {batch}" for batch in batches)], lines)
+
+    def name(row: tuple[bool, str], batch: int) -> str:
+        return cell_name(row[1], batch, row[0], checkpointing)
+
+    rows = itertools.product([False, True], PATHS)
+    rows = {row: row_title(row[1], row[0]) for row in rows if any(name(row, batch) in cells for batch in batches)}
+    return steps_table(cells, rows, {batch: f"batch {batch}" for batch in batches}, name, "path", marked=True)
 
 
 def markdown(content: dict) -> str:
