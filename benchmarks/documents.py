@@ -14,7 +14,7 @@ from benchmarks.harness.suite import suite_named
 from benchmarks.harness.tables import table, times
 from benchmarks.harness.turns import speed
 from benchmarks.training import lengths, multi_vector_step, train_step
-from benchmarks.training.steps import mark_of_runs, time_and_memory
+from benchmarks.training.steps import entry, mark_of_runs, time_and_memory
 from benchmarks.training.train_step import PATHS, cell_name, row_title
 from pylate_fastmaxsim.integrations.options import OPTIONS
 
@@ -88,11 +88,6 @@ def multi_vector_step_table() -> str:
     return multi_vector_step.markdown_table(results("multi_vector_step")["cells"], rows)
 
 
-def with_speed(cell: dict, stock: dict) -> str:
-    """Time and memory of a step, and its speed by medians."""
-    return time_and_memory(cell) + ("" if cell is stock else f" ({stock['step_ms'] / cell['step_ms']:.2f}x)")
-
-
 def two_gpus_table() -> str:
     """Steps on one GPU and on two: speed relative to stock on as many, and what of it more GPUs leave."""
     runs = [results(name)["cells"] for name in ("step_on_one_gpu", "step_on_two_gpus")]
@@ -101,7 +96,7 @@ def two_gpus_table() -> str:
         name, stock = cell_name(path, 128, compiled, False), cell_name("stock", 128, False, False)
         if name in runs[1]:
             left = runs[0][name]["step_ms"] / runs[1][name]["step_ms"]
-            entries = (with_speed(cells[name], cells[stock]) for cells in runs)
+            entries = (entry(cells[name], cells[stock]) for cells in runs)
             lines.append([row_title(path, compiled), *entries, f"{left:.0%}"])
     return table(["path", "1 GPU", "2 GPUs", ""], lines)
 
@@ -112,7 +107,7 @@ def deepspeed_table() -> str:
     lines = []
     for stage in ("ZeRO 2", "ZeRO 3"):
         cells = [trial.get(f"{stage}, {column}") for column in ("stock", "fast", "fast, compiled")]
-        lines.append([stage, *(with_speed(cell, cells[0]) if cell else "does nothing" for cell in cells)])
+        lines.append([stage, *(entry(cell, cells[0]) or "does nothing" for cell in cells)])
     return table(["", "PyLate", "PyLate + pylate-fastmaxsim", "the same, `compile=True`"], lines)
 
 

@@ -15,14 +15,13 @@ COLOURS = ["#555555", "#1f77b4", "#2ca02c", "#d62728"]  # stock, the two peers, 
 
 
 class Line(NamedTuple):
-    """A curve through points; ``band`` has a lowest and a highest value of each, ``texts`` are written above them."""
+    """A curve through points; ``band`` has a lowest and a highest value of each."""
 
     label: str | None
     colour: str
     points: Sequence[tuple[float, float]]
     style: str = "o-"
     band: Sequence[tuple[float, float]] = ()
-    texts: Sequence[str] = ()
 
 
 def bars(panels: Mapping[str, Sequence[tuple[str, str, float]]], target: Path, title: str) -> None:
@@ -50,8 +49,6 @@ def curves(
             axis.plot(x, y, line.style, color=line.colour, label=line.label)
             if line.band:
                 axis.fill_between(x, *zip(*line.band, strict=True), color=line.colour, alpha=0.2)
-            for text, point in zip(line.texts, line.points, strict=False):
-                axis.annotate(text, point, (0, 6), textcoords="offset points", fontsize=8, ha="center")
         axis.set(**settings)
         if "xticks" in settings:
             axis.set_xticks(settings["xticks"], settings["xticks"])

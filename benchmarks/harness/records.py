@@ -13,11 +13,9 @@ import platform
 import time
 from pathlib import Path
 
-import torch
-
-import pylate_fastmaxsim
+from benchmarks.harness.timing import DEVICE
 from pylate_fastmaxsim.files.replace import replace_file
-from pylate_fastmaxsim.reporting.environment import versions
+from pylate_fastmaxsim.reporting.environment import environment as machine_and_versions
 
 # When this run began. In an environment variable, so that processes started by it share the value.
 RUN = "FASTMAXSIM_BENCHMARK_RUN"
@@ -40,12 +38,8 @@ def processor() -> str:
 def environment() -> dict:
     """Machine, versions, date and start of the run."""
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        **machine_and_versions(DEVICE),
         "host": f"{os.cpu_count()} cores of {processor()}",
-        "driver_cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        **versions(),
-        "pylate-fastmaxsim": pylate_fastmaxsim.__version__,
         "date": datetime.date.today().isoformat(),
         "run": os.environ[RUN],
     }
@@ -53,20 +47,17 @@ def environment() -> dict:
 
 def load(file: Path) -> dict:
     """A results file, each record with its whole ``environment``."""
-    content = json.loads(file.read_text())
-    environments = content.pop("environments", [])
+    text = file.read_text()
+    environments = json.loads(text).get("environments", [])
 
-    def whole(value: object) -> object:
-        if isinstance(value, list):
-            return [whole(each) for each in value]
-        if not isinstance(value, dict):
-            return value
-        found = {key: whole(each) for key, each in value.items()}
+    def whole(found: dict) -> dict:
         if isinstance(found.get("environment"), int):
             found["environment"] = environments[found["environment"]]
         return found
 
-    return whole(content)
+    content = json.loads(text, object_hook=whole)
+    content.pop("environments", None)
+    return content
 
 
 def write(file: Path, content: dict) -> None:

@@ -26,28 +26,18 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.harness.paths import RESULTS
+from benchmarks.harness.paths import RESULTS, ROOT
 from benchmarks.harness.records import Results, environment
 from benchmarks.harness.tables import figures_table
 from benchmarks.harness.turns import gate, serve_by_turns
 from benchmarks.harness.workers import Worker, serve
 
-# The suites of each folder.
-ROOMS = {
-    "operators": ("operators", "head", "xtr", "attention", "pooling_operators", "splade_head", "compressed_operators"),
-    "training": ("train_step", "lengths", "losses", "ceilings", "long_documents")
-    + ("multi_vector_step", "splade_step", "page_step"),
-    "quality": (
-        "cranfield",
-        "first_stage_cranfield",
-        "static_cranfield",
-        "pooled_cranfield",
-        "compressed_fidelity",
-        "pooling_study",
-    ),
-    "retrieval": ("encode", "corpus_search", "exact_search", "token_pooling", "sparse_search"),
+# The folder of each suite.
+SUITES = {
+    path.stem: path.parent.name
+    for path in sorted((ROOT / "benchmarks").glob("*/*.py"))
+    if "\ndef cells(" in path.read_text(encoding="utf-8")
 }
-SUITES = {name: room for room, names in ROOMS.items() for name in names}
 # What a line of the terminal shows of a cell.
 SHOWN = ("status", "failure", "detail", "ms", "step_ms", "peak_gib", "warmup_seconds")
 

@@ -30,7 +30,7 @@ def times(other: float | None, ours: float | None, digits: str = ".1f") -> str:
 
 def machine(environment: dict, *packages: str) -> str:
     """The device, versions and date of a cell."""
-    versions = (f"{name} {environment[name]}" for name in ("torch", *packages))
+    versions = (f"{name} {environment[name]}" for name in ("torch", *packages) if environment.get(name))
     return ", ".join([environment["device"], *versions, environment["date"]])
 
 

@@ -103,7 +103,7 @@ def device_ms(call: Callable[[], object]) -> float | None:
     return sum(event.self_device_time_total for event in profiled.key_averages()) / 1e3
 
 
-def seconds_of(call: Callable[[], object], device: torch.device, repeats: int = 1) -> tuple[dict, object]:
+def seconds_of(call: Callable[[], object], repeats: int = 1, device: torch.device = DEVICE) -> tuple[dict, object]:
     """Seconds, and peak memory beyond what was allocated before, of a call; and what it returned last."""
     cuda = device.type == "cuda"
     if cuda:

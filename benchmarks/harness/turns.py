@@ -112,17 +112,7 @@ def measure_by_turns(
 
 def speed(cell: dict, first: dict) -> str:
     """How many times as fast a cell is as the first: of pairs of blocks if they took turns, else of their medians."""
-    judged = _against(cell, first)
-    if judged and judged["busy"]:
-        return f"about {ratio(cell, first):.2g}x, busy machine"
-    return f"{ratio(cell, first):.2f}x"
-
-
-def ratio(cell: dict, first: dict) -> float:
-    """:func:`speed` as a number."""
-    judged = _against(cell, first)
-    return judged["ratio"] if judged else first["step_ms"] / cell["step_ms"]
-
-
-def _against(cell: dict, first: dict) -> dict | None:
-    return cell.get("against_first") if cell.get("turns") == first.get("turns") else None
+    judged = cell.get("against_first") if cell.get("turns") == first.get("turns") else None
+    if not judged:
+        return f"{first['step_ms'] / cell['step_ms']:.2f}x"
+    return f"about {judged['ratio']:.2g}x, busy machine" if judged["busy"] else f"{judged['ratio']:.2f}x"

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -29,16 +30,6 @@ def child_variables() -> dict[str, str]:
     """The environment of a measuring process, which imports this checkout."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-def send_result(result: dict) -> None:
-    """Answer from the measuring process."""
-    print(_ANSWER + json.dumps(result), flush=True)
-
-
-def parse_result(line: str) -> dict | None:
-    """The answer in a line that a measuring process printed, if it is one."""
-    return json.loads(line.removeprefix(_ANSWER)) if line.startswith(_ANSWER) else None
 
 
 def last_error(text: str) -> str:
@@ -61,6 +52,7 @@ def or_failure(call: Callable[[], dict]) -> dict:
     try:
         return call()
     except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
         return {"failure": failure(error)}
 
 
@@ -70,13 +62,9 @@ def serve(answer: Callable[[dict], dict]) -> None:
     Whatever ``answer`` raises is the result of its cell: competitors raise all kinds of errors.
     """
     for line in sys.stdin:
-        try:
-            result = answer(json.loads(line))
-        except Exception as error:  # noqa: BLE001
-            traceback.print_exc()
-            result = {"failure": failure(error)}
+        result = or_failure(partial(answer, json.loads(line)))
         ends = not _usable()
-        send_result({**result, "ends": ends})
+        print(_ANSWER + json.dumps({**result, "ends": ends}), flush=True)
         if ends:
             break
 
@@ -149,8 +137,8 @@ class Worker:
         timer.start()
         try:
             for line in self.process.stdout:
-                result = parse_result(line)
-                if result is not None:
+                if line.startswith(_ANSWER):
+                    result = json.loads(line.removeprefix(_ANSWER))
                     if result.pop("ends", False):
                         self.process.wait()
                     return result

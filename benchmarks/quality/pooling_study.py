@@ -108,17 +108,6 @@ class Concepts:
         return replace(pairs, negatives=negatives)
 
 
-SETTINGS = (
-    "CONCEPTS",
-    "QUERY_TOKENS",
-    "QUERY_CONCEPTS",
-    "NOISE",
-    "TARGETED_NOISE",
-    "OVERLAP",
-    "SPIKE_CONCEPTS",
-    "BATCH",
-)
-SETTINGS += ("WIDTH", "LEARNING_RATE")
 # How much is trained and measured: pairs (as many are held out), epochs, queries that get injected tokens.
 SIZE = {"pairs": 512, "epochs": 100, "injected": 128}
 QUICK = {"pairs": 64, "epochs": 2, "injected": 8}
@@ -248,8 +237,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def recorded(_: str, options: argparse.Namespace) -> dict:
-    """What results depend on beside the cell."""
-    return {"settings": (QUICK if options.quick else SIZE) | {name.lower(): globals()[name] for name in SETTINGS}}
+    return {"settings": QUICK if options.quick else SIZE}
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:

@@ -29,7 +29,7 @@ from torch.nn.functional import normalize
 
 from benchmarks.harness.lengths import SIGMA
 from benchmarks.harness.tables import table, times
-from benchmarks.harness.timing import seconds_of
+from benchmarks.harness.timing import DEVICE, seconds_of
 from pylate_fastmaxsim import ResidualCodec, TokenBatch
 from pylate_fastmaxsim.retrieval.corpus import TOKENS_PER_BATCH, Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.search import search
@@ -51,14 +51,14 @@ TITLES = {
 }
 
 
-def passages(options: argparse.Namespace, device: torch.device) -> Iterator[TokenBatch]:
+def passages(options: argparse.Namespace) -> Iterator[TokenBatch]:
     """The corpus, generated on the device in batches."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     logarithms = torch.randn(options.passages, generator=torch.Generator().manual_seed(0)) * SIGMA
     lengths = (logarithms - SIGMA**2 / 2).exp().mul(options.mean).round().clamp(1, LONGEST).long()
     for part in lengths.split(max(1, TOKENS_PER_BATCH // options.mean)):
         bounds = torch.cat([part.new_zeros(1), part.cumsum(0)])
-        values = torch.randn(int(bounds[-1]), options.dim, generator=generator, device=device)
+        values = torch.randn(int(bounds[-1]), options.dim, generator=generator, device=DEVICE)
         yield TokenBatch.from_packed(normalize(values, dim=-1).bfloat16(), bounds, max_length=LONGEST)
 
 
@@ -82,14 +82,14 @@ def stock(
     queries: Tensor, corpus: Corpus, count: int, options: argparse.Namespace, dtype: torch.dtype
 ) -> tuple[dict, Found]:
     """Time and result of stock for the first ``count`` passages, in the largest chunks that fit."""
-    queries, cuda = queries.to(dtype), queries.device.type == "cuda"
+    queries = queries.to(dtype)
 
     def found(passages: int) -> Found:
-        chunks = corpus.batches(queries.device, size * options.mean, end=passages)
+        chunks = corpus.batches(DEVICE, size * options.mean, end=passages)
         return stock_search(queries, chunks, options.k, dtype)
 
     size = CPU_CHUNK
-    if cuda:
+    if DEVICE.type == "cuda":
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         size = max(1, int(SHARE_OF_MEMORY * free) // (queries[..., 0].numel() * LONGEST * dtype.itemsize))
     while True:
@@ -99,7 +99,7 @@ def stock(
         except torch.OutOfMemoryError:
             size //= 2
         torch.cuda.empty_cache()
-    result, best = seconds_of(lambda: found(count), queries.device)
+    result, best = seconds_of(lambda: found(count))
     return {**result, "passages": count, "passages_per_chunk": size, "dtype": str(dtype).removeprefix("torch.")}, best
 
 
@@ -148,7 +148,7 @@ def setting_of(content: dict) -> dict:
     return next(iter(content["cells"].values()))["environment"]["setting"]
 
 
-def written(name: str, options: argparse.Namespace, device: torch.device) -> Generator[tuple[str, dict], None, Corpus]:
+def written(name: str, options: argparse.Namespace) -> Generator[tuple[str, dict], None, Corpus]:
     """The corpus of a format, from the disk if it is there."""
     folder, began, seconds = options.folder / name, time.perf_counter(), None
     if (folder / "corpus.json").exists():
@@ -156,11 +156,11 @@ def written(name: str, options: argparse.Namespace, device: torch.device) -> Gen
     else:
         format = None if name == "bf16" else name
         if name in BITS:
-            sample = next(passages(options, device)).values
+            sample = next(passages(options)).values
             format = ResidualCodec.train(sample, BITS[name], options.centroids)
             yield f"{name}/train", {"seconds": time.perf_counter() - began, "vectors": len(sample)}
             began = time.perf_counter()
-        corpus = write_corpus(folder, passages(options, device), format=format)
+        corpus = write_corpus(folder, passages(options), format=format)
         seconds = time.perf_counter() - began
     if (len(corpus), corpus.dim) != (options.passages, options.dim):
         raise SystemExit(f"{folder} holds another corpus; choose another --folder.")
@@ -172,24 +172,24 @@ def searched(
     name: str, corpora: dict[str, Corpus], queries: TokenBatch, k: int, expected: Found | None
 ) -> Generator[tuple[str, dict], None, Found]:
     """Search a corpus in each way; ``expected`` are the results of bf16."""
-    device, corpus = queries.device, corpora[name]
-    batches = partial(corpus.batches, device)
+    corpus = corpora[name]
+    batches = partial(corpus.batches, DEVICE)
 
     def compared(found: Found) -> dict:
         return {} if expected is None else {"difference": difference(found, expected)}
 
     search(queries, [next(iter(batches()))], k)  # warm-up
-    if device.type == "cuda":  # on a CPU nothing is read before it is scored
-        result, _ = seconds_of(lambda: sum(map(len, batches())), device)
+    if DEVICE.type == "cuda":  # on a CPU nothing is read before it is scored
+        result, _ = seconds_of(lambda: sum(map(len, batches())))
         yield f"{name}/read", {**result, "gigabytes_per_second": corpus.nbytes / result["seconds"] / 1e9}
-    result, found = seconds_of(lambda: search(queries, batches(), k), device, REPEATS)
+    result, found = seconds_of(lambda: search(queries, batches(), k), REPEATS)
     yield f"{name}/streamed", {**result, **compared(found)}
 
     if expected is not None:
-        result, again = seconds_of(lambda: search(queries, batches(), k, rescore=corpora["bf16"]), device)
+        result, again = seconds_of(lambda: search(queries, batches(), k, rescore=corpora["bf16"]))
         late = again.from_last_tenth.double().mean().item()
         yield f"{name}/rescored", {**result, **compared(again), "mean_from_last_tenth": late}
-    if device.type == "cuda":
+    if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
     return found
 
@@ -227,12 +227,11 @@ def recorded(_: str, options: argparse.Namespace) -> dict:
 def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
     if not cells:
         return
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     corpora = {}
     for name in FORMATS:
-        corpora[name] = yield from written(name, options, device)
-    generator = torch.Generator(device).manual_seed(1)
-    padded = torch.randn(options.queries, QUERY_LENGTH, options.dim, generator=generator, device=device)
+        corpora[name] = yield from written(name, options)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    padded = torch.randn(options.queries, QUERY_LENGTH, options.dim, generator=generator, device=DEVICE)
     padded = normalize(padded, dim=-1).bfloat16()
     queries, expected = TokenBatch.from_padded(padded), None
     for name in FORMATS:
@@ -245,5 +244,5 @@ def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator
     ):
         part = min(options.passages, count)
         result, found = stock(padded, corpora["bf16"], part, options, dtype)
-        ours = search(queries, corpora["bf16"].batches(device, end=part), options.k)
+        ours = search(queries, corpora["bf16"].batches(DEVICE, end=part), options.k)
         yield stage, {**result, "difference": difference(ours, found)}

@@ -9,7 +9,7 @@ hundred above 0, as of a trained model. Documents of random words have 80 tokens
 Results come to the host as stock gives them: arrays of PyLate, tensors of a MultiVectorEncoder (convert_to_numpy=True) and
 of a SparseEncoder (save_to_cpu=True). The cells of a host and kind of text share a process; the clock runs over one call
 for all texts, after one for 512, and with compiled layers another for all. Stock, and SPLADE, encode fewer texts, since
-their rate does not depend on the number. ``busy`` is the time of all kernels over that of a call for 2,048 texts.
+their rate does not depend on the number.
 ``distance`` is the largest of 1 - cosine of a token's (SPLADE: a text's) vector and that of stock in float32, over 256
 texts; ``mean_distance`` the mean. ``pooled`` documents have one vector for two tokens.
 
@@ -26,19 +26,17 @@ import gc
 import itertools
 import random
 import tempfile
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import pylate_fastmaxsim
 from benchmarks.harness.lengths import log_normal
 from benchmarks.harness.tables import table, times
-from benchmarks.training.encoder import DOCUMENT_LENGTH, VOCABULARY, save_encoder
-from benchmarks.training.splade_step import sizes
+from benchmarks.harness.timing import DEVICE, peaks_gib, seconds_of
+from benchmarks.training.encoder import DOCUMENT_LENGTH, save_encoder, words
 
 TIMEOUT = 300
 PROCESS_OF = ("host", "what")
@@ -51,7 +49,7 @@ HOSTS = {
 WAYS = ("stock float32 32", "stock bfloat16 32", "stock bfloat16 256", "fast float32 32", "fast bfloat16 32")
 WAYS += ("fast bfloat16 256", "pooled bfloat16 256", "compiled bfloat16 256")
 QUERY_TOKENS, DOCUMENT_TOKENS = 8, 80
-WARM_UP, COMPARED, PROFILED, FEWER = 512, 256, 2048, 4000
+WARM_UP, COMPARED, FEWER = 512, 256, 4000
 EVALUATED, ALONE = (500, 5000), 100_000  # queries and documents; documents that are encoded and dropped
 
 
@@ -92,11 +90,10 @@ def _found(host: str) -> bool:
 
 def texts_of(count: int, tokens: int, seed: int) -> list[str]:
     draw = random.Random(seed)
-    lengths = (max(1, min(DOCUMENT_LENGTH, log_normal(tokens, draw)) - 3) for _ in range(count))
-    return [" ".join(f"w{draw.randrange(VOCABULARY)}" for _ in range(length)) for length in lengths]
+    return [words(min(DOCUMENT_LENGTH, log_normal(tokens, draw)) - 3, draw) for _ in range(count)]
 
 
-def _load(host: str, folder: str, dtype: str, device: str):
+def _load(host: str, folder: str, dtype: str, device: str = DEVICE.type):
     options = {"device": device, "model_kwargs": {"dtype": dtype}}
     if host == "pylate":
         from pylate import models
@@ -129,7 +126,7 @@ def _saved(host: str, layers: int | None, hidden: int | None) -> tempfile.Tempor
     """A model in random weights, of which the projection too is saved: all cells load the same."""
     folder = tempfile.TemporaryDirectory()
     splade = host == "sparse"
-    save_encoder(Path(folder.name), layers, "bert" if splade else "modernbert", masked_lm=splade, **sizes(hidden))
+    save_encoder(Path(folder.name), layers, "bert" if splade else "modernbert", masked_lm=splade, hidden=hidden)
     torch.manual_seed(0)
     model = _load(host, folder.name, "float32", "cpu")
     if splade:
@@ -142,47 +139,41 @@ def _saved(host: str, layers: int | None, hidden: int | None) -> tempfile.Tempor
 
 
 @functools.cache
-def _expected(host: str, what: str, folder: str, device: str) -> object:
+def _expected(host: str, what: str, folder: str) -> object:
     texts = texts_of(COMPARED, QUERY_TOKENS if what == "queries" else DOCUMENT_TOKENS, seed=0)
-    return _encoding(_load(host, folder, "float32", device), host, what, 32)(texts)
+    return _encoding(_load(host, folder, "float32"), host, what, 32)(texts)
 
 
 def measure(cell: dict) -> dict:
     host, what = cell["host"], cell["what"]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     gc.collect()  # the model of the cell before
     folder = f"{_saved(host, cell['layers'], cell['hidden']).name}/model"
     pylate_fastmaxsim.disable()
     if what in ("documents", "queries"):
-        _expected(host, what, folder, device)
-    model = _load(host, folder, cell["dtype"], device)
+        _expected(host, what, folder)
+    model = _load(host, folder, cell["dtype"])
     if cell["path"] != "stock":
         pylate_fastmaxsim.enable(compile=cell["path"] == "compiled", quiet=True)
     measured = {"evaluator": _evaluator, "corpus": _corpus}.get(what, _texts)
-    return {**measured(model, cell, folder, device), "status": "ok"}
+    return {**measured(model, cell, folder), "status": "ok"}
 
 
-def _texts(model, cell: dict, folder: str, device: str) -> dict:
+def _texts(model, cell: dict, folder: str) -> dict:
     host, what = cell["host"], cell["what"]
     texts = texts_of(max(cell["texts"], COMPARED), QUERY_TOKENS if what == "queries" else DOCUMENT_TOKENS, seed=0)
     encode = _encoding(model, host, what, cell["batch"], cell["path"] == "pooled")
     encode(texts[:WARM_UP])
     if cell["path"] == "compiled":
         encode(texts)  # sizes that are compiled for
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
     seconds = _seconds(lambda: encode(texts))
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
+    peak = peaks_gib()[0] if DEVICE.type == "cuda" else None
     made = {"seconds": seconds, "texts_per_second": len(texts) / seconds, "peak_gib": peak}
-    if device == "cuda":
-        made["busy"] = _busy(encode, texts[: PROFILED // (4 if host == "sparse" else 1)])
     if cell["path"] == "pooled":
         return made
-    return made | _distances(encode(texts[:COMPARED]), _expected(host, what, folder, device))
+    return made | _distances(encode(texts[:COMPARED]), _expected(host, what, folder))
 
 
-def _evaluator(model, cell: dict, folder: str, device: str) -> dict:
+def _evaluator(model, cell: dict, folder: str) -> dict:
     from accelerate import Accelerator
 
     if cell["host"] == "pylate":
@@ -196,7 +187,7 @@ def _evaluator(model, cell: dict, folder: str, device: str) -> dict:
     # Each has words of a document.
     asked = {n: " ".join(corpus[n].split()[:QUERY_TOKENS]) for n in range(queries)}
     evaluate = Evaluator(asked, corpus, {n: {n} for n in asked}, batch_size=cell["batch"], write_csv=False)
-    model = Accelerator(mixed_precision="bf16", cpu=device == "cpu").prepare_model(model)
+    model = Accelerator(mixed_precision="bf16", cpu=DEVICE.type == "cpu").prepare_model(model)
     evaluate(model)
     found: dict[str, float] = {}
     seconds = _seconds(lambda: found.update(evaluate(model)))
@@ -204,7 +195,7 @@ def _evaluator(model, cell: dict, folder: str, device: str) -> dict:
     return made | {"metrics": {name: value for name, value in found.items() if "ndcg" in name}}
 
 
-def _corpus(model, cell: dict, folder: str, device: str) -> dict:
+def _corpus(model, cell: dict, folder: str) -> dict:
     from datasets import Dataset
 
     from pylate_fastmaxsim.recipes.evaluation.ranking import encode_corpus
@@ -228,17 +219,7 @@ def _corpus(model, cell: dict, folder: str, device: str) -> dict:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def _busy(encode: Callable, texts: list[str]) -> float:
-    seconds = _seconds(lambda: encode(texts))
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        encode(texts)
-        torch.cuda.synchronize()
-    return sum(event.device_time for event in profiler.events()) / 1e6 / seconds
+    return seconds_of(call)[0]["seconds"]
 
 
 def _distances(made, expected) -> dict:
@@ -257,10 +238,10 @@ def markdown(content: dict) -> str:
     rows = []
     for name, cell in cells.items():
         host, what, way = name.split("/")
-        rate, peak, busy = (cell.get(key) for key in ("texts_per_second", "peak_gib", "busy"))
+        rate, peak = cell.get("texts_per_second"), cell.get("peak_gib")
         stocks = (f"{host}/{what}/stock {which}" for which in ("float32 32", f"{cell['dtype']} {cell['batch']}"))
         gains = [times(rate, cells[stock]["texts_per_second"]) if rate and stock in cells else "" for stock in stocks]
         shown = [host, what, way, f"{rate:,.0f}" if rate else cell.get("status", ""), *gains]
-        rows.append([*shown, f"{peak:.2f} GiB" if peak else "", f"{busy:.0%}" if busy else ""])
-    head = ["host", "texts", "way", "texts a second", "of stock's default", "of stock's", "memory", "GPU busy"]
+        rows.append([*shown, f"{peak:.2f} GiB" if peak else ""])
+    head = ["host", "texts", "way", "texts a second", "of stock's default", "of stock's", "memory"]
     return table(head, rows)

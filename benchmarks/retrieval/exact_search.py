@@ -92,7 +92,7 @@ def _data(shape: str, share: float, dim: int) -> tuple[list[Tensor], Tensor, Ten
 
 
 def _seconds(call: Callable[[], object], repeats: int = 1) -> tuple[float, object]:
-    measured, result = seconds_of(call, DEVICE, repeats)
+    measured, result = seconds_of(call, repeats)
     return measured["seconds"], result
 
 

@@ -10,7 +10,7 @@ are exponential, in [0.01, 3.5], and smaller for the most frequent terms.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -21,42 +21,17 @@ from pylate_fastmaxsim.kernels.sparse.postings import DOCUMENTS_PER_BLOCK
 
 VOCABULARY = 30_522  # of BERT
 EXPONENT = 1.1
-DOCUMENT_TERMS, QUERY_TERMS, SHARED_TERMS = 127.0, 50.0, 4.4
+SHIFT = 45.39479305058194  # with which 4.4 terms are shared
+DOCUMENT_DRAWS, QUERY_DRAWS = 133.34570358198016, 50.97373840530963  # of the law, for 127 and 50 different terms
 SPREAD = 0.27  # of the number of draws: standard deviation relative to the mean
 DRAWS_PER_CHUNK = 2**25  # about 1 GB while they are sorted
-
-
-def solve(increasing: Callable[[float], float], value: float, low: float, high: float) -> float:
-    """Where a function takes a value, by bisection."""
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if increasing(middle) < value else (low, middle)
-    return low
-
-
-def presence(law: Tensor, draws: float) -> Tensor:
-    """The probability of each term to be among the draws."""
-    return 1 - (1 - law) ** draws
-
-
-def mean_draws(law: Tensor, terms: float) -> float:
-    """How many draws give so many different terms."""
-    return solve(lambda draws: float(presence(law, draws).sum()), terms, terms, 20 * terms)
 
 
 @cache
 def term_law() -> Tensor:
     """The probability of each term, ``[VOCABULARY]``, float64."""
-
-    def law(shift: float) -> Tensor:
-        weights = (torch.arange(1, VOCABULARY + 1, dtype=torch.float64) + shift) ** -EXPONENT
-        return weights / weights.sum()
-
-    def shared(shift: float) -> float:
-        each = (presence(law(shift), mean_draws(law(shift), terms)) for terms in (DOCUMENT_TERMS, QUERY_TERMS))
-        return float(math.prod(each).sum())
-
-    return law(solve(lambda shift: -shared(shift), -SHARED_TERMS, 0, 400))
+    weights = (torch.arange(1, VOCABULARY + 1, dtype=torch.float64) + SHIFT) ** -EXPONENT
+    return weights / weights.sum()
 
 
 class Draw:
@@ -96,19 +71,19 @@ def first(terms: Tensor, numbers: Tensor) -> Tensor:
     return terms.masked_fill_(torch.arange(terms.shape[1], device=terms.device) >= numbers[:, None], VOCABULARY)
 
 
-def documents(count: int, device: torch.device, terms: float = DOCUMENT_TERMS) -> Iterator[SparseBatch]:
+def documents(count: int, device: torch.device) -> Iterator[SparseBatch]:
     """The collection in chunks of whole blocks of the index; the same each time on the same device."""
-    draw, mean = Draw(device, seed=1), mean_draws(term_law(), terms)
-    chunk = max(1, int(DRAWS_PER_CHUNK / (2 * mean)) // DOCUMENTS_PER_BLOCK) * DOCUMENTS_PER_BLOCK
+    draw = Draw(device, seed=1)
+    chunk = max(1, int(DRAWS_PER_CHUNK / (2 * DOCUMENT_DRAWS)) // DOCUMENTS_PER_BLOCK) * DOCUMENTS_PER_BLOCK
     for start in range(0, count, chunk):
-        yield draw.batch(draw.terms(draw.numbers(min(chunk, count - start), mean)))
+        yield draw.batch(draw.terms(draw.numbers(min(chunk, count - start), DOCUMENT_DRAWS)))
 
 
 def queries(collection: list[SparseBatch], count: int) -> SparseBatch:
     """Queries of which each has half of its terms from a document of the collection."""
     device = collection[0].device
     draw = Draw(device, seed=2)
-    numbers = draw.numbers(count, mean_draws(term_law(), QUERY_TERMS))
+    numbers = draw.numbers(count, QUERY_DRAWS)
     sizes = [len(chunk) for chunk in collection]
     chosen = torch.randint(sum(sizes), (count,), generator=torch.Generator().manual_seed(2))
     parts, start = [], 0

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from benchmarks.harness.tables import machine, table, time_and_memory
-from benchmarks.harness.timing import elapsed, mark, peak_bytes, seconds_of
-from benchmarks.harness.workers import failure
+from benchmarks.harness.timing import DEVICE, elapsed, mark, peak_bytes, seconds_of
+from benchmarks.harness.workers import or_failure
 from benchmarks.retrieval import sparse_baselines as baselines
 from benchmarks.retrieval import sparse_data
 from benchmarks.retrieval.sparse_baselines import Found
@@ -126,7 +126,7 @@ class Collection:
     """One collection with its queries, and what was measured of it."""
 
     def __init__(self, cell: dict) -> None:
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = DEVICE
         self.queries = cell["queries"]
         self.documents = list(sparse_data.documents(cell["documents"], self.device))
         self.asked = sparse_data.queries(self.documents, self.queries)
@@ -143,11 +143,7 @@ class Collection:
         return self.asked.select(torch.arange(min(count, len(self.asked)), device=self.asked.device))
 
     def measure(self, name: str, call: Callable[[], dict]) -> None:
-        """Whatever an engine raises is the result."""
-        try:
-            self.measured[name] = call()
-        except Exception as error:  # noqa: BLE001
-            self.measured[name] = {"failure": failure(error)}
+        self.measured[name] = or_failure(call)
 
     def build(self, kind: str) -> Any:
         """An engine, and what it took; None where it cannot be built."""
@@ -156,7 +152,7 @@ class Collection:
             torch.cuda.empty_cache()  # of the engine before
 
         def build() -> dict:
-            took, engine = seconds_of(partial(MAKERS[kind], self.documents), self.device)
+            took, engine = seconds_of(partial(MAKERS[kind], self.documents), device=self.device)
             made.append(engine)
             return {**took, "nbytes": engine.nbytes}
 

@@ -108,7 +108,7 @@ def _time(cell: dict) -> dict:
         documents = [some[n % len(some)] for n in range(number * processes)]
         cluster = functools.partial(scipy_merges, dtype=np.float32)
         call = functools.partial(_processes().map, cluster, documents, chunksize=number)
-        made[key] = seconds_of(call, torch.device("cpu"), 3)[0]["seconds"] / len(documents)
+        made[key] = seconds_of(call, 3, torch.device("cpu"))[0]["seconds"] / len(documents)
     pool = functools.partial(pool_tokens, batch, FACTOR)
     return {**made, **time_calls([pool], at_once=1), "peak_bytes": peak_bytes(pool)}
 

@@ -43,9 +43,16 @@ ENCODERS = {
 
 
 def save_encoder(
-    directory: Path, layers: int | None, encoder: str = "modernbert", masked_lm: bool = False, **sizes: int
+    directory: Path,
+    layers: int | None,
+    encoder: str = "modernbert",
+    masked_lm: bool = False,
+    hidden: int | None = None,
 ) -> None:
-    """An encoder with random weights and a word-level tokenizer; ``masked_lm``: with the head that predicts words."""
+    """An encoder with random weights and a word-level tokenizer, for a trial with fewer layers or another hidden size.
+
+    ``masked_lm``: with the head that predicts words.
+    """
     from tokenizers import Tokenizer, pre_tokenizers, processors
     from tokenizers import models as token_models
     from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrainedTokenizerFast
@@ -64,6 +71,9 @@ def save_encoder(
     torch.manual_seed(0)
     ids = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
     ids |= {"cls_token_id": 2, "sep_token_id": 3} if encoder == "modernbert" else {}
+    sizes = {}
+    if hidden is not None:
+        sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_attention_heads": max(1, hidden // 64)}
     config = AutoConfig.for_model(encoder, **ENCODERS[encoder], **ids, **sizes)
     if layers is not None:
         config.num_hidden_layers = layers
@@ -86,6 +96,11 @@ def build_model(directory: Path, layers: int | None, document_length: int, encod
     )
 
 
+def words(count: int, draw: random.Random) -> str:
+    """A text of so many random words, one at least."""
+    return " ".join(f"w{draw.randrange(VOCABULARY)}" for _ in range(max(count, 1)))
+
+
 def make_rows(
     count: int, negatives: int, loss: str, draw: random.Random, mean_tokens: float = MEAN_TOKENS
 ) -> list[dict]:
@@ -94,14 +109,9 @@ def make_rows(
     For distillation the documents are in one column, with a teacher score for each.
     """
 
-    def text(words: int) -> str:
-        return " ".join(f"w{draw.randrange(VOCABULARY)}" for _ in range(max(words, 1)))
-
-    def document() -> str:
-        return text(log_normal(mean_tokens - SPECIAL_TOKENS, draw))
-
     def row() -> dict:
-        query, documents = text(draw.randint(4, 12)), [document() for _ in range(1 + negatives)]
+        query = words(draw.randint(4, 12), draw)
+        documents = [words(log_normal(mean_tokens - SPECIAL_TOKENS, draw), draw) for _ in range(1 + negatives)]
         if loss == "distillation":
             return {"query": query, "documents": documents, "scores": [draw.random() for _ in documents]}
         columns = ["positive", *(f"negative_{i}" for i in range(negatives))]

@@ -25,18 +25,13 @@ import pylate_fastmaxsim
 from benchmarks.harness.lengths import log_normal
 from benchmarks.harness.timing import DEVICE
 from benchmarks.training import steps
-from benchmarks.training.encoder import VOCABULARY, save_encoder
+from benchmarks.training.encoder import save_encoder, words
 from benchmarks.training.multi_vector_step import cell_name, markdown_table
 from benchmarks.training.steps import SWITCH, adamw, measured, padding, run  # noqa: F401
 
 TIMEOUT = 480
 PATHS = ("stock", "fast")
 QUERY_TOKENS, DOCUMENT_TOKENS, LONGEST = 10, 80, 256
-
-
-def text(mean: float, draw: random.Random) -> str:
-    words = max(1, log_normal(mean, draw) - 2)  # beside [CLS] and [SEP]
-    return " ".join(f"w{draw.randrange(VOCABULARY)}" for _ in range(words))
 
 
 def measure(cell: dict) -> dict:
@@ -48,7 +43,7 @@ def measure(cell: dict) -> dict:
     if cell["path"] == "fast":
         pylate_fastmaxsim.enable(compile=cell["compile"])
     folder = tempfile.TemporaryDirectory()
-    save_encoder(Path(folder.name), cell["layers"], "bert", masked_lm=True, **sizes(cell["hidden"]))
+    save_encoder(Path(folder.name), cell["layers"], "bert", masked_lm=True, hidden=cell["hidden"])
     model = SparseEncoder(folder.name, device=str(DEVICE)).train()
     model.max_seq_length = LONGEST
     for module in model.modules():
@@ -58,15 +53,17 @@ def measure(cell: dict) -> dict:
     draw = random.Random(0)
     means = {"query": QUERY_TOKENS, "positive": DOCUMENT_TOKENS, "negative": DOCUMENT_TOKENS}
 
-    def batch() -> dict:
-        return collate([{name: text(mean, draw) for name, mean in means.items()} for _ in range(cell["batch"])])
+    def row() -> dict:
+        return {name: words(log_normal(mean, draw) - 2, draw) for name, mean in means.items()}  # and [CLS], [SEP]
 
     ranking = losses.SparseMultipleNegativesRankingLoss(model)
     loss_function = losses.SpladeLoss(model, ranking, document_regularizer_weight=3e-5, query_regularizer_weight=5e-5)
     arguments = SparseEncoderTrainingArguments(f"{folder.name}/run", report_to="none", use_cpu=DEVICE.type == "cpu")
     trainer = SparseEncoderTrainer(model, arguments, loss=ranking)
     # On the GPU before the clock runs.
-    batches = [trainer._prepare_inputs(batch()) for _ in range(cell["different"])]
+    batches = [
+        trainer._prepare_inputs(collate([row() for _ in range(cell["batch"])])) for _ in range(cell["different"])
+    ]
     if cell["compile"] and cell["path"] == "stock":
         # As the trainer, which builds the loss first.
         loss_function.model = ranking.model = torch.compile(model)
@@ -79,13 +76,6 @@ def measure(cell: dict) -> dict:
 
     masks = [value for columns in batches for key, value in columns.items() if key.endswith("attention_mask")]
     return {**measured(loss_of, adamw(model.parameters()), cell), "padding": padding(masks)}
-
-
-def sizes(hidden: int | None) -> dict:
-    """What an encoder of another hidden size has besides, for a trial."""
-    if hidden is None:
-        return {}
-    return {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_attention_heads": max(1, hidden // 64)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
