@@ -171,7 +171,7 @@ SUITE_TABLES = {
             *("host", "in-batch-[23]/*", "colpali*", "kd/*", "rerank-10000/*", "ragged/*", "ragged-4096/*", "fp32*"),
         ),
         "losses-table": ("ceilings", "*/layers=None/*"),
-        "corpus-search-table": ("corpus_search", "*/write", "*/read", "*/streamed", "stock*"),
+        "corpus-search-table": ("corpus_search", "*/write", "*/streamed", "stock*"),
         "token-pooling-table": ("token_pooling", "*"),
         "exact-search-table": ("exact_search", "fiqa/*[!2]", "quora/[bif]*", "million/[bif]*", "marco/*"),
     },

@@ -102,11 +102,6 @@ class Results:
         self.again = options.again
         self.ends = time.monotonic() + options.budget
 
-    @property
-    def left(self) -> float:
-        """Seconds of the budget."""
-        return self.ends - time.monotonic()
-
     def wants(self, name: str) -> bool:
         """Whether to measure a cell: it is missing, its step failed, or with ``--again``."""
         known = name in self.cells and self.cells[name].get("status") != "failed"

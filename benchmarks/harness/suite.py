@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import time
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -98,7 +99,7 @@ def measure(name: str, suite: ModuleType, options: argparse.Namespace, results: 
     for each, result in found:
         results.add(each, {**cells.get(each, {}), **result, "environment": recorded})
         print(each, {key: result[key] for key in SHOWN if key in result} or result, flush=True)
-        if results.left <= 0:
+        if time.monotonic() >= results.ends:
             break
 
 

@@ -35,7 +35,7 @@ def machine(environment: dict, *packages: str) -> str:
 
 
 # Milliseconds of a unit, by the key of a time.
-UNITS = {"ms": 1, "step_ms": 1, "seconds": 1e3, "step_seconds": 1e3, "one_ms": 1, "sharded_ms": 1}
+UNITS = {"ms": 1, "seconds": 1e3, "step_seconds": 1e3}
 
 
 def _figures(node: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str, str]]:
@@ -46,8 +46,7 @@ def _figures(node: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str,
         if isinstance(value, dict):
             yield from _figures(value, path if key in ("cells", "entries") else (*path, key))
         elif isinstance(value, float) and key in UNITS:
-            name = [*path, *[key] * key.startswith(("one", "sharded"))]
-            yield " ".join(name), f"{value * UNITS[key]:,.3f} ms", memory
+            yield " ".join(path), f"{value * UNITS[key]:,.3f} ms", memory
 
 
 def figures_table(content: dict) -> str:

@@ -73,9 +73,7 @@ def step_times(
     return [elapsed(*pair) for pair in pairs]
 
 
-def measure_by_turns(
-    commands: Mapping[str, list[str]], cells: Mapping[str, dict], timeout: float
-) -> dict[str, dict] | None:
+def measure_by_turns(command: list[str], cells: Mapping[str, dict], timeout: float) -> dict[str, dict] | None:
     """Run cells that take turns, a Python process each; the results by name, or None if one failed or took too long.
 
     Results that took turns have the same ``turns``. Those other than the first have ``against_first``: the verdict on the
@@ -86,9 +84,9 @@ def measure_by_turns(
             name: Child(
                 [sys.executable, *command],
                 Path(folder, f"{index}.log"),
-                {**child_variables(), CELL: json.dumps(cells[name])},
+                {**child_variables(), CELL: json.dumps(cell)},
             )
-            for index, (name, command) in enumerate(commands.items())
+            for index, (name, cell) in enumerate(cells.items())
         }
         ends = time.monotonic() + 2 * timeout * len(children)
 

@@ -70,11 +70,6 @@ class Shape:
         queries = 1 if self.layout == "candidates" else self.queries
         return 2 * queries * self.query_length * sum(self.lengths()) * self.dim
 
-    def similarity_bytes(self) -> int:
-        """The similarity tensor that einsum writes."""
-        similarities = self.queries * self.documents * self.query_length * self.document_length
-        return similarities * ELEMENT_BYTES[self.dtype]
-
     def winner_bytes(self) -> int:
         """One position for every query token and document."""
         size = 1 if self.document_length <= 255 else 2 if self.document_length <= 32767 else 4

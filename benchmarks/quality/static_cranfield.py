@@ -51,12 +51,6 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "MaxSim with norms": {"normalize": False},
     "MaxSim with norms, IDF": {"normalize": False, "query_weights": "idf"},
 }
-VALUE_ROWS = {
-    "values, no weights": ("none", "values"),
-    "values, IDF": ("IDF", "values"),
-    "IDF and BM25's saturation": ("IDF", "BM25"),
-    "the same of squares": ("IDF", "BM25 of squares"),
-}
 DIMENSIONS = 256
 SIF = 1e-4  # of model2vec
 LENGTHS = {"query_length": 64, "document_length": 256}  # tokens; the encoder was trained on up to 256
@@ -251,26 +245,14 @@ def ndcg(cell: dict, weights: str) -> str:
 
 
 def markdown(content: dict) -> str:
-    """Quality and entries by threshold, of bounds of MaxSim and with BM25's weights; and what stands beside them."""
+    """Quality by weights of query tokens, with the entries of a document; and of each StaticEmbedding in each way."""
     cells = content["cells"]
+    rows = [
+        [name, f"{cell['nonzeros']:,.0f}" if "nonzeros" in cell else "", *(ndcg(cell, each) for each in QUERY_WEIGHTS)]
+        for name, cell in cells.items()
+        if name not in HOSTED
+    ]
+    columns = ["documents", "entries each", *(f"nDCG@10, weights: {name}" for name in QUERY_WEIGHTS)]
     hosted = [[name, *(ndcg(cells[name], way) for way in WAYS)] for name in HOSTED if name in cells]
     of_tables = table(["nDCG@10, table", *WAYS], hosted)
-    if BM25_CELL not in cells:
-        return of_tables
-    rows = [_row("none is cut: MaxSim", cells[MAXSIM_CELL])] if MAXSIM_CELL in cells else []
-    rows += [_row(f"{each:g}", cells[cell_name(each)]) for each in THRESHOLDS if cell_name(each) in cells]
-    columns = ["threshold", "entries a document", *(f"nDCG@10, weights: {name}" for name in QUERY_WEIGHTS)]
-    parts = [table(columns, rows)]
-    rows = [
-        [title, *(ndcg(cells.get(cell_name(each, name), {"metrics": {}}), weights) for each in VALUE_THRESHOLDS)]
-        for title, (weights, name) in VALUE_ROWS.items()
-    ]
-    parts.append(
-        f"nDCG@10 where similarities at least as large as the threshold are kept; BM25 has {ndcg(cells[BM25_CELL], 'IDF')}:"
-    )
-    parts += [table(["", *(f"{each:g}" for each in VALUE_THRESHOLDS)], rows), of_tables]
-    return "\n\n".join(parts)
-
-
-def _row(title: str, cell: dict) -> list[str]:
-    return [title, f"{cell['nonzeros']:,.0f}", *(ndcg(cell, name) for name in QUERY_WEIGHTS)]
+    return f"{table(columns, rows)}\n\n{of_tables}" if rows else of_tables

@@ -158,8 +158,6 @@ def written(name: str, options: argparse.Namespace) -> Generator[tuple[str, dict
         if name in BITS:
             sample = next(passages(options)).values
             format = ResidualCodec.train(sample, BITS[name], options.centroids)
-            yield f"{name}/train", {"seconds": time.perf_counter() - began, "vectors": len(sample)}
-            began = time.perf_counter()
         corpus = write_corpus(folder, passages(options), format=format)
         seconds = time.perf_counter() - began
     if (len(corpus), corpus.dim) != (options.passages, options.dim):
@@ -179,9 +177,6 @@ def searched(
         return {} if expected is None else {"difference": difference(found, expected)}
 
     search(queries, [next(iter(batches()))], k)  # warm-up
-    if DEVICE.type == "cuda":  # on a CPU nothing is read before it is scored
-        result, _ = seconds_of(lambda: sum(map(len, batches())))
-        yield f"{name}/read", {**result, "gigabytes_per_second": corpus.nbytes / result["seconds"] / 1e9}
     result, found = seconds_of(lambda: search(queries, batches(), k), REPEATS)
     yield f"{name}/streamed", {**result, **compared(found)}
 
@@ -213,7 +208,7 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
     stages = {
         f"{name}/{stage}": {}
         for name in FORMATS
-        for stage in (*["train"] * (name in BITS), "write", *["read"] * torch.cuda.is_available(), *TITLES)
+        for stage in ("write", *TITLES)
         if name != "bf16" or stage != "rescored"
     }
     return stages | {"stock": {}, "stock_float32": {}}

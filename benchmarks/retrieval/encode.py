@@ -62,9 +62,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
     made = {}
-    for host, what, way in itertools.product(
-        filter(_found, HOSTS), ("documents", "queries", "evaluator", "corpus"), WAYS
-    ):
+    hosts = [host for host, module in HOSTS.items() if find_spec(module) is not None]
+    for host, what, way in itertools.product(hosts, ("documents", "queries", "evaluator", "corpus"), WAYS):
         path, dtype, batch = way.split()
         wanted = {
             "documents": path != "pooled" or host != "sparse",
@@ -79,13 +78,6 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
             cell = {"host": host, "what": what, "path": path, "dtype": dtype, "batch": int(batch)}
             made[f"{host}/{what}/{way}"] = cell | size
     return made
-
-
-def _found(host: str) -> bool:
-    try:
-        return find_spec(HOSTS[host]) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def texts_of(count: int, tokens: int, seed: int) -> list[str]:

@@ -142,9 +142,6 @@ class Collection:
     def first(self, count: int) -> SparseBatch:
         return self.asked.select(torch.arange(min(count, len(self.asked)), device=self.asked.device))
 
-    def measure(self, name: str, call: Callable[[], dict]) -> None:
-        self.measured[name] = or_failure(call)
-
     def build(self, kind: str) -> Any:
         """An engine, and what it took; None where it cannot be built."""
         made: list[Any] = []
@@ -156,18 +153,19 @@ class Collection:
             made.append(engine)
             return {**took, "nbytes": engine.nbytes}
 
-        self.measure(f"{kind}/build", build)
+        self.measured[f"{kind}/build"] = or_failure(build)
         return made[0] if made else None
 
     def cases(self, kind: str, cases: dict[str, tuple[SparseBatch, int]]) -> None:
         """One engine with its cases by name, each a batch of queries and a k."""
         engine = self.build(kind)
         for case, (queries, k) in cases.items() if engine else ():
-            self.measure(f"{kind}/{case}", partial(measured, engine, queries, k, self.expected))
+            self.measured[f"{kind}/{case}"] = or_failure(partial(measured, engine, queries, k, self.expected))
         fast = self.device.type == "cuda" or sum(map(len, self.documents)) <= SIZE_LIMITS["served"]
         if engine and kind == "index" and fast:  # last: later single searches of the process take longer
             for window in WINDOWS:
-                self.measure(f"index/served={window}", partial(served, engine, self.asked.to("cpu"), window))
+                of_threads = partial(served, engine, self.asked.to("cpu"), window)
+                self.measured[f"index/served={window}"] = or_failure(of_threads)
 
 
 def served(index: SparseIndex, queries: SparseBatch, window: float) -> dict:

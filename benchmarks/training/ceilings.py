@@ -22,9 +22,8 @@ TIMEOUT = 600
 SMALLEST = 32
 # Powers of two and the sizes midway between them.
 GRID = sorted(size for power in range(5, 21) for size in (2**power, 3 * 2 ** (power - 1)))[:-1]
-# GradCache's mini-batch, and how many rows of its batch differ, as in gradcache_step.json.
-MINI_BATCH = 128
-TILE = 512
+# Mini-batches of GradCache, and how many rows of its batch differ, as in gradcache_step.json.
+STEP = ["--mini-batch", "128", "--tile", "512", "--different", "1", "--warmup", "1", "--steps", "1"]
 
 
 def next_batch(tried: dict[int, dict]) -> int | None:
@@ -61,9 +60,7 @@ def run(_: str, cells: dict[str, dict], options: argparse.Namespace) -> Iterator
     parser = argparse.ArgumentParser()
     train_step.add_options(parser)
     for name, cell in cells.items():
-        given = ["--loss", cell["loss"], "--mini-batch", str(MINI_BATCH), "--tile", str(TILE), "--different", "1"]
-        given += ["--warmup", "1", "--warmup-rows", str(SMALLEST), "--steps", "1"]
-        step = parser.parse_args(given)
+        step = parser.parse_args([*STEP, "--loss", cell["loss"], "--warmup-rows", str(SMALLEST)])
         tried: dict[int, dict] = {}
         while (batch := next_batch(tried)) is not None:
             # A step on a few of its rows before creates the state of AdamW.

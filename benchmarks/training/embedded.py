@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness.lengths import MEAN_TOKENS, log_normal
 from benchmarks.harness.timing import DEVICE
+from benchmarks.training.losses import TITLES
 from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL, TokenCounts
 from pylate_fastmaxsim.integrations.options import current_options
@@ -21,11 +22,6 @@ QUERY_LENGTH = 32
 DIM = 128
 VOCABULARY = 30_000
 MINI_BATCH = 32
-LOSSES = {
-    "contrastive": losses.Contrastive,
-    "cached_contrastive": losses.CachedContrastive,
-    "distillation": losses.Distillation,
-}
 
 Features = list[dict[str, Tensor]]
 
@@ -123,7 +119,7 @@ class Step:
         options = {} if one_column else {"temperature": 0.02}
         if loss == "cached_contrastive":
             options["mini_batch_size"] = MINI_BATCH
-        self.loss_function = LOSSES[loss](self.model, **options)
+        self.loss_function = getattr(losses, TITLES[loss])(self.model, **options)
 
     def __call__(self) -> Tensor:
         with torch.autocast(DEVICE.type, torch.bfloat16):

@@ -17,6 +17,7 @@ from benchmarks.harness.timing import DEVICE, peak_bytes, time_calls
 from benchmarks.training.train_step import PATHS, SCORING
 
 PROCESS_OF = ("path",)
+# As PyLate names the classes.
 TITLES = {
     "contrastive": "Contrastive",
     "cached_contrastive": "CachedContrastive",

@@ -105,7 +105,7 @@ def run(name: str, cells: dict[str, dict], options: argparse.Namespace) -> Itera
     for group in groups.values():
         together = None
         if len(group) == 2:
-            together = measure_by_turns(dict.fromkeys(group, command(name)), group, options.timeout)
+            together = measure_by_turns(command(name), group, options.timeout)
         for each, cell in group.items():
             yield each, together[each] if together else step_apart(name, cell, options.timeout)
 

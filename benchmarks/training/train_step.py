@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import random
-import statistics
 import tempfile
 from operator import itemgetter
 from pathlib import Path
@@ -164,7 +163,7 @@ def measure_rank(rank: int, cell: dict) -> dict:
     collator = utils.ColBERTCollator(tokenize_fn=model.tokenize)
     draw = random.Random(rank)
     batches = [make_batch(collator, cell, draw) for _ in range(cell["different"])]
-    masks = [{k: int(v.sum()) for k, v in batch.items() if k.endswith("attention_mask")} for batch in batches]
+    masks = [v for each in batches for k, v in each.items() if k.endswith("attention_mask") and "query" not in k]
     if cuda:
         pinned = torch.Tensor.pin_memory
         batches = [{k: pinned(v) if isinstance(v, torch.Tensor) else v for k, v in each.items()} for each in batches]
@@ -202,11 +201,9 @@ def measure_rank(rank: int, cell: dict) -> dict:
     # All ranks must make the same number of steps.
     timed = {**cell, "seconds": None} if cell["ranks"] > 1 else cell
     result = measured(loss_of, adamw(model.parameters()), timed, largest_of_ranks)
-    documents = [sum(count for key, count in each.items() if "query" not in key) for each in masks]
     return {
         **result,
-        "live_tokens": statistics.mean(sum(each.values()) for each in masks),
-        "live_document_tokens": statistics.mean(documents),
+        "live_document_tokens": sum(int(mask.sum()) for mask in masks) / len(batches),
         "padded_document_tokens": cell["batch"] * (1 + cell["negatives"]) * cell["document_length"],
     }
 

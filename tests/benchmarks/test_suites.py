@@ -31,7 +31,7 @@ RUNS = {
     "encode": ("--texts 70 --layers 1 --hidden 64 --only pylate/doc*/*s[t]*256", 2, "| fast bfloat16 256 |"),
     "exact_search": ("--share 0.001 --dim 16 --only fiqa/[bip]* million/add", 4, "| fiqa/bfloat16 | "),
     "token_pooling": ("--share 0.01 --only distances/* tokens/80", 3, "10 of 10 documents with equal distances have"),
-    "corpus_search": (f"{CORPUS} --stock-passages 200 --check-passages 300", 18, "| PyLate |"),
+    "corpus_search": (f"{CORPUS} --stock-passages 200 --check-passages 300", 16, "| PyLate |"),
 }
 NOT_HERE = {
     "attention": "a GPU",
