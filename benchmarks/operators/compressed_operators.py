@@ -58,11 +58,8 @@ def milliseconds(cells: dict, shape: str, competitor: str, form: str) -> float |
 
 def fastest(cells: dict, shape: str, competitors: tuple[str, ...], form: str) -> tuple[str, float] | None:
     """The fastest way of some competitors to score a format of this package, and its milliseconds."""
-    found = []
-    for of_shape, competitor, name in (key.split("/") for key in cells):
-        ms = milliseconds(cells, of_shape, competitor, name)
-        if of_shape == shape and competitor in competitors and name.startswith(FORMATS[form]) and ms:
-            found.append((competitor, ms))
+    ways = [(each, name) for each in competitors for name in forms(each) if name.startswith(FORMATS[form])]
+    found = [(each, ms) for each, name in ways if (ms := milliseconds(cells, shape, each, name))]
     return min(found, key=itemgetter(1), default=None)
 
 

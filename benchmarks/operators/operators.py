@@ -13,8 +13,6 @@ max-autotune is slow; it is measured only where --competitors names it.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -31,8 +29,6 @@ from benchmarks.operators.table import markdown  # noqa: F401
 
 PROCESS_OF = ()
 MODULES = {"lik": "late_interaction_kernels", "flash": "flash_maxsim"}
-HOST_SHAPE = Shape("host", "host", 4, 32, 8, 32)
-HOST_WARMUP_SECONDS = 1.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,16 +45,16 @@ def cells(options: argparse.Namespace) -> dict[str, dict]:
     if missing and any(set(missing) & set(shape.competitors) for shape in shapes):
         titles = " and ".join(TITLES[name] for name in missing)
         raise SystemExit(f'{titles} cannot be imported; pip install ".[bench]", or name others in --competitors.')
-    made: dict[str, dict] = {"host": {"kind": "host"}} if "fast" in options.competitors else {}
-    for shape in shapes:
-        for each in options.competitors:
-            if each in shape.competitors:
-                made[f"{shape.name}/{each}"] = {"kind": "shape", "shape": asdict(shape), "competitor": each}
-    return made
+    return {
+        f"{shape.name}/{each}": {"shape": asdict(shape), "competitor": each}
+        for shape in shapes
+        for each in options.competitors
+        if each in shape.competitors
+    }
 
 
 def recorded(name: str, options: argparse.Namespace) -> dict:
-    found = ask_apart(command(name), {"kind": "ceilings"}, options.timeout)
+    found = ask_apart(command(name), {}, options.timeout)
     if "failure" in found:
         raise SystemExit(f"The device's own rates could not be measured: {found['failure']}")
     return {"ceilings": found}
@@ -102,34 +98,10 @@ def ceilings() -> dict:
     return {"matmul_size": size, "matmul_flops_per_s": rates, "copy_bytes": bytes_, "copy_bytes_per_s": copied}
 
 
-def host_time(entries: list[Entry], shape: Shape) -> dict[str, dict[str, float]]:
-    """Median host microseconds of one call on an input so small that the device keeps up.
-
-    Calls of the first second are left out: launches of a young process, PyTorch's own too, cost more.
-    """
-    result: dict[str, dict[str, float]] = {}
-    sets = [make_inputs(shape, seed=0)]
-    for entry in entries:
-        for measure, (call,) in measures(entry, shape, sets).items():
-            times: list[float] = []
-            first = time.perf_counter()
-            while len(times) < 300:
-                for _ in range(30):
-                    began = time.perf_counter()
-                    call()
-                    if began - first > HOST_WARMUP_SECONDS:
-                        times.append((time.perf_counter() - began) * 1e6)
-                if DEVICE.type == "cuda":
-                    torch.cuda.synchronize()  # so that no call finds the queue full
-            result.setdefault(entry.name, {})[measure] = statistics.median(times)
-    return result
-
-
 def measure(cell: dict) -> dict:
-    if cell["kind"] == "ceilings":
+    """Times, memory and errors of a competitor; of no cell the device's own rates."""
+    if not cell:
         return ceilings()
-    if cell["kind"] == "host":
-        return {"microseconds": host_time(ENTRIES["fast"](HOST_SHAPE), HOST_SHAPE)}
     shape = BY_NAME[cell["shape"]["name"]]
     torch.set_float32_matmul_precision(shape.precision)
     sets = [make_inputs(shape, seed) for seed in range(sets_beyond_cache(shape.input_bytes()))]

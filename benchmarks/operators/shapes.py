@@ -91,11 +91,8 @@ class Shape:
         return least[measure]
 
 
-def _sizes(low: int, high: int) -> list[int]:
-    return [1 << power for power in range(low.bit_length() - 1, high.bit_length())]
-
-
 OURS = ("fast",)
+SWEPT = [2**power for power in range(3, 12)]
 AGAINST_EINSUM = ("fast", "einsum", "compile")
 SHAPES = [
     Shape("tiny", "tiny", 3, 4, 5, 8, dim=16, dtype="float32", competitors=AGAINST_EINSUM),
@@ -120,9 +117,9 @@ SHAPES = [
     ),
     *(Shape(f"dim-{d}", "dimensions", 256, 32, 512, 180, dim=d) for d in (48, 64, 96, 128, 256)),
     *(Shape(f"dim-{d}", "dimensions", 128, 32, 256, 180, dim=d) for d in (384, 768, 1024, 4096)),
-    *(Shape(f"sweep-Nq-{n}", "sweep", n, 32, 512, 180, competitors=OURS) for n in _sizes(8, 1024)),
-    *(Shape(f"sweep-Nd-{n}", "sweep", 256, 32, n, 180, competitors=OURS) for n in _sizes(8, 1024)),
-    *(Shape(f"sweep-Ld-{n}", "sweep", 128, 32, 256, n, competitors=OURS) for n in _sizes(16, 2048)),
+    *(Shape(f"sweep-Nq-{n}", "sweep", n, 32, 512, 180, competitors=OURS) for n in SWEPT[:-1]),
+    *(Shape(f"sweep-Nd-{n}", "sweep", 256, 32, n, 180, competitors=OURS) for n in SWEPT[:-1]),
+    *(Shape(f"sweep-Ld-{n}", "sweep", 128, 32, 256, n, competitors=OURS) for n in SWEPT[1:]),
 ]
 BY_NAME = {shape.name: shape for shape in SHAPES}
 GROUPS = list(dict.fromkeys(shape.group for shape in SHAPES))

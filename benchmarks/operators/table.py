@@ -94,7 +94,7 @@ def span(values: list[float] | list[str], form: str) -> str:
 def markdown(content: dict) -> str:
     """Rows by group, then machines with their rates, and what the columns are."""
     cells = content["cells"]
-    recorded = [cell["shape"] for cell in cells.values() if cell["kind"] == "shape"]
+    recorded = [cell["shape"] for cell in cells.values() if "shape" in cell]
     shapes = {each["name"]: Shape(**{**each, "competitors": tuple(each["competitors"])}) for each in recorded}
     ordered = [shape for group in GROUPS for shape in shapes.values() if shape.group == group]
     by_machine: dict[tuple, list[dict]] = {}

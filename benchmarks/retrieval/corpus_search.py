@@ -117,7 +117,8 @@ def difference(found: Found, expected: Found) -> dict:
 
 def markdown(content: dict) -> str:
     """A table of the ways to search, for the whole corpus, PyLate last."""
-    cells, setting = content["cells"], setting_of(content)
+    cells = content["cells"]
+    setting = next(iter(cells.values()))["environment"]["setting"]
     stock = cells.get("stock")
     share = setting["passages"] / stock["passages"] if stock else 1
     whole = stock and stock["seconds"] * share
@@ -142,10 +143,6 @@ def markdown(content: dict) -> str:
             f"{stock['seconds']:.2f} s, times {share:g}."
         )
     return text
-
-
-def setting_of(content: dict) -> dict:
-    return next(iter(content["cells"].values()))["environment"]["setting"]
 
 
 def written(name: str, options: argparse.Namespace) -> Generator[tuple[str, dict], None, Corpus]:

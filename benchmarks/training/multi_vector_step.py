@@ -120,7 +120,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
-    keys = ("mini_batch", "mini_batch_tokens", "layers", "different", "warmup", "steps")
+    return step_cells(options, "mini_batch", "mini_batch_tokens", "layers", "different", "warmup", "steps")
+
+
+def step_cells(options: argparse.Namespace, *keys: str) -> dict[str, dict]:
+    """Cells of all batches and paths, not compiled first, with options by their keys."""
     how = {key: getattr(options, key) for key in keys}
     choices = itertools.product(SWITCH[options.compile], options.batches, options.paths)
     made = [{"path": path, "batch": batch, "compile": compiled, **how} for compiled, batch, path in choices]

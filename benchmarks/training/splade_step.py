@@ -14,7 +14,6 @@ torch.compile of the whole model. Each cell runs in a process of its own, and on
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import tempfile
 from pathlib import Path
@@ -26,8 +25,8 @@ from benchmarks.harness.lengths import log_normal
 from benchmarks.harness.timing import DEVICE
 from benchmarks.training import steps
 from benchmarks.training.encoder import save_encoder, words
-from benchmarks.training.multi_vector_step import cell_name, markdown_table
-from benchmarks.training.steps import SWITCH, adamw, measured, padding, run  # noqa: F401
+from benchmarks.training.multi_vector_step import markdown_table, step_cells
+from benchmarks.training.steps import adamw, measured, padding, run  # noqa: F401
 
 TIMEOUT = 480
 PATHS = ("stock", "fast")
@@ -84,11 +83,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict]:
-    how = {key: getattr(options, key) for key in ("layers", "hidden", "different", "warmup", "steps")}
-    return {
-        cell_name(batch, path, compiled): {"path": path, "batch": batch, "compile": compiled, **how}
-        for compiled, batch, path in itertools.product(SWITCH[options.compile], options.batches, options.paths)
-    }
+    return step_cells(options, "layers", "hidden", "different", "warmup", "steps")
 
 
 def markdown(content: dict) -> str:

@@ -32,7 +32,7 @@ def test_suites_of_cranfield_measure_what_is_missing(encoder, tmp_path, monkeypa
     assert made["MaxSim"] == cells[MAXSIM_CELL]["metrics"]["none"] and made["mean"] != trained["mean"]
     assert len(cells) == 3 + 2 + 3 * 2 + 2
     said = capsys.readouterr().out
-    assert "| threshold=0.8/BM25" not in said and "| threshold=0.9/BM25 | " in said
+    assert "\n| BM25 | " in said and "\n| threshold=0.9/BM25 | " in said
     monkeypatch.setattr(static_cranfield, "Measured", lambda task: pytest.fail("measured again"))
     run_suite("static_cranfield", [*options, "--render"])
     assert capsys.readouterr().out.strip() in said
