@@ -51,7 +51,7 @@ K, ON_CPU_QUERIES, ON_CPU_DOCUMENTS = 1000, 100, 1_000_000
 CLIENTS = 64
 WINDOWS = (0, 0.002)  # seconds
 # Of memory; of minutes, to build in Python or of searches on a CPU.
-SIZE_LIMITS = {"dense": 1_000_000, "splade": 1_000_000, "bmp": 100_000, "served": 100_000}
+SIZE_LIMITS = {"dense": 1_000_000, "splade": 1_000_000, "bmp": 100_000}
 POSTING_BYTES = 3  # of a document's number and an impact
 CHECKED = 8  # queries that are compared with float64
 REPEATS, MILLISECONDS = 20, 500  # a case is repeated until one of them is reached
@@ -161,8 +161,7 @@ class Collection:
         engine = self.build(kind)
         for case, (queries, k) in cases.items() if engine else ():
             self.measured[f"{kind}/{case}"] = or_failure(partial(measured, engine, queries, k, self.expected))
-        fast = self.device.type == "cuda" or sum(map(len, self.documents)) <= SIZE_LIMITS["served"]
-        if engine and kind == "index" and fast:  # last: later single searches of the process take longer
+        if engine and kind == "index" and self.device.type == "cuda":
             for window in WINDOWS:
                 of_threads = partial(served, engine, self.asked.to("cpu"), window)
                 self.measured[f"index/served={window}"] = or_failure(of_threads)
@@ -274,13 +273,13 @@ def scanned(cells: dict, queries: int) -> str:
     return f" Of {size:,} documents it reads {read:.1f} TB of postings a second; a copy moves {copy['gb_per_second'] / 1e3:.1f}."
 
 
-def serving(cells: dict, where: str = "") -> str:
+def serving(cells: dict) -> str:
     """What threads get that ask for one query after another, in the larger collection and by the better window."""
     found = [
         (size, cell)
-        for size in sizes(cells, where)
+        for size in sizes(cells)
         for name, cell in cells.items()
-        if name.startswith(f"{where}{size}/index/served=") and "per_second" in cell
+        if name.startswith(f"{size}/index/served=") and "per_second" in cell
     ]
     if not found:
         return ""
@@ -304,7 +303,7 @@ def markdown(content: dict) -> str:
         hosts = {size: content["cells"][f"cpu/{size}"]["environment"]["host"] for size in sizes(cells, "cpu/")}
         hosts = "; ".join(f"{size:,} documents: {host}" for size, host in hosts.items())
         tables += [
-            f"{hosts}. {min(queries, ON_CPU_QUERIES)} queries.{serving(cells, 'cpu/')}",
+            f"{hosts}. {min(queries, ON_CPU_QUERIES)} queries.",
             speed_table(cells, ON_CPU, "cpu/"),
         ]
     return "\n\n".join(tables)

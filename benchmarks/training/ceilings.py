@@ -90,5 +90,4 @@ def markdown(content: dict) -> str:
         # An early run took the memory of scoring alone.
         title += "" if cell["chunks"] is None else ", by memory"
         lines.append([title, row_title(cell["path"], cell["compile"]), str(largest or "none"), peak, reason])
-    title = "The largest batch of which a step fits:\n\n"
-    return title + table(["loss", "path", "largest batch", "peak memory", "next size tried"], lines)
+    return table(["loss", "path", "largest batch", "peak memory", "next size tried"], lines)
