@@ -9,9 +9,9 @@ a mini-batch while the backward of the last is still running.
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, wraps
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,6 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from pylate_fastmaxsim.integrations.encoding.masks import writes_to
 from pylate_fastmaxsim.integrations.models.context import setting
-from pylate_fastmaxsim.integrations.models.wrappers import no_grad_sync
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 
@@ -143,16 +142,20 @@ class CachedCall:
             return _wide(self._embed())
 
 
-def with_second_passes(
-    loss: Tensor, model: nn.Module, calls: Sequence[CachedCall], gradients: Sequence[Tensor]
-) -> Tensor:
+def with_second_passes(loss: Tensor, calls: Sequence[CachedCall], gradients: Sequence[Tensor]) -> Tensor:
     """A loss whose ``backward()`` makes the calls again, and goes on from the gradients of their embeddings.
 
     The ``loss`` is a scalar, already differentiated by what the first calls returned: ``gradients`` in any shape. The
-    ``calls`` are all of the step, in the order of the first pass; ``model`` is what they call, possibly wrapped.
+    ``calls`` are all of the step, in the order of the first pass.
     """
+
+    def second_passes(grad_output: Tensor) -> None:
+        for call, gradient in zip(calls, gradients, strict=True):
+            embeddings = call.again()
+            embeddings.backward(gradient.view_as(embeddings) * grad_output)
+
     loss = loss.detach().requires_grad_()
-    loss.register_hook(partial(_second_passes, model, calls, gradients))
+    loss.register_hook(second_passes)
     return loss
 
 
@@ -184,16 +187,6 @@ def losses_of_chunks(
     if with_backward:
         values.backward(gradient.to(values.dtype))
     return losses
-
-
-def _second_passes(
-    model: nn.Module, calls: Sequence[CachedCall], gradients: Sequence[Tensor], grad_output: Tensor
-) -> None:
-    for call, gradient in zip(calls, gradients, strict=True):
-        # Once a step and not once a call: ranks send each other the gradients of all weights.
-        with nullcontext() if call is calls[-1] else no_grad_sync(model):
-            embeddings = call.again()
-            embeddings.backward(gradient.view_as(embeddings) * grad_output)
 
 
 def _wide(embeddings: Tensor) -> Tensor:

@@ -244,7 +244,7 @@ class CachedBatch:
         size = {"mini_batch_size": mini_batch_size, "mini_batch_tokens": mini_batch_tokens}
         plan = encoding_encode.plan_documents(model, features[1:], wrapper_attribute(model, "skiplist"), **size)
         query_calls = encoding_encode.query_calls(model, features[0], plan, **size)
-        self._model, self._queries = model, len(query_calls)
+        self._queries = len(query_calls)
         self._calls = [CachedCall(partial(unit_embeddings, model, call), call) for call in query_calls + plan.calls]
         embeddings = [call.first() for call in progress(self._calls)]
         self._shapes = [part.shape for part in embeddings]
@@ -260,7 +260,7 @@ class CachedBatch:
         of_queries, of_documents = self._shapes[: self._queries], self._shapes[self._queries :]
         gradients = [*self.queries.grad.split([shape[0] for shape in of_queries])]
         gradients += self.documents.values.grad.split([shape[:-1].numel() for shape in of_documents])
-        return with_second_passes(loss, self._model, self._calls, gradients)
+        return with_second_passes(loss, self._calls, gradients)
 
 
 def _seen(
