@@ -30,7 +30,7 @@ from torch.func import functional_call
 from pylate_fastmaxsim.integrations.encoding import gradcache
 from pylate_fastmaxsim.integrations.encoding.batch import Documents, attended_index, padded_again
 from pylate_fastmaxsim.integrations.encoding.equivalence import bitwise_equal, failure_of, restoring
-from pylate_fastmaxsim.integrations.encoding.modes import mode_for, pad_to_widest_seen
+from pylate_fastmaxsim.integrations.encoding.modes import mode_for
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import inputs_of
@@ -135,7 +135,7 @@ class _Call(TransformerCall):
         task = self._model_kwargs.get("task")
         mode = mode_for(
             self.transformer,
-            pad_to_widest_seen(self.transformer, columns, task),
+            columns,
             None,
             gradcache.inside(),
             host="Sentence Transformers",

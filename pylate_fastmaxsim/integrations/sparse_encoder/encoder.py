@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.encoding import gradcache
 from pylate_fastmaxsim.integrations.encoding.batch import Documents
-from pylate_fastmaxsim.integrations.encoding.modes import UNDERSTOOD, mode_for, pad_to_widest_seen, understood
+from pylate_fastmaxsim.integrations.encoding.modes import UNDERSTOOD, mode_for, understood
 from pylate_fastmaxsim.integrations.encoding.token_counts import counting_tokens_of_batches
 from pylate_fastmaxsim.integrations.models.encoders import HiddenStates, encoder_of, hidden_states_of, inputs_of
 from pylate_fastmaxsim.integrations.models.user_code import has_hooks, reason_in_calls
@@ -137,7 +137,6 @@ class _Call(TransformerCall):
         # encode() sorts texts by length, so that there is little padding, and comes in batches of any size.
         if not current_options().padding_free or torch.is_inference_mode_enabled():
             return "padded"
-        columns = pad_to_widest_seen(self.encoder, columns)
         return mode_for(self.encoder, columns, None, gradcache.inside(), host="Sentence Transformers")
 
     def call(self, features: Features) -> Tensor:
