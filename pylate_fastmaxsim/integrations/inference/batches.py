@@ -41,7 +41,6 @@ class Batch:
 
     indices: list[int]  # of the texts among all
     features: Features
-    tokens: list[int]  # attended ones of each text
     batch_size: int  # as the host was given it
 
     def embedded(self, embed: Callable[[Batch], Made]) -> Made:
@@ -111,13 +110,12 @@ def batches(
 
     with tqdm(total=len(texts), desc=progress, unit=" texts", disable=progress is None) as bar:
         for indices, features in _ahead(tokenized()):
-            tokens = features["attention_mask"].sum(dim=1).tolist()
             moved = {
                 key: value.to(device, non_blocking=True) if torch.is_tensor(value) else value
                 for key, value in features.items()
             }
             take_total(moved)
-            yield Batch(indices, moved, tokens, batch_size)
+            yield Batch(indices, moved, batch_size)
             bar.update(len(indices))
 
 

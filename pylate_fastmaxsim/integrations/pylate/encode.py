@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,13 +15,15 @@ from torch.nn.utils.rnn import pad_sequence
 from pylate_fastmaxsim.integrations.encoding.encode import plan_documents, query_row
 from pylate_fastmaxsim.integrations.encoding.plans import token_embeddings
 from pylate_fastmaxsim.integrations.inference.batches import Batch, batches
-from pylate_fastmaxsim.integrations.inference.rows import Rows, rows_of_texts
+from pylate_fastmaxsim.integrations.inference.rows import rows_of_texts
 from pylate_fastmaxsim.integrations.inference.tokenizing import faster
 from pylate_fastmaxsim.integrations.models.wrappers import group_in_step
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
 from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.ops.token_pooling import pool_tokens
+from pylate_fastmaxsim.tokens import TokenBatch
 
 
 def patches() -> list[Patch]:
@@ -89,7 +90,7 @@ def encode(
             fixed_width=is_query,
             progress=f"Encoding {'queries' if is_query else 'documents'}" if show_progress_bar else None,
         ),
-        lambda batch: _rows(
+        lambda batch: _embed(
             self,
             batch,
             is_query,
@@ -128,25 +129,22 @@ def _pools_as_stock(model: ColBERT) -> bool:
     return own is ColBERT.pool_embeddings_hierarchical
 
 
-def _rows(
+def _embed(
     model: ColBERT, batch: Batch, is_query: bool, normalize: bool, widen: bool, pooled: tuple[float, int] | None
-) -> Rows:
+) -> TokenBatch:
     features = batch.features
-    mask = features["attention_mask"]
     if is_query:
-        values = token_embeddings(model, query_row(model, features)).flatten(0, -2)
+        mask = features["attention_mask"]
+        values = token_embeddings(model, query_row(model, features)).reshape(*mask.shape, -1)
         # Expansion scores masked tokens too.
-        keep = torch.ones_like(mask) if model.do_query_expansion else mask
-        keep, lengths = keep.bool().flatten(), [mask.shape[1]] * len(mask)
+        made = TokenBatch.from_padded(values, None if model.do_query_expansion else mask.bool())
     else:
         plan = plan_documents(model, [features], model.skiplist, groups=False)
-        documents = plan.batch([token_embeddings(model, call) for call in plan.calls])
-        values, keep = documents.values, documents.keep
-        lengths = [mask.shape[1]] * len(mask) if plan.as_stock else batch.tokens
+        made = plan.batch([token_embeddings(model, call) for call in plan.calls])
     if normalize:
-        values = F.normalize(values, dim=1)
-    rows = Rows(values, keep, lengths)
+        made = made.with_values(F.normalize(made.values, dim=1))
     if pooled is not None:
-        rows = Rows.pooled(documents.with_values(values), *pooled, normalize=False)
+        factor, protected = pooled
+        made = pool_tokens(made, factor, protected=protected, normalize=False)
     # NumPy has no bfloat16.
-    return replace(rows, values=rows.values.float()) if widen and values.dtype == torch.bfloat16 else rows
+    return made.with_values(made.values.float()) if widen and made.values.dtype == torch.bfloat16 else made

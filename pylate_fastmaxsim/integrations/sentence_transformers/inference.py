@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.inference.batches import Batch
-from pylate_fastmaxsim.integrations.inference.rows import Rows, rows_of_texts
+from pylate_fastmaxsim.integrations.inference.rows import rows_of_texts
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
@@ -19,6 +19,7 @@ from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.sentence_transformers.encoder import without_padding
 from pylate_fastmaxsim.integrations.sentence_transformers.texts import text_batches
 from pylate_fastmaxsim.integrations.sentence_transformers.token_pooling import options_of
+from pylate_fastmaxsim.ops.token_pooling import pool_tokens
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
@@ -54,15 +55,14 @@ def _inference(
     progress = f"Encoding {'queries' if task == 'query' else 'documents'}" if show_progress_bar else None
     batches = text_batches(self, inputs, device, batch_size, progress, prompt=prompt, task=task, **kwargs)
 
-    def embed(batch: Batch) -> Rows:
+    def embed(batch: Batch) -> TokenBatch:
         with without_padding():
             # Through __call__, so that a model that was compiled as a whole runs as compiled.
             made = self(batch.features, task=task, **kwargs)
         values, mask = made["token_embeddings"], made["attention_mask"].bool()
         values = F.normalize(values, dim=-1) if normalize_embeddings else values
-        if pooling is not None:
-            return Rows.pooled(TokenBatch.from_padded(values, mask), **pooling)
-        return Rows(values.flatten(0, 1), mask.flatten(), [mask.shape[1]] * len(mask))
+        documents = TokenBatch.from_padded(values, mask)
+        return documents if pooling is None else pool_tokens(documents, **pooling)
 
     return rows_of_texts(len(inputs), batches, embed, to_host=save_to_cpu)
 
