@@ -16,32 +16,32 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.cpu.live_tokens import live_tokens
-from pylate_fastmaxsim.integrations.inference.batches import Batch
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # Batches whose rows may be on their way to the host.
 _COMING = 2
 
 
-def rows_of_texts(
-    count: int, batches: Iterator[Batch], embed: Callable[[Batch], TokenBatch], *, to_host: bool
-) -> list[Tensor]:
-    """The wanted rows ``[L, d]`` of ``count`` texts in their order, on the device of the model or ``to_host``."""
+def rows_of_texts(count: int, batches: Iterator[tuple[list[int], TokenBatch]], *, to_host: bool) -> list[Tensor]:
+    """The wanted rows ``[L, d]`` of ``count`` texts in their order, on the device of the model or ``to_host``.
+
+    Of each of the ``batches`` there are the places of its texts among all, and what the model makes of them.
+    """
     found: list = [None] * count
     coming: deque[tuple[list[int], Callable[[], list[Tensor]]]] = deque()
 
     def take(most: int) -> None:
         while len(coming) > most:
-            indices, rows = coming.popleft()
-            for index, own in zip(indices, rows(), strict=True):
-                found[index] = own
+            places, rows = coming.popleft()
+            for place, own in zip(places, rows(), strict=True):
+                found[place] = own
 
     # Closed, it tokenises no more, whoever still holds an error.
     with closing(batches), ThreadPoolExecutor(1) as thread, torch.no_grad():
-        for batch in batches:
-            of_texts = _once_made(batch.embedded(embed), to_host)
+        for places, made in batches:
+            of_texts = _once_made(made, to_host)
             # On the device in this thread, which has the caller's stream.
-            coming.append((batch.indices, thread.submit(of_texts).result if to_host else of_texts))
+            coming.append((places, thread.submit(of_texts).result if to_host else of_texts))
             take(_COMING)
         take(0)
     return found

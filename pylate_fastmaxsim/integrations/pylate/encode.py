@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pylate_fastmaxsim.integrations.encoding.encode import plan_documents, query_row
 from pylate_fastmaxsim.integrations.encoding.plans import token_embeddings
-from pylate_fastmaxsim.integrations.inference.batches import Batch, batches
+from pylate_fastmaxsim.integrations.inference.batches import Features, embedded_batches
 from pylate_fastmaxsim.integrations.inference.rows import rows_of_texts
 from pylate_fastmaxsim.integrations.inference.tokenizing import faster
 from pylate_fastmaxsim.integrations.models.wrappers import group_in_step
@@ -76,30 +76,23 @@ def encode(
     as_arrays = convert_to_numpy and not convert_to_tensor
     is_pooled = pool_factor > 1 and not is_query
     # Only vectors of length 1 have cosine distances.
-    in_batches = is_pooled and normalize_embeddings and protected_tokens >= 0 and _pools_as_stock(self)
+    pooling = getattr(self.pool_embeddings_hierarchical, "__func__", None)
+    pools_as_stock = pooling is ColBERT.pool_embeddings_hierarchical and protected_tokens >= 0
+    in_batches = is_pooled and normalize_embeddings and pools_as_stock
     to_host = as_arrays or in_batches  # where PyLate leaves what it pools
-    found = rows_of_texts(
-        len(texts),
-        batches(
-            texts,
-            faster(self, functools.partial(type(self).tokenize, is_query=is_query), texts),
-            text_length=self._text_length,
-            device=device,
-            batch_size=batch_size,
-            longest=max(self.query_length, self.document_length),
-            fixed_width=is_query,
-            progress=f"Encoding {'queries' if is_query else 'documents'}" if show_progress_bar else None,
-        ),
-        lambda batch: _embed(
-            self,
-            batch,
-            is_query,
-            normalize_embeddings,
-            widen=as_arrays,
-            pooled=(pool_factor, protected_tokens) if in_batches else None,
-        ),
-        to_host=to_host,
+    pooled = (pool_factor, protected_tokens) if in_batches else None
+    batches = embedded_batches(
+        texts,
+        faster(self, functools.partial(type(self).tokenize, is_query=is_query), texts),
+        lambda features: _embed(self, features, is_query, normalize_embeddings, widen=as_arrays, pooled=pooled),
+        text_length=self._text_length,
+        device=device,
+        batch_size=batch_size,
+        longest=max(self.query_length, self.document_length),
+        fixed_width=is_query,
+        progress=f"Encoding {'queries' if is_query else 'documents'}" if show_progress_bar else None,
     )
+    found = rows_of_texts(len(texts), batches, to_host=to_host)
     if is_pooled and not in_batches:
         found = self.pool_embeddings_hierarchical(
             documents_embeddings=found, pool_factor=pool_factor, protected_tokens=protected_tokens
@@ -124,15 +117,9 @@ def _prompt(model: ColBERT, prompt: str | None, name: str | None) -> str | None:
     return model.prompts.get(model.default_prompt_name if name is None else name)
 
 
-def _pools_as_stock(model: ColBERT) -> bool:
-    own = getattr(model.pool_embeddings_hierarchical, "__func__", None)
-    return own is ColBERT.pool_embeddings_hierarchical
-
-
 def _embed(
-    model: ColBERT, batch: Batch, is_query: bool, normalize: bool, widen: bool, pooled: tuple[float, int] | None
+    model: ColBERT, features: Features, is_query: bool, normalize: bool, widen: bool, pooled: tuple[float, int] | None
 ) -> TokenBatch:
-    features = batch.features
     if is_query:
         mask = features["attention_mask"]
         values = token_embeddings(model, query_row(model, features)).reshape(*mask.shape, -1)

@@ -10,7 +10,7 @@ from sentence_transformers.multi_vector_encoder.modules import BaseTokenPooling
 from torch import Tensor
 from torch.nn import functional as F
 
-from pylate_fastmaxsim.integrations.inference.batches import Batch
+from pylate_fastmaxsim.integrations.inference.batches import Features
 from pylate_fastmaxsim.integrations.inference.rows import rows_of_texts
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
@@ -53,18 +53,18 @@ def _inference(
     device = torch.device(self._resolve_inference_device(device))
     self.eval()
     progress = f"Encoding {'queries' if task == 'query' else 'documents'}" if show_progress_bar else None
-    batches = text_batches(self, inputs, device, batch_size, progress, prompt=prompt, task=task, **kwargs)
 
-    def embed(batch: Batch) -> TokenBatch:
+    def embed(features: Features) -> TokenBatch:
         with without_padding():
             # Through __call__, so that a model that was compiled as a whole runs as compiled.
-            made = self(batch.features, task=task, **kwargs)
+            made = self(features, task=task, **kwargs)
         values, mask = made["token_embeddings"], made["attention_mask"].bool()
         values = F.normalize(values, dim=-1) if normalize_embeddings else values
         documents = TokenBatch.from_padded(values, mask)
         return documents if pooling is None else pool_tokens(documents, **pooling)
 
-    return rows_of_texts(len(inputs), batches, embed, to_host=save_to_cpu)
+    batches = text_batches(self, inputs, embed, device, batch_size, progress, prompt=prompt, task=task, **kwargs)
+    return rows_of_texts(len(inputs), batches, to_host=save_to_cpu)
 
 
 _stock = vars(MultiVectorEncoder).get("_inference")
