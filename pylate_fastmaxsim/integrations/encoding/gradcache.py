@@ -82,15 +82,16 @@ def inside() -> bool:
 
 
 def two_passes(
-    stock: Callable[..., tuple],
+    loss_class: type,
     check: Callable[[nn.Module], None] = lambda loss: None,
     advise: Callable[[nn.Module, dict, list[object]], None] = lambda loss, features, found: None,
-) -> Callable[..., tuple]:
-    """The ``embed_minibatch`` of a loss, whose second pass over some texts encodes as the first did.
+) -> list[Patch]:
+    """Replacements of ``embed_minibatch`` of a loss, whose second pass over some texts encodes as the first did.
 
     ``check`` is called with the loss before each first pass, and ``advise`` after it with the loss, the texts of the whole
     column, and what was found out about those encoded.
     """
+    stock = detached(loss_class.embed_minibatch)
     parameters = inspect.signature(stock)
 
     @wraps(stock)
@@ -112,7 +113,7 @@ def two_passes(
             advise(self, given["sentence_feature"], first.found)
         return *embedded, state
 
-    return embed_minibatch
+    return [Patch(loss_class, "embed_minibatch", embed_minibatch), *_minibatch_patches()]
 
 
 class CachedCall:
@@ -199,7 +200,7 @@ def _tensors(values: Iterable[object]) -> list[Tensor]:
 
 
 @lru_cache(maxsize=1)
-def minibatch_patches() -> tuple[Patch, ...]:
+def _minibatch_patches() -> tuple[Patch, ...]:
     """Replacements in releases that cut mini-batches to their longest text, which waits for the device."""
     try:
         from sentence_transformers.base.losses import gradcache

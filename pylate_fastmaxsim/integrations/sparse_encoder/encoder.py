@@ -59,23 +59,17 @@ _LEFT_BEHIND = {"token_embeddings", "sentence_embedding", "text_keys"}
 
 # Token counts, all columns of a loss in one call, and GradCache's two passes alike.
 _TRAINING = [
-    Patch(losses.SpladeLoss, "forward", noting_columns(detached(losses.SpladeLoss.forward))),
+    noting_columns(losses.SpladeLoss),
     *counting_tokens_of_batches(SparseEncoderDataCollator, SparseEncoderTrainer, by_rank=False),
 ]
 if hasattr(losses, "CachedSpladeLoss"):  # from release 5.3 on
-    _CACHED = losses.CachedSpladeLoss
-    _TRAINING += [
-        Patch(_CACHED, "embed_minibatch", gradcache.two_passes(detached(_CACHED.embed_minibatch))),
-        *gradcache.minibatch_patches(),
-    ]
+    _TRAINING += gradcache.two_passes(losses.CachedSpladeLoss)
 
 
 def patches() -> list[Patch]:
     """Replacements in Sentence Transformers."""
     return [
-        # Both: accelerate puts a forward on the instance for mixed precision, and a subclass may have its own.
-        Patch(SparseEncoder, "__call__", called),
-        Patch(SparseEncoder, "forward", encode),
+        *_CALLS,
         # Its forward is replaced for MultiVectorEncoder.
         Patch(MaskedLanguageModel, "__call__", embed, needs=(MaskedLanguageModel.forward, SpladePooling.forward)),
         Patch(SpladePooling, "forward", pool),
@@ -83,8 +77,7 @@ def patches() -> list[Patch]:
     ]
 
 
-called = noting_model(detached(SparseEncoder.__call__))
-encode = noting_model(detached(SparseEncoder.forward))
+_CALLS = noting_model(SparseEncoder)
 
 
 @wraps(_stock_call)

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.encoding.attention import PackingUnsupported
-from pylate_fastmaxsim.integrations.encoding.equivalence import evaluating, failure_of, restoring
+from pylate_fastmaxsim.integrations.encoding.equivalence import evaluating, restoring, trial
 from pylate_fastmaxsim.integrations.models.encoders import HiddenStates, encoder_of, with_adapters
 from pylate_fastmaxsim.integrations.models.user_code import has_hooks, user_code, without_user_hooks
 from pylate_fastmaxsim.integrations.patching.known_sources import defined_in
@@ -93,12 +93,10 @@ def reason_to_compute_logits(transformer: nn.Module, hidden: HiddenStates, featu
     )
     found = _found.setdefault(model, {})
     if situation not in found:
-
-        def trial() -> None:
+        otherwise = f"{name} cannot run in parts ({{}})"
+        with torch.compiler.set_stance("force_eager"), trial(torch.device(device), otherwise) as compared:
             _compare_logits(transformer, hidden, head, features)
-
-        with torch.compiler.set_stance("force_eager"):
-            found[situation] = failure_of(trial, torch.device(device), f"{name} cannot run in parts ({{}})")
+        found[situation] = compared.reason
     return found[situation]
 
 
