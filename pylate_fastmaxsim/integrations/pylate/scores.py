@@ -17,7 +17,7 @@ from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, check, check_backend, own_documents
 from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
-from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
+from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.score_metric import PooledScores
 from pylate_fastmaxsim.ops.xtr import xtr_scores
@@ -71,24 +71,17 @@ def rerank(_options: Options, documents_ids, queries_embeddings, documents_embed
     queries, documents = map(stock_rank.reshape_embeddings, (queries_embeddings, documents_embeddings))
     return [
         # Each left to stock by itself: what a generator has given is gone.
-        _rerank_one(ids, query, list(own), device)
+        _rerank_one([ids], [query], [list(own)], device)[0]
         for query, ids, own in zip(queries, documents_ids, documents, strict=False)
     ]
 
 
-_stock_rerank = detached(stock_rank.rerank)
-
-
-@functools.wraps(stock_rank.rerank)
-def _stock_rerank_one(ids, query, documents: list, device):
-    return _stock_rerank([ids], [query], [documents], device)[0]
-
-
-@replaces(_stock_rerank_one)
-def _rerank_one(options: Options, ids, query, documents: list, device) -> list[stock_rank.RerankResult]:
+@replaces(stock_rank.rerank)
+def _rerank_one(options: Options, documents_ids, queries, documents, device) -> list[list[stock_rank.RerankResult]]:
+    (ids,), (query,), (documents,) = documents_ids, queries, documents
     query, documents = convert_to_tensor(query), list(map(convert_to_tensor, documents))
     if not documents:
-        return []
+        return [[]]
     query = query if device is None else query.to(device)
     documents = _pack(documents, query.device)
     check(query, documents.values, 2, 2)
@@ -99,10 +92,8 @@ def _rerank_one(options: Options, ids, query, documents: list, device) -> list[s
     with torch.no_grad():
         scores = _pooled(options, TokenBatch.from_padded(query.unsqueeze(0)), documents, zero_floor=zero_floor)[0]
     scores, order = scores.sort(descending=True)
-    return [
-        stock_rank.RerankResult(id=ids[index], score=score)
-        for index, score in zip(order.tolist(), scores.tolist(), strict=True)
-    ]
+    pairs = zip(order.tolist(), scores.tolist(), strict=True)
+    return [[stock_rank.RerankResult(id=ids[index], score=score) for index, score in pairs]]
 
 
 def _check_backend(backend: str | None) -> None:
