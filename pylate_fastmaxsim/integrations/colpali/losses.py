@@ -88,15 +88,15 @@ def inbatch_scores(options: Options, self: nn.Module, query_embeddings: Tensor, 
 
 
 def _with_negatives(
+    inner: str,
     options: Options,
     self: nn.Module,
-    in_batch_loss: nn.Module,
     query_embeddings: Tensor,
     doc_embeddings: Tensor,
     neg_doc_embeddings: Tensor,
     offset: int = 0,
 ) -> Tensor:
-    """Softplus of each negative's lead over the positive, and a share of a loss over the documents of the batch."""
+    """Softplus of each negative's lead over the positive, and a share of the ``inner`` loss over all documents."""
     _check_loss(self)
     _check(query_embeddings, doc_embeddings, 3)
     _check(query_embeddings, neg_doc_embeddings, 4)
@@ -109,19 +109,15 @@ def _with_negatives(
     negative = _scores_of_loss(options, self, query_embeddings, negatives, own_negatives)
     loss = F.softplus((negative - positive) / self.temperature).mean()
     if self.in_batch_term_weight > 0:
-        in_batch = in_batch_loss(query_embeddings, doc_embeddings, offset)
+        in_batch = getattr(self, inner)(query_embeddings, doc_embeddings, offset)
         loss = loss * (1 - self.in_batch_term_weight) + in_batch * self.in_batch_term_weight
     return loss
 
 
-@_replaces(stock_losses.ColbertNegativeCELoss.forward)
-def negative_ce(options: Options, self: nn.Module, *args, **kwargs) -> Tensor:
-    return _with_negatives(options, self, self.inner_loss, *args, **kwargs)
-
-
-@_replaces(stock_losses.ColbertPairwiseNegativeCELoss.forward)
-def pairwise_negative_ce(options: Options, self: nn.Module, *args, **kwargs) -> Tensor:
-    return _with_negatives(options, self, self.inner_pairwise, *args, **kwargs)
+negative_ce = _replaces(stock_losses.ColbertNegativeCELoss.forward)(partial(_with_negatives, "inner_loss"))
+pairwise_negative_ce = _replaces(stock_losses.ColbertPairwiseNegativeCELoss.forward)(
+    partial(_with_negatives, "inner_pairwise")
+)
 
 
 @_replaces(BaseVisualRetrieverProcessor.score_multi_vector)
