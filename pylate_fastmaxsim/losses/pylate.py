@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from pylate.losses.contrastive import extract_skiplist_mask
@@ -24,7 +25,14 @@ UNIT_MEANS = False  # what `encode(pool_factor=...)` makes
 
 def encoded(model: nn.Module, features: Sequence[Features]) -> Encoded:
     """Queries and documents of a batch, differentiable."""
-    queries, documents = encode_batch(model, features, wrapper_attribute(model, "skiplist"), _embed)
+    embed = partial(unit_embeddings, masks_stay=True)
+    try:
+        queries, documents = encode_batch(model, features, wrapper_attribute(model, "skiplist"), embed)
+    except MasksChanged:
+        raise ValueError(
+            "encode: the model changes input_ids or attention_mask, and which tokens are scored is read before it runs. "
+            "Call the model and pylate_fastmaxsim.maxsim yourself."
+        ) from None
     return queries, *_scored(model, features, documents)
 
 
@@ -91,13 +99,3 @@ def _scored(
     if options is not None and options.stock_masking:
         zero_floor = masked_documents(model, features[1:])[order]
     return scored_tokens(model, features), documents.select(order), zero_floor
-
-
-def _embed(model: nn.Module, call: Features) -> Tensor:
-    try:
-        return unit_embeddings(model, call, masks_stay=True)
-    except MasksChanged:
-        raise ValueError(
-            "encode: the model changes input_ids or attention_mask, and which tokens are scored is read before it runs. "
-            "Call the model and pylate_fastmaxsim.maxsim yourself."
-        ) from None

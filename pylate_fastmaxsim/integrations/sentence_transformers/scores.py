@@ -1,5 +1,6 @@
 """Scores of Sentence Transformers, XTR among them, without a similarity tensor: of its losses, evaluators and models."""
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -109,9 +110,7 @@ def _score_xtr(
     if queries.dim() != 3:
         raise FallbackToHost(f"queries have the shape {tuple(queries.shape)}")
     queries, documents, candidates = _groups(queries, documents_embeddings, queries_mask, documents_mask, own)
-    _check_groups(queries, documents, candidates)
-    scores = xtr_scores(queries, documents, top_k, candidates, normalizer="retrieved").float()
-    return _fill_empty(scores, documents, candidates)
+    return _scored(queries, documents, candidates, partial(xtr_scores, k=top_k, normalizer="retrieved"))
 
 
 score_xtr = _replaces(stock_xtr.xtr_scores, pooled=False)(partial(_score_xtr, False))
@@ -143,22 +142,18 @@ def _score(
     counts: Tensor | None,
 ) -> Tensor:
     """``counts``: the number of tokens of each query, for the mean over them."""
-    _check_groups(queries, documents, candidates)
-    scores = pooled_scores(queries, documents, candidates, pooling=options.pooling).float()
-    scores = _fill_empty(scores, documents, candidates)
+    scores = _scored(queries, documents, candidates, partial(pooled_scores, pooling=options.pooling))
     return scores if counts is None else scores / counts.to(scores)[:, None]
 
 
-def _check_groups(queries: TokenBatch, documents: TokenBatch, candidates: Tensor | None) -> None:
-    """Raise FallbackToHost where tokens do not fit together, or there are not as many queries as rows of candidates."""
+def _scored(
+    queries: TokenBatch, documents: TokenBatch, candidates: Tensor | None, score: Callable[..., Tensor]
+) -> Tensor:
+    """Scores, of documents without a token stock's own. FallbackToHost where queries and documents do not fit together."""
     if candidates is not None and len(queries) != len(candidates):
         raise FallbackToHost("queries and documents differ in number")
     check(queries.values, documents.values, 2, 2)
-
-
-def _fill_empty(scores: Tensor, documents: TokenBatch, candidates: Tensor | None) -> Tensor:
-    """Scores with stock's own in the place of those of documents without a token."""
-    empty = documents.lengths == 0
+    scores, empty = score(queries, documents, candidates=candidates).float(), documents.lengths == 0
     return _fill_empty_document_scores(scores, empty if candidates is None else empty[candidates])
 
 
