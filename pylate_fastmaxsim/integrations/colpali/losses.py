@@ -28,17 +28,19 @@ from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import Options, current_options
 from pylate_fastmaxsim.integrations.patching.fallback import (
     FallbackToHost,
+    Replacements,
     check,
     check_backend,
     own_documents,
-    replaces,
 )
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.pooling import LogSumExp, Max
 from pylate_fastmaxsim.tokens import TokenBatch
 
-_replaces = partial(replaces, host="colpali-engine")
+# `ColbertLoss`, `ColbertPairwiseCELoss` and `ColbertSigmoidLoss` score through `_inbatch_scores`, which calls
+# `maxsim_inbatch` without `use_smooth_max`; every processor's `score` calls `score_multi_vector`.
+_replacements = Replacements("colpali-engine")
 # By which losses make a score of similarities, as they came.
 _AGGREGATION = {name: getattr(stock_losses.ColbertModule, name) for name in ("_aggregate", "_smooth_max")}
 
@@ -46,30 +48,18 @@ _OWN_POOLING = "use_smooth_max=True of a loss counts before the pooling of enabl
 
 
 def patches() -> list[Patch]:
-    """Replacements in colpali-engine.
-
-    ``ColbertLoss``, ``ColbertPairwiseCELoss`` and ``ColbertSigmoidLoss`` score through ``_inbatch_scores``, which calls
-    ``maxsim_inbatch`` without ``use_smooth_max``; every processor's ``score`` calls ``score_multi_vector``.
-    """
-    return [
-        Patch(stock_scores, "maxsim_inbatch", maxsim_inbatch),
-        Patch(stock_scores, "maxsim_kd", maxsim_kd),
-        Patch(stock_losses.ColbertModule, "_inbatch_scores", inbatch_scores),
-        Patch(stock_losses.ColbertNegativeCELoss, "forward", negative_ce),
-        Patch(stock_losses.ColbertPairwiseNegativeCELoss, "forward", pairwise_negative_ce),
-        Patch(BaseVisualRetrieverProcessor, "score_multi_vector", staticmethod(score_multi_vector)),
-        Patch(ColPali, "forward", without_logits),
-    ]
+    """Replacements in colpali-engine."""
+    return [*_replacements.patches(), Patch(ColPali, "forward", without_logits)]
 
 
-@_replaces(stock_scores.maxsim_inbatch)
+@_replacements.of(stock_scores, "maxsim_inbatch")
 def maxsim_inbatch(options: Options, query: Tensor, doc: Tensor) -> Tensor:
     check_backend("COLPALI_SCORES_BACKEND")
     _check(query, doc, 3)
     return _score(options, query, doc)
 
 
-@_replaces(stock_scores.maxsim_kd)
+@_replacements.of(stock_scores, "maxsim_kd")
 def maxsim_kd(options: Options, query: Tensor, doc: Tensor) -> Tensor:
     check_backend("COLPALI_SCORES_BACKEND")
     _check(query, doc, 4)
@@ -78,7 +68,7 @@ def maxsim_kd(options: Options, query: Tensor, doc: Tensor) -> Tensor:
     return _score(options, query, doc.flatten(0, 1), own_documents(doc))
 
 
-@_replaces(stock_losses.ColbertModule._inbatch_scores)
+@_replacements.of(stock_losses.ColbertModule, "_inbatch_scores")
 def inbatch_scores(options: Options, self: nn.Module, query_embeddings: Tensor, doc_embeddings: Tensor) -> Tensor:
     if not self.use_smooth_max:
         return inbatch_scores.__wrapped__(self, query_embeddings, doc_embeddings)
@@ -114,13 +104,11 @@ def _with_negatives(
     return loss
 
 
-negative_ce = _replaces(stock_losses.ColbertNegativeCELoss.forward)(partial(_with_negatives, "inner_loss"))
-pairwise_negative_ce = _replaces(stock_losses.ColbertPairwiseNegativeCELoss.forward)(
-    partial(_with_negatives, "inner_pairwise")
-)
+_replacements.of(stock_losses.ColbertNegativeCELoss, "forward")(partial(_with_negatives, "inner_loss"))
+_replacements.of(stock_losses.ColbertPairwiseNegativeCELoss, "forward")(partial(_with_negatives, "inner_pairwise"))
 
 
-@_replaces(BaseVisualRetrieverProcessor.score_multi_vector)
+@_replacements.of(BaseVisualRetrieverProcessor, "score_multi_vector")
 def score_multi_vector(
     options: Options,
     qs: Tensor | Sequence[Tensor],

@@ -19,19 +19,15 @@ from pylate_fastmaxsim.integrations.inference.rows import rows_of_texts
 from pylate_fastmaxsim.integrations.inference.tokenizing import faster
 from pylate_fastmaxsim.integrations.models.wrappers import group_in_step
 from pylate_fastmaxsim.integrations.options import Options
-from pylate_fastmaxsim.integrations.patching import fallback
-from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
-from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, Replacements
 from pylate_fastmaxsim.ops.token_pooling import pool_tokens
 from pylate_fastmaxsim.tokens import TokenBatch
 
-
-def patches() -> list[Patch]:
-    """Replacements in PyLate."""
-    return [Patch(ColBERT, "encode", encode)]
+_replacements = Replacements("PyLate", pooled=False)
+patches = _replacements.patches
 
 
-@functools.partial(fallback.replaces, host="PyLate", pooled=False)(ColBERT.encode)
+@_replacements.of(ColBERT, "encode")
 def encode(
     _options: Options,
     self: ColBERT,

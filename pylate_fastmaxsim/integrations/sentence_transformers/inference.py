@@ -13,19 +13,15 @@ from torch.nn import functional as F
 from pylate_fastmaxsim.integrations.inference.batches import Features
 from pylate_fastmaxsim.integrations.inference.rows import rows_of_texts
 from pylate_fastmaxsim.integrations.options import Options
-from pylate_fastmaxsim.integrations.patching import fallback
-from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
-from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, Replacements
 from pylate_fastmaxsim.integrations.sentence_transformers.encoder import without_padding
 from pylate_fastmaxsim.integrations.sentence_transformers.texts import text_batches
 from pylate_fastmaxsim.integrations.sentence_transformers.token_pooling import options_of
 from pylate_fastmaxsim.ops.token_pooling import pool_tokens
 from pylate_fastmaxsim.tokens import TokenBatch
 
-
-def patches() -> list[Patch]:
-    """Replacements in Sentence Transformers; before release 6.2 ``encode`` is one function, which is left as it is."""
-    return [] if inference is None else [Patch(MultiVectorEncoder, "_inference", inference)]
+_replacements = Replacements("Sentence Transformers", pooled=False)
+patches = _replacements.patches
 
 
 def _inference(
@@ -67,5 +63,6 @@ def _inference(
     return rows_of_texts(len(inputs), batches, to_host=save_to_cpu)
 
 
-_stock = vars(MultiVectorEncoder).get("_inference")
-inference = _stock and fallback.replaces(_stock, host="Sentence Transformers", pooled=False)(_inference)
+# Before release 6.2 `encode` is one function, which is left as it is.
+if "_inference" in vars(MultiVectorEncoder):
+    _replacements.of(MultiVectorEncoder, "_inference")(_inference)

@@ -14,40 +14,25 @@ from torch import Tensor
 
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import Options
-from pylate_fastmaxsim.integrations.patching import fallback
-from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, check, own_documents
-from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, Replacements, check, own_documents
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.pooling import Max
 from pylate_fastmaxsim.tokens import TokenBatch
 
-_replaces = partial(fallback.replaces, host="Sentence Transformers")
+# Other MaxSim and XTR scores of Sentence Transformers and those of its models go through these functions.
+_replacements = Replacements("Sentence Transformers")
+patches = _replacements.patches
 
 
-def patches() -> list[Patch]:
-    """Replacements in Sentence Transformers.
-
-    Its other MaxSim and XTR scores and those of its models go through these.
-    """
-    return [
-        Patch(stock_similarity, "maxsim", all_pairs),
-        Patch(stock_similarity, "maxsim_pairwise", pairs),
-        Patch(stock_scores, "colbert_scores", colbert_scores),
-        Patch(stock_scores, "colbert_kd_scores", colbert_kd_scores),
-        Patch(stock_xtr, "xtr_scores", score_xtr),
-        Patch(stock_xtr, "xtr_kd_scores", score_xtr_of_own_documents),
-    ]
-
-
-@_replaces(stock_similarity.maxsim)
+@_replacements.of(stock_similarity, "maxsim")
 def all_pairs(options: Options, a, b, *args, **kwargs) -> Tensor:
     if len(a) == 0 or len(b) == 0:
         return all_pairs.__wrapped__(a, b, *args, **kwargs)
     return _score_sides(options, False, a, b, *args, **kwargs)
 
 
-@_replaces(stock_similarity.maxsim_pairwise)
+@_replacements.of(stock_similarity, "maxsim_pairwise")
 def pairs(options: Options, a, b, *args, **kwargs) -> Tensor:
     if len(a) == 0 or len(b) == 0:
         return pairs.__wrapped__(a, b, *args, **kwargs)
@@ -87,8 +72,8 @@ def _score_groups(
     return _score(options, *batches, _counts(queries_embeddings, queries_mask) if length_normalize else None)
 
 
-colbert_scores = _replaces(stock_scores.colbert_scores)(partial(_score_groups, False))
-colbert_kd_scores = _replaces(stock_scores.colbert_kd_scores)(partial(_score_groups, True))
+_replacements.of(stock_scores, "colbert_scores")(partial(_score_groups, False))
+_replacements.of(stock_scores, "colbert_kd_scores")(partial(_score_groups, True))
 
 
 def _score_xtr(
@@ -113,8 +98,8 @@ def _score_xtr(
     return _scored(queries, documents, candidates, partial(xtr_scores, k=top_k, normalizer="retrieved"))
 
 
-score_xtr = _replaces(stock_xtr.xtr_scores, pooled=False)(partial(_score_xtr, False))
-score_xtr_of_own_documents = _replaces(stock_xtr.xtr_kd_scores, pooled=False)(partial(_score_xtr, True))
+_replacements.of(stock_xtr, "xtr_scores", pooled=False)(partial(_score_xtr, False))
+_replacements.of(stock_xtr, "xtr_kd_scores", pooled=False)(partial(_score_xtr, True))
 
 
 def _groups(

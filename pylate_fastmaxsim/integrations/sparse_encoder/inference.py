@@ -13,18 +13,15 @@ from torch import Tensor
 
 from pylate_fastmaxsim.integrations.inference.batches import Features
 from pylate_fastmaxsim.integrations.options import Options
-from pylate_fastmaxsim.integrations.patching import fallback
-from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
-from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, Replacements
 from pylate_fastmaxsim.integrations.sentence_transformers.texts import text_batches
 
 # Each text has a number for every word of the vocabulary.
 _MOST_TEXTS = 512
 
 
-def patches() -> list[Patch]:
-    """Replacements in Sentence Transformers; before release 6.2 ``encode`` is one function, which is left as it is."""
-    return [] if inference is None else [Patch(SparseEncoder, "_inference", inference)]
+_replacements = Replacements("Sentence Transformers", pooled=False)
+patches = _replacements.patches
 
 
 def _inference(
@@ -66,5 +63,6 @@ def _inference(
     return torch.cat(parts).index_select(0, order)
 
 
-_stock = vars(SparseEncoder).get("_inference")
-inference = _stock and fallback.replaces(_stock, host="Sentence Transformers", pooled=False)(_inference)
+# Before release 6.2 `encode` is one function, which is left as it is.
+if "_inference" in vars(SparseEncoder):
+    _replacements.of(SparseEncoder, "_inference")(_inference)
