@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 
 import torch
@@ -127,7 +127,7 @@ def reason_against_joining(core: nn.Module, documents: Documents, queries: dict[
         samples["attention_mask"][1, 1:][-1:] = 0
         (of_documents,) = packed_plan(core, documents).calls
         call = joint_call(core, of_documents, samples)
-        with restoring(core), evaluating(core), _recorded_dtypes(core) as dtypes:
+        with Restoring(core), evaluating(core), _recorded_dtypes(core) as dtypes:
             apart = [of_documents, samples]
             expected = torch.cat([token_embeddings(core, features).flatten(0, 1) for features in apart])
             joint = token_embeddings(core, call).flatten(0, 1)
@@ -148,7 +148,7 @@ def reason_against_dividing(core: nn.Module, queries: dict[str, Tensor]) -> str 
         if not core.attend_to_expansion_tokens and twice["attention_mask"].shape[1] > 1:
             # With padding, which later queries will have.
             twice["attention_mask"][:, -1] = 0
-        with restoring(core), evaluating(core), _recorded_dtypes(core) as dtypes:
+        with Restoring(core), evaluating(core), _recorded_dtypes(core) as dtypes:
             beside, alone = (token_embeddings(core, rows_of(twice, slice(count)))[0] for count in (2, 1))
         if not core.do_query_expansion:
             attended = twice["attention_mask"][0] != 0
@@ -186,7 +186,7 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
     """
     padded = documents.column
     before = masks_of(padded)
-    with restoring(core) as core_before, evaluating(core), _recorded_dtypes(core) as dtypes:
+    with Restoring(core) as core_before, evaluating(core), _recorded_dtypes(core) as dtypes:
         expected = core(padded)["token_embeddings"].flatten(0, 1)[documents.token_index]
         values = [[token_embeddings(core, call) for call in plan.calls] for plan in plans]
         changes_masks = changed(padded, before)
@@ -244,7 +244,7 @@ def _updates_buffers(core: nn.Module, calls: Sequence[dict[str, Tensor]]) -> boo
 
     In training they have dropout, which packed attention may refuse.
     """
-    with torch.no_grad(), warnings.catch_warnings(), restoring(core) as before:
+    with torch.no_grad(), warnings.catch_warnings(), Restoring(core) as before:
         # Reentrant checkpointing warns of inputs without gradients.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
         for call in calls:
@@ -279,12 +279,10 @@ def _recorded_dtypes(core: nn.Module) -> Iterator[set[torch.dtype]]:
         if isinstance(output, dict) and "token_embeddings" in output:
             dtypes.add(output["token_embeddings"].dtype)
 
-    hooks = [module.register_forward_hook(record) for module in (core, *core.children())]
-    try:
+    with ExitStack() as stack:
+        for module in (core, *core.children()):
+            stack.callback(module.register_forward_hook(record).remove)
         yield dtypes
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -302,8 +300,8 @@ def evaluating(core: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
-class Snapshot:
-    """Buffers and hooks of a model at one time, and attributes and submodules of its modules of transformers."""
+class Restoring(AbstractContextManager):
+    """Context at whose end a model has the buffers and hooks that it had, and its modules of transformers all they had."""
 
     def __init__(self, core: nn.Module) -> None:
         self._buffers = [(module._buffers, dict(module._buffers)) for module in core.modules()]
@@ -335,8 +333,8 @@ class Snapshot:
         """Check whether a module of transformers has other submodules now."""
         return any(module._modules != submodules for module, _, submodules in self._of_transformers)
 
-    def restore(self) -> None:
-        """Put all of it back."""
+    @torch.no_grad()
+    def __exit__(self, *_error: object) -> None:
         for now, before in self._buffers:
             now.clear()
             now.update(before)
@@ -355,17 +353,6 @@ class Snapshot:
                 # Training libraries prepare a model in its first call, for good.
                 if not defined_in(hooks[key], LIBRARIES):
                     del hooks[key]
-
-
-@contextmanager
-def restoring(core: nn.Module) -> Iterator[Snapshot]:
-    """Context at whose end a model is as it was. What it yields says what has changed so far."""
-    before = Snapshot(core)
-    try:
-        yield before
-    finally:
-        with torch.no_grad():
-            before.restore()
 
 
 def _attributes(module: nn.Module) -> dict[str, object]:

@@ -71,6 +71,7 @@ class Replacements:
         self._patches: list[Patch] = []
 
     def patches(self) -> list[Patch]:
+        """All of them, once the module that makes them is imported."""
         return self._patches
 
     def of(

@@ -30,7 +30,7 @@ from torch.func import functional_call
 from pylate_fastmaxsim.integrations.encoding import gradcache
 from pylate_fastmaxsim.integrations.encoding.attention import PackingUnsupported
 from pylate_fastmaxsim.integrations.encoding.batch import Documents, attended_index, padded_again
-from pylate_fastmaxsim.integrations.encoding.equivalence import bitwise_equal, restoring, trial
+from pylate_fastmaxsim.integrations.encoding.equivalence import Restoring, bitwise_equal, trial
 from pylate_fastmaxsim.integrations.encoding.modes import mode_for
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
@@ -201,7 +201,7 @@ class _Call(TransformerCall):
             }
 
         with ExitStack() as stack:
-            stack.enter_context(restoring(model))
+            stack.enter_context(Restoring(model))
             stack.enter_context(_inside_of_accelerate(model))
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
