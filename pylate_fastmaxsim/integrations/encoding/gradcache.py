@@ -116,43 +116,36 @@ def two_passes(
     return [Patch(loss_class, "embed_minibatch", embed_minibatch), *_minibatch_patches()]
 
 
-class CachedCall:
-    """One call of a model that is made twice: without gradients, and again with the same random numbers and precision.
+def first_pass(embed: Callable[[], Tensor], features: Mapping[str, object]) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Embeddings without gradients, and what makes them with gradients, from the same random numbers and precision.
 
-    ``embed`` makes it and returns embeddings ``[..., d]``. The tensors in ``features``, which it is given, say on which
-    devices random numbers are drawn.
+    ``embed`` makes one call of a model and returns embeddings ``[..., d]``. The tensors in ``features``, which the model is
+    given, say on which devices random numbers are drawn.
     """
+    tensors = _tensors(features.values())
+    cpu_state, (devices, states) = torch.get_rng_state(), get_device_states(*tensors)
+    recording = _Recording(tensors)
 
-    def __init__(self, embed: Callable[[], Tensor], features: Mapping[str, object]) -> None:
-        self._embed = embed
-        self._tensors = _tensors(features.values())
-
-    def first(self) -> Tensor:
-        """Embeddings without gradients."""
-        self._cpu_state, self._device_states = torch.get_rng_state(), get_device_states(*self._tensors)
-        self._recording = _Recording(self._tensors)
-        with torch.no_grad(), setting(_pass, (self._recording, None)):
-            return _wide(self._embed())
-
-    def again(self) -> Tensor:
-        """Embeddings with gradients."""
-        devices, states = self._device_states
-        with torch.random.fork_rng(devices), torch.enable_grad(), self._recording.again(self._tensors):
-            torch.set_rng_state(self._cpu_state)
+    def second_pass() -> Tensor:
+        with torch.random.fork_rng(devices), torch.enable_grad(), recording.again(tensors):
+            torch.set_rng_state(cpu_state)
             set_device_states(devices, states)
-            return _wide(self._embed())
+            return _wide(embed())
+
+    with torch.no_grad(), setting(_pass, (recording, None)):
+        return _wide(embed()), second_pass
 
 
-def with_second_passes(loss: Tensor, calls: Sequence[CachedCall], gradients: Sequence[Tensor]) -> Tensor:
-    """A loss whose ``backward()`` makes the calls again, and goes on from the gradients of their embeddings.
+def with_second_passes(loss: Tensor, passes: Sequence[Callable[[], Tensor]], gradients: Sequence[Tensor]) -> Tensor:
+    """A loss whose ``backward()`` makes the second passes, and goes on from the gradients of their embeddings.
 
-    The ``loss`` is a scalar, already differentiated by what the first calls returned: ``gradients`` in any shape. The
-    ``calls`` are all of the step, in the order of the first pass.
+    The ``loss`` is a scalar, already differentiated by what the first passes returned: ``gradients`` in any shape. The
+    ``passes`` are all of the step, in the order of the first ones.
     """
 
     def second_passes(grad_output: Tensor) -> None:
-        for call, gradient in zip(calls, gradients, strict=True):
-            embeddings = call.again()
+        for second_pass, gradient in zip(passes, gradients, strict=True):
+            embeddings = second_pass()
             embeddings.backward(gradient.view_as(embeddings) * grad_output)
 
     loss = loss.detach().requires_grad_()

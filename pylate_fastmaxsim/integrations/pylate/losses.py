@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
-from pylate_fastmaxsim.integrations.encoding.gradcache import CachedCall, losses_of_chunks, with_second_passes
+from pylate_fastmaxsim.integrations.encoding.gradcache import first_pass, losses_of_chunks, with_second_passes
 from pylate_fastmaxsim.integrations.encoding.masks import (
     MasksChanged,
     agree_on_mask_changes,
@@ -279,18 +279,19 @@ class CachedBatch:
         *,
         mini_batch_size: int | None = None,
         mini_batch_tokens: int | None = None,
-        progress: Callable[[Sequence[CachedCall]], Iterable[CachedCall]] = iter,
+        progress: Callable[[Features], Iterable[dict[str, Tensor]]] = iter,
     ) -> None:
         size = {"mini_batch_size": mini_batch_size, "mini_batch_tokens": mini_batch_tokens}
         plan = encoding_encode.plan_documents(model, features[1:], wrapper_attribute(model, "skiplist"), **size)
         query_calls = encoding_encode.query_calls(model, features[0], plan, **size)
         self._queries = len(query_calls)
-        self._calls = [CachedCall(partial(unit_embeddings, model, call), call) for call in query_calls + plan.calls]
-        embeddings = [call.first() for call in progress(self._calls)]
+        calls = progress(query_calls + plan.calls)
+        made = [first_pass(partial(unit_embeddings, model, call), call) for call in calls]
+        embeddings, self._second_passes = zip(*made, strict=True)
         self._shapes = [part.shape for part in embeddings]
         self.queries = torch.cat(embeddings[: self._queries])
         self.documents = plan.batch(embeddings[self._queries :])
-        del embeddings  # of large batches the most memory, now held once more
+        del embeddings, made  # of large batches the most memory, now held once more
         if torch.is_grad_enabled():
             self.queries.requires_grad_()
             self.documents.values.requires_grad_()
@@ -300,7 +301,7 @@ class CachedBatch:
         of_queries, of_documents = self._shapes[: self._queries], self._shapes[self._queries :]
         gradients = [*self.queries.grad.split([shape[0] for shape in of_queries])]
         gradients += self.documents.values.grad.split([shape[:-1].numel() for shape in of_documents])
-        return with_second_passes(loss, self._calls, gradients)
+        return with_second_passes(loss, self._second_passes, gradients)
 
 
 def _progress(self: CachedContrastive, steps: Sequence, description: str) -> Iterator:
