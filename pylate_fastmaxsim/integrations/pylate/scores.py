@@ -213,9 +213,10 @@ def _sequences(embeddings: Tensor | np.ndarray | list) -> TokenBatch:
     if isinstance(embeddings, np.ndarray) and embeddings.dtype != object:
         embeddings = torch.from_numpy(embeddings)
     if isinstance(embeddings, Tensor):
-        if embeddings.dim() != 3:
-            raise FallbackToHost(f"embeddings have the shape {tuple(embeddings.shape)}")
-        _check_floating(embeddings)
+        if embeddings.dim() != 3 or not embeddings.is_floating_point():
+            raise FallbackToHost(
+                f"embeddings have the shape {tuple(embeddings.shape)} and the dtype {embeddings.dtype}"
+            )
         return TokenBatch.from_padded(embeddings)
     if not isinstance(embeddings, (list, tuple, np.ndarray)) or len(embeddings) == 0:
         raise FallbackToHost(f"embeddings are an empty or unknown sequence of type {type(embeddings).__name__}")
@@ -225,17 +226,13 @@ def _sequences(embeddings: Tensor | np.ndarray | list) -> TokenBatch:
     return _pack(sequences, sequences[0].device)
 
 
-def _check_floating(embeddings: Tensor) -> None:
-    if not embeddings.is_floating_point():
-        raise FallbackToHost(f"embeddings have the dtype {embeddings.dtype}")
-
-
 def _pack(sequences: list[Tensor], device: torch.device) -> TokenBatch:
     """Token matrices back to back in the dtype of the first, moved to ``device`` at once."""
     first = sequences[0]
     if any(sequence.dim() != 2 or sequence.shape[1] != first.shape[1] for sequence in sequences):
         raise FallbackToHost("embeddings in a list are not all [tokens, d] of one d")
-    _check_floating(first)
+    if not first.is_floating_point():
+        raise FallbackToHost(f"embeddings have the dtype {first.dtype}")
     lengths = [len(sequence) for sequence in sequences]
     # Autocast would widen what is put together, and refuses some dtypes.
     with torch.autocast(first.device.type, enabled=False):
