@@ -149,10 +149,9 @@ def gradient_concentration(
         means = [each.masked_fill(~counted, 0).sum() / counted.sum() for each in (ginis, uncorrected)]
         shares = [won / lengths.sum(), won / (lengths > 0).sum()]
         figures = torch.cat([torch.stack([*means, counted.sum(), *shares]), ginis])
-    gini, gini_uncorrected, documents_counted, winning_share, winners_per_document, *each_gini = figures.tolist()
+    gini, uncorrected_gini, number, winning, winners, *each_gini = figures.tolist()
     of: Literal["score", "loss"] = "score" if loss_gradient is None else "loss"
-    means_and_shares = gini, gini_uncorrected, int(documents_counted), winning_share, winners_per_document
-    return GradientConcentration(of, *means_and_shares, tuple(each_gini))
+    return GradientConcentration(of, gini, uncorrected_gini, int(number), winning, winners, tuple(each_gini))
 
 
 def _ginis(norms: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pylate_fastmaxsim._install import install_command
-from pylate_fastmaxsim.export.source import Dense, Sparse, with_ids
+from pylate_fastmaxsim.export.source import Dense, Sparse
 from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.files.resumed import resumed
 from pylate_fastmaxsim.retrieval.formats.format import Batch
@@ -52,8 +52,7 @@ def to_parquet(source: Dense | Sparse, at: str) -> Iterator[int]:
         files = [*folder.glob("part-*.parquet")]
         done = sum(read_metadata(file).num_rows for file in files)
         yield done
-        batches = source.batches(done, TOKENS if isinstance(source, Dense) else DOCUMENTS)
-        groups = (table(*each) for each in with_ids(source, batches, done))
+        groups = (table(*each) for each in source.with_ids(done, TOKENS if isinstance(source, Dense) else DOCUMENTS))
         for number in count(len(files)):
             if (first := next(groups, None)) is None:
                 break

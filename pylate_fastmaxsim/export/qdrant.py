@@ -10,7 +10,7 @@ from uuid import NAMESPACE_OID, uuid5
 import torch
 
 from pylate_fastmaxsim._install import install_command
-from pylate_fastmaxsim.export.source import Dense, Sparse, with_ids
+from pylate_fastmaxsim.export.source import Dense, Sparse
 from pylate_fastmaxsim.retrieval.formats.format import Batch
 from pylate_fastmaxsim.retrieval.ids import Id
 from pylate_fastmaxsim.sparse import SparseBatch
@@ -77,7 +77,7 @@ def to_qdrant(source: Dense | Sparse, at: str) -> Iterator[int]:
         yield done
         done = max(0, done - DOCUMENTS)
         most = max(1, NUMBERS // source.corpus.dim) if isinstance(source, Dense) else DOCUMENTS
-        for ids, batch in with_ids(source, source.batches(done, most), done):
+        for ids, batch in source.with_ids(done, most):
             pairs = zip(ids, vectors(batch), strict=True)
             points = [models.PointStruct(id=_number(each), vector=v, payload={"id": each}) for each, v in pairs]
             for begin in range(0, len(points), DOCUMENTS):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,6 @@ from pylate_fastmaxsim.retrieval.sparse.index import SparseIndex
 from pylate_fastmaxsim.sparse import SparseBatch
 from pylate_fastmaxsim.tokens import TokenBatch
 
-T = TypeVar("T", Batch, SparseBatch)
-
 # In the folder that `fastmaxsim search --index` keeps, that of the documents.
 _INSIDE = ("documents", "sparse")
 
@@ -37,6 +35,12 @@ class Source:
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    def with_ids(self, begin: int, most: int) -> Iterator[tuple[Sequence[Id], Batch | SparseBatch]]:
+        """The documents behind the first ``begin``, in batches of at most so many tokens, or sparse vectors, with ids."""
+        for batch in self.batches(begin, most):
+            yield self.ids[begin : begin + len(batch)], batch
+            begin += len(batch)
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,6 @@ class Sparse(Source):
         """The documents behind the first ``begin``, in order, in batches of at most so many."""
         for at in range(begin, len(self), documents):
             yield self.index.vectors(self.positions[at : at + documents])
-
-
-def with_ids(source: Source, batches: Iterable[T], begin: int) -> Iterator[tuple[Sequence[Id], T]]:
-    """Batches of the documents behind the first ``begin``, each with its ids."""
-    for batch in batches:
-        yield source.ids[begin : begin + len(batch)], batch
-        begin += len(batch)
 
 
 def source_of(folder: Path) -> Dense | Sparse:

@@ -1,5 +1,6 @@
 """GradCache for colpali-engine: its losses over batches of pages that do not fit at once."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -7,7 +8,7 @@ from colpali_engine.trainer.contrastive_trainer import ContrastiveTrainer
 from torch import Tensor, nn
 
 from pylate_fastmaxsim._checks import require_count
-from pylate_fastmaxsim.integrations.encoding.gradcache import CachedCall, with_second_passes
+from pylate_fastmaxsim.integrations.encoding.gradcache import first_pass, with_second_passes
 from pylate_fastmaxsim.integrations.encoding.plans import mini_batches
 from pylate_fastmaxsim.integrations.models.wrappers import StandIn, unwrap
 
@@ -44,7 +45,7 @@ class GradCache:
     def __init__(self, model: nn.Module, mini_batch_size: int) -> None:
         self._model = model
         self._size = require_count("GradCache", "mini_batch_size", mini_batch_size)
-        self._calls: list[CachedCall] = []
+        self._second_passes: list[Callable[[], Tensor]] = []
         self._embeddings: list[Tensor] = []
         # Models of Qwen keep the offsets of the last images, for a text of the next call with as many rows.
         self._with_offsets = [module for module in unwrap(model).modules() if hasattr(module, "rope_deltas")]
@@ -58,10 +59,10 @@ class GradCache:
                     f"GradCache: {name} must have one row for each of the {count} texts or pages of input_ids, got "
                     f"shape {tuple(value.shape)}."
                 )
-        calls = [CachedCall(partial(self._embed, part), part) for part in mini_batches(inputs, self._size)]
-        embeddings = torch.cat([call.first() for call in calls])
+        made = [first_pass(partial(self._embed, part), part) for part in mini_batches(inputs, self._size)]
+        embeddings = torch.cat([part for part, _ in made])
         if torch.is_grad_enabled():
-            self._calls += calls
+            self._second_passes += [second_pass for _, second_pass in made]
             self._embeddings.append(embeddings.requires_grad_())
         return embeddings
 
@@ -74,7 +75,7 @@ class GradCache:
             return loss
         loss.backward()
         gradients = [part for each in self._embeddings for part in each.grad.split(self._size)]
-        return with_second_passes(loss, self._model, self._calls, gradients)
+        return with_second_passes(loss, self._second_passes, gradients)
 
     def _embed(self, inputs: dict[str, Tensor]) -> Tensor:
         for module in self._with_offsets:

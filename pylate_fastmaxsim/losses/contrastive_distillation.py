@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,7 +17,7 @@ from pylate_fastmaxsim.integrations.encoding.views import sum_over_views
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.losses.columns import Features, texts_in
 from pylate_fastmaxsim.losses.encode import host_of
-from pylate_fastmaxsim.ops.gathered import gather_documents
+from pylate_fastmaxsim.ops.gathered import gather_documents, rank_and_ranks
 from pylate_fastmaxsim.ops.pooled import pooled_scores, state_bytes
 from pylate_fastmaxsim.pooling import Max
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -131,16 +130,15 @@ class ContrastiveDistillation(nn.Module):
                 f"[B, N] = [{counts[0]}, {ways:g}], got {None if labels is None else tuple(labels.shape)}."
             )
         host = host_of("ContrastiveDistillation", self.model)
-        if self.uses_gradient_cache:
 
-            def loss_of(queries: Tensor, mask: Tensor | None, *documents_and_floor) -> Tensor:
-                in_chunks = partial(self._loss, labels, mask)
-                return sum_over_views(in_chunks, queries, *documents_and_floor, of_leaves=True)
+        def loss_of(queries: Tensor, mask: Tensor | None, *documents_and_floor) -> Tensor:
+            of_mask, of_leaves = partial(self._loss, labels, mask), self.uses_gradient_cache
+            return sum_over_views(of_mask, queries, *documents_and_floor, of_leaves=of_leaves)
 
-            size = {"mini_batch_size": self.mini_batch_size, "mini_batch_tokens": self.mini_batch_tokens}
-            return host.cached(self.model, features, loss_of, **size)
-        queries, mask, documents, zero_floor = host.encoded(self.model, features)
-        return sum_over_views(partial(self._loss, labels, mask), queries, documents, zero_floor)
+        if not self.uses_gradient_cache:
+            return loss_of(*host.encoded(self.model, features))
+        size = {"mini_batch_size": self.mini_batch_size, "mini_batch_tokens": self.mini_batch_tokens}
+        return host.cached(self.model, features, loss_of, **size)
 
     forward.takes_views = True
 
@@ -149,8 +147,8 @@ class ContrastiveDistillation(nn.Module):
     ) -> Tensor:
         """The loss of embeddings; with GradCache of some queries at a time, which leaves gradients at them."""
         own = torch.arange(len(documents), device=documents.device).view(len(queries), -1)
-        if self.gather_across_devices and dist.is_available() and dist.is_initialized():
-            own = own + dist.get_rank() * len(documents)
+        if self.gather_across_devices:
+            own = own + rank_and_ranks()[0] * len(documents)
             documents, zero_floor = gather_documents(documents, zero_floor)
         dtype = torch.promote_types(queries.dtype, documents.values.dtype)
         options = current_options()

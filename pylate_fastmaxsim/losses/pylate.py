@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from pylate.losses.contrastive import extract_skiplist_mask
@@ -10,11 +11,11 @@ from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.encoding.encode import encode_batch
 from pylate_fastmaxsim.integrations.encoding.masks import MasksChanged
-from pylate_fastmaxsim.integrations.encoding.plans import live_tokens, unit
+from pylate_fastmaxsim.integrations.encoding.plans import unit
 from pylate_fastmaxsim.integrations.models.wrappers import wrapper_attribute
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
-from pylate_fastmaxsim.integrations.pylate.losses import CachedBatch, scored_tokens
+from pylate_fastmaxsim.integrations.pylate.losses import CachedBatch, masked_documents, scored_tokens
 from pylate_fastmaxsim.losses.columns import Encoded, Features, by_query, texts_in
 from pylate_fastmaxsim.losses.views import View, replaced_model
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -24,7 +25,14 @@ UNIT_MEANS = False  # what `encode(pool_factor=...)` makes
 
 def encoded(model: nn.Module, features: Sequence[Features]) -> Encoded:
     """Queries and documents of a batch, differentiable."""
-    queries, documents = encode_batch(model, features, wrapper_attribute(model, "skiplist"), _embed)
+    embed = partial(unit_embeddings, masks_stay=True)
+    try:
+        queries, documents = encode_batch(model, features, wrapper_attribute(model, "skiplist"), embed)
+    except MasksChanged:
+        raise ValueError(
+            "encode: the model changes input_ids or attention_mask, and which tokens are scored is read before it runs. "
+            "Call the model and pylate_fastmaxsim.maxsim yourself."
+        ) from None
     return queries, *_scored(model, features, documents)
 
 
@@ -89,16 +97,5 @@ def _scored(
     order = by_query([texts_in(column) for column in features], documents.device)
     zero_floor, options = None, current_options()
     if options is not None and options.stock_masking:
-        skiplist = wrapper_attribute(model, "skiplist")
-        zero_floor = torch.cat([~live_tokens(column, skiplist).all(dim=1) for column in features[1:]])[order]
+        zero_floor = masked_documents(model, features[1:])[order]
     return scored_tokens(model, features), documents.select(order), zero_floor
-
-
-def _embed(model: nn.Module, call: Features) -> Tensor:
-    try:
-        return unit_embeddings(model, call, masks_stay=True)
-    except MasksChanged:
-        raise ValueError(
-            "encode: the model changes input_ids or attention_mask, and which tokens are scored is read before it runs. "
-            "Call the model and pylate_fastmaxsim.maxsim yourself."
-        ) from None

@@ -37,40 +37,27 @@ class View:
         self, queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None
     ) -> tuple[Tensor, TokenBatch, Tensor | None]:
         """View of queries ``[Nq, Lq, d]`` and documents. ``zero_floor`` as in ``maxsim``: a token left out is a masked one."""
-        if self.tokens is not None:
-            fewer = (pooled_tokens if self.pooled else first_tokens)(documents, self.tokens)
-            if zero_floor is not None:
-                live = live_counts(documents.starts, documents.lengths, documents.keep)
-                zero_floor = zero_floor | (live > self.tokens)
-            documents = fewer
-        documents = documents.with_values(self._cut(documents.values))
-        if self.factor > 1:
-            clusters = self._clusters(documents)
-            if zero_floor is not None:
-                live = live_counts(documents.starts, documents.lengths, documents.keep)
-                zero_floor = zero_floor | (live > clusters.lengths)
-            documents = clusters
-        return self._cut(queries), documents, zero_floor
+        seen = self._of_documents(documents)
+        if zero_floor is not None:
+            before, after = (live_counts(each.starts, each.lengths, each.keep) for each in (documents, seen))
+            zero_floor = zero_floor | (before > after)
+        return self._cut(queries), seen, zero_floor
 
     def of_padded(self, values: Tensor, live: Tensor, are_documents: bool) -> tuple[Tensor, Tensor]:
         """View of one side as ``[N, L, d]`` with a mask ``[N, L]``, in as many places."""
-        if are_documents and self.tokens is not None:
-            if self.pooled:
-                count = min(self.tokens, live.shape[1])
-                more = live.shape[1] - count
-                values, live = pool_padded(values, live, count)
-                values, live = F.pad(values, (0, 0, 0, more)), F.pad(live, (0, more))
-            else:
-                live = first_live(live, self.tokens)
-        values = self._cut(values)
-        if are_documents and self.factor > 1:
-            places = live.shape[1]
-            values, live = self._clusters(TokenBatch.from_padded(values, live)).to_padded()
-            more = places - live.shape[1]
-            values, live = F.pad(values, (0, 0, 0, more)), F.pad(live, (0, more))
-        return values, live
+        if not are_documents or (self.tokens is None and self.factor == 1):
+            return self._cut(values), live
+        places = live.shape[1]
+        values, live = self._of_documents(TokenBatch.from_padded(values, live)).to_padded()
+        more = places - live.shape[1]
+        return F.pad(values, (0, 0, 0, more)), F.pad(live, (0, more))
 
-    def _clusters(self, documents: TokenBatch) -> TokenBatch:
+    def _of_documents(self, documents: TokenBatch) -> TokenBatch:
+        if self.tokens is not None:
+            documents = (pooled_tokens if self.pooled else first_tokens)(documents, self.tokens)
+        documents = documents.with_values(self._cut(documents.values))
+        if self.factor == 1:
+            return documents
         return pool_tokens(documents, self.factor, protected=1, normalize=self.unit_means)
 
     def _cut(self, values: Tensor) -> Tensor:
@@ -104,7 +91,9 @@ def first_tokens(documents: TokenBatch, count: int) -> TokenBatch:
     place = torch.arange(documents.max_length, device=documents.device)
     live = place < documents.lengths[:, None]
     rows = torch.where(live, documents.starts[:, None] + place, 0)
-    live = first_live(live if documents.keep is None else live & documents.keep[rows], count)
+    if documents.keep is not None:
+        live = live & documents.keep[rows]
+    live = live & (live.cumsum(dim=1) <= count)
     keep = torch.zeros(len(documents.values) + 1, dtype=torch.bool, device=documents.device)
     # What is not live is written behind the last row. An assignment would copy its value from the host, and wait.
     keep.index_fill_(0, torch.where(live, rows, len(documents.values)).flatten(), True)
@@ -131,26 +120,16 @@ def pooled_tokens(documents: TokenBatch, count: int) -> TokenBatch:
     >>> pooled_tokens(TokenBatch.from_list([tokens, tokens[:1]]), 2).to_padded()[0].tolist()
     [[[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 0.0]]]
     """
-    count = require_count("pooled_tokens", "count", count)
     # No document has more, and memory is for as many as are asked for.
-    return TokenBatch.from_padded(*pool_padded(*documents.to_padded(), min(count, documents.max_length)))
-
-
-def first_live(live: Tensor, count: int) -> Tensor:
-    """First ``count`` live places of each row of a mask ``[N, L]`` (bool)."""
-    return live & (live.cumsum(dim=1) <= count)
-
-
-def pool_padded(values: Tensor, live: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """:func:`pooled_tokens` of padded tokens ``[N, L, d]`` with a mask: ``[N, count, d]`` and its mask."""
+    count = min(require_count("pooled_tokens", "count", count), documents.max_length)
+    values, live = documents.to_padded()
     tokens = live.sum(dim=1, keepdim=True)
     place = live.cumsum(dim=1) - 1
     run = torch.where(tokens > count, place * count // tokens.clamp(min=1), place)
     runs = torch.arange(count, device=live.device)
     # Products of matrices, because adding into rows would not be repeatable on a GPU.
     member = (run[:, None] == runs[:, None]) & live[:, None]
-    sums = member.to(values.dtype) @ values.masked_fill(~live[..., None], 0)
-    return unit(sums), runs < tokens
+    return TokenBatch.from_padded(unit(member.to(values.dtype) @ values), runs < tokens)
 
 
 @contextmanager

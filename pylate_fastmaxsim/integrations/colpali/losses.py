@@ -28,17 +28,19 @@ from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import Options, current_options
 from pylate_fastmaxsim.integrations.patching.fallback import (
     FallbackToHost,
+    Replacements,
     check,
     check_backend,
     own_documents,
-    replaces,
 )
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.pooling import LogSumExp, Max
 from pylate_fastmaxsim.tokens import TokenBatch
 
-_replaces = partial(replaces, host="colpali-engine")
+# `ColbertLoss`, `ColbertPairwiseCELoss` and `ColbertSigmoidLoss` score through `_inbatch_scores`, which calls
+# `maxsim_inbatch` without `use_smooth_max`; every processor's `score` calls `score_multi_vector`.
+_replacements = Replacements("colpali-engine")
 # By which losses make a score of similarities, as they came.
 _AGGREGATION = {name: getattr(stock_losses.ColbertModule, name) for name in ("_aggregate", "_smooth_max")}
 
@@ -46,30 +48,18 @@ _OWN_POOLING = "use_smooth_max=True of a loss counts before the pooling of enabl
 
 
 def patches() -> list[Patch]:
-    """Replacements in colpali-engine.
-
-    ``ColbertLoss``, ``ColbertPairwiseCELoss`` and ``ColbertSigmoidLoss`` score through ``_inbatch_scores``, which calls
-    ``maxsim_inbatch`` without ``use_smooth_max``; every processor's ``score`` calls ``score_multi_vector``.
-    """
-    return [
-        Patch(stock_scores, "maxsim_inbatch", maxsim_inbatch),
-        Patch(stock_scores, "maxsim_kd", maxsim_kd),
-        Patch(stock_losses.ColbertModule, "_inbatch_scores", inbatch_scores),
-        Patch(stock_losses.ColbertNegativeCELoss, "forward", negative_ce),
-        Patch(stock_losses.ColbertPairwiseNegativeCELoss, "forward", pairwise_negative_ce),
-        Patch(BaseVisualRetrieverProcessor, "score_multi_vector", staticmethod(score_multi_vector)),
-        Patch(ColPali, "forward", without_logits),
-    ]
+    """Replacements in colpali-engine."""
+    return [*_replacements.patches(), Patch(ColPali, "forward", without_logits)]
 
 
-@_replaces(stock_scores.maxsim_inbatch)
+@_replacements.of(stock_scores, "maxsim_inbatch")
 def maxsim_inbatch(options: Options, query: Tensor, doc: Tensor) -> Tensor:
     check_backend("COLPALI_SCORES_BACKEND")
     _check(query, doc, 3)
     return _score(options, query, doc)
 
 
-@_replaces(stock_scores.maxsim_kd)
+@_replacements.of(stock_scores, "maxsim_kd")
 def maxsim_kd(options: Options, query: Tensor, doc: Tensor) -> Tensor:
     check_backend("COLPALI_SCORES_BACKEND")
     _check(query, doc, 4)
@@ -78,7 +68,7 @@ def maxsim_kd(options: Options, query: Tensor, doc: Tensor) -> Tensor:
     return _score(options, query, doc.flatten(0, 1), own_documents(doc))
 
 
-@_replaces(stock_losses.ColbertModule._inbatch_scores)
+@_replacements.of(stock_losses.ColbertModule, "_inbatch_scores")
 def inbatch_scores(options: Options, self: nn.Module, query_embeddings: Tensor, doc_embeddings: Tensor) -> Tensor:
     if not self.use_smooth_max:
         return inbatch_scores.__wrapped__(self, query_embeddings, doc_embeddings)
@@ -88,15 +78,15 @@ def inbatch_scores(options: Options, self: nn.Module, query_embeddings: Tensor, 
 
 
 def _with_negatives(
+    inner: str,
     options: Options,
     self: nn.Module,
-    in_batch_loss: nn.Module,
     query_embeddings: Tensor,
     doc_embeddings: Tensor,
     neg_doc_embeddings: Tensor,
     offset: int = 0,
 ) -> Tensor:
-    """Softplus of each negative's lead over the positive, and a share of a loss over the documents of the batch."""
+    """Softplus of each negative's lead over the positive, and a share of the ``inner`` loss over all documents."""
     _check_loss(self)
     _check(query_embeddings, doc_embeddings, 3)
     _check(query_embeddings, neg_doc_embeddings, 4)
@@ -109,22 +99,16 @@ def _with_negatives(
     negative = _scores_of_loss(options, self, query_embeddings, negatives, own_negatives)
     loss = F.softplus((negative - positive) / self.temperature).mean()
     if self.in_batch_term_weight > 0:
-        in_batch = in_batch_loss(query_embeddings, doc_embeddings, offset)
+        in_batch = getattr(self, inner)(query_embeddings, doc_embeddings, offset)
         loss = loss * (1 - self.in_batch_term_weight) + in_batch * self.in_batch_term_weight
     return loss
 
 
-@_replaces(stock_losses.ColbertNegativeCELoss.forward)
-def negative_ce(options: Options, self: nn.Module, *args, **kwargs) -> Tensor:
-    return _with_negatives(options, self, self.inner_loss, *args, **kwargs)
+_replacements.of(stock_losses.ColbertNegativeCELoss, "forward")(partial(_with_negatives, "inner_loss"))
+_replacements.of(stock_losses.ColbertPairwiseNegativeCELoss, "forward")(partial(_with_negatives, "inner_pairwise"))
 
 
-@_replaces(stock_losses.ColbertPairwiseNegativeCELoss.forward)
-def pairwise_negative_ce(options: Options, self: nn.Module, *args, **kwargs) -> Tensor:
-    return _with_negatives(options, self, self.inner_pairwise, *args, **kwargs)
-
-
-@_replaces(BaseVisualRetrieverProcessor.score_multi_vector)
+@_replacements.of(BaseVisualRetrieverProcessor, "score_multi_vector")
 def score_multi_vector(
     options: Options,
     qs: Tensor | Sequence[Tensor],

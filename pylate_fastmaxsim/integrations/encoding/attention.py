@@ -49,7 +49,7 @@ def packed_mask(
     borders = cu_seqlens.view(1, -1) if key_cu_seqlens is None else torch.stack([cu_seqlens, key_cu_seqlens])
     mask = borders[:, None, None].expand(-1, longest_apart, max_length, -1)
     key = id(mask)
-    _masks[key] = weakref.ref(mask, lambda _: _forget(key))
+    _masks[key] = weakref.ref(mask, lambda _: _restore(key))
     return mask
 
 
@@ -152,12 +152,8 @@ def release() -> None:
     _restore()
 
 
-def _forget(mask: int) -> None:
-    _masks.pop(mask, None)
-    _restore()
-
-
-def _restore() -> None:
+def _restore(freed: int | None = None) -> None:
+    _masks.pop(freed, None)
     if not _released or _masks or not _replaced:
         return
     from transformers import AttentionInterface

@@ -106,8 +106,7 @@ def plan_documents(
     backwards = mini_batch_size is not None or mini_batch_tokens is not None
     group = group_in_step(model, backwards)
     if options is not None and options.padding_free:
-        columns = document_features if groups else modes.pad_to_widest_seen(unwrap(model), document_features)
-        mode = modes.mode_for(model, columns, group, backwards)
+        mode = modes.mode_for(model, document_features, group, backwards)
     if options is not None and options.compile:
         compilation_layers.compile_layers(model)
         graphs.install(model)

@@ -1,14 +1,16 @@
 """The check on the first batch: does an encoder give the same embeddings without padding, and if not, why."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pylate_fastmaxsim._dtypes import float32_precision
+from pylate_fastmaxsim.cpu.live_tokens import live_tokens
 from pylate_fastmaxsim.integrations.encoding.attention import PackingUnsupported, accept_packed_masks
 from pylate_fastmaxsim.integrations.encoding.batch import Documents
 from pylate_fastmaxsim.integrations.encoding.masks import changed, masks_of
@@ -80,10 +82,10 @@ def _widest(core: nn.Module, width: int) -> int:
 
 def reason_against_packing(core: nn.Module, samples: Documents) -> str | None:
     """Reason not to encode such documents in one row."""
-
-    def trial() -> None:
+    name = type(encoder_of(core)).__name__
+    with trial(samples.input_ids.device, f"{name} cannot take packed documents ({{}})") as found:
         if "position_ids" not in inputs_of(core):
-            raise PackingUnsupported(f"{type(encoder_of(core)).__name__} takes no position_ids")
+            raise PackingUnsupported(f"{name} takes no position_ids")
         accept_packed_masks(encoder_of(core))
         # In a row that is longer than the encoder's longest text.
         positions = getattr(encoder_of(core).config, "max_position_embeddings", None) or 0
@@ -93,36 +95,31 @@ def reason_against_packing(core: nn.Module, samples: Documents) -> str | None:
             documents = Documents.from_columns([samples.column] * times)
         # With a budget of one token each is alone: some encoders scale rotary positions by the longest text of a call.
         _verify(core, documents, [packed_plan(core, documents), packed_plan(core, samples, token_budget=1)])
-
-    otherwise = f"{type(encoder_of(core)).__name__} cannot take packed documents ({{}})"
-    return failure_of(trial, samples.input_ids.device, otherwise)
+    return found.reason
 
 
 def reason_against_groups(core: nn.Module, samples: Documents) -> str | None:
     """Reason not to encode such documents in groups of similar length."""
-    alone = [grouped_plan(samples, token_budget=1)]
-
-    def trial() -> None:
-        device = samples.input_ids.device.type
-        weights = (weight for weight in core.parameters() if weight.is_floating_point())
-        if torch.is_autocast_enabled(device) and all(weight.dtype == torch.float32 for weight in weights):
+    alone, device = [grouped_plan(samples, token_budget=1)], samples.input_ids.device
+    weights = (weight for weight in core.parameters() if weight.is_floating_point())
+    with trial(device) as found:
+        if torch.is_autocast_enabled(device.type) and all(weight.dtype == torch.float32 for weight in weights):
             try:
                 # In 16 bits rounding would hide small effects of padding.
-                with torch.autocast(device, enabled=False):
-                    return _verify(core, samples, alone)
+                with torch.autocast(device.type, enabled=False):
+                    _verify(core, samples, alone)
+                return None
             except (PackingUnsupported, torch.OutOfMemoryError):
                 raise
             except Exception:  # an attention that takes 16 bits only
                 pass
-        return _verify(core, samples, alone)
-
-    return failure_of(trial, samples.input_ids.device)
+        _verify(core, samples, alone)
+    return found.reason
 
 
 def reason_against_joining(core: nn.Module, documents: Documents, queries: dict[str, Tensor]) -> str | None:
     """Reason not to encode queries with packed documents."""
-
-    def trial() -> None:
+    with trial(documents.input_ids.device) as found:
         lengths = queries["attention_mask"].sum(dim=1)
         # The longest query and the shortest, whose last token is masked.
         rows = torch.stack([lengths.argmax(), lengths.argmin()])
@@ -130,14 +127,13 @@ def reason_against_joining(core: nn.Module, documents: Documents, queries: dict[
         samples["attention_mask"][1, 1:][-1:] = 0
         (of_documents,) = packed_plan(core, documents).calls
         call = joint_call(core, of_documents, samples)
-        with restoring(core), evaluating(core), _recorded_dtypes(core) as dtypes:
+        with Restoring(core), evaluating(core), _recorded_dtypes(core) as dtypes:
             apart = [of_documents, samples]
             expected = torch.cat([token_embeddings(core, features).flatten(0, 1) for features in apart])
             joint = token_embeddings(core, call).flatten(0, 1)
         _refuse_if(_updates_buffers(core, [call]), core, "updates its buffers in each call")
         _compare(core, joint, expected, dtypes, "beside documents than apart from them")
-
-    return failure_of(trial, documents.input_ids.device)
+    return found.reason
 
 
 def reason_against_dividing(core: nn.Module, queries: dict[str, Tensor]) -> str | None:
@@ -145,40 +141,42 @@ def reason_against_dividing(core: nn.Module, queries: dict[str, Tensor]) -> str 
 
     Encoders of transformers with convolutions or recurrences mask padding in calls of several texts only.
     """
-
-    def trial() -> None:
+    with trial(queries["input_ids"].device) as found:
         # The same query twice, so that only the shape of the call differs.
         row = queries["attention_mask"].sum(dim=1).argmax().expand(2)
         twice = {key: value[row] for key, value in queries.items()}
         if not core.attend_to_expansion_tokens and twice["attention_mask"].shape[1] > 1:
             # With padding, which later queries will have.
             twice["attention_mask"][:, -1] = 0
-        with restoring(core), evaluating(core), _recorded_dtypes(core) as dtypes:
+        with Restoring(core), evaluating(core), _recorded_dtypes(core) as dtypes:
             beside, alone = (token_embeddings(core, rows_of(twice, slice(count)))[0] for count in (2, 1))
         if not core.do_query_expansion:
             attended = twice["attention_mask"][0] != 0
             beside, alone = beside[attended], alone[attended]
         _compare(core, alone, beside, dtypes, "for a query alone than beside others")
+    return found.reason
 
-    return failure_of(trial, queries["input_ids"].device)
 
+@contextmanager
+def trial(device: torch.device, otherwise: str = "{}") -> Iterator[SimpleNamespace]:
+    """Context that ends with an error, its ``reason`` as a part of a sentence; None without one.
 
-def failure_of(trial: Callable[[], None], device: torch.device, otherwise: str = "{}") -> str | None:
-    """Error of a trial as a part of a sentence. Errors of the encoder itself are put into ``otherwise``."""
+    Errors of the encoder itself are put into ``otherwise``.
+    """
+    found = SimpleNamespace(reason=None)
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            trial()
+            yield found
     except torch.OutOfMemoryError:
         raise
     except PackingUnsupported as error:
-        return str(error)
+        found.reason = str(error)
     except Exception as error:  # an encoder may raise anything for input that it does not know
         lines = str(error).strip().splitlines() or ["no message"]
-        return otherwise.format(f"{type(error).__name__}: {lines[0].rstrip('.')}")
+        found.reason = otherwise.format(f"{type(error).__name__}: {lines[0].rstrip('.')}")
     finally:
         # Up to PyTorch 2.10 autocast would give the next step weights that were cast here without gradients.
         torch.clear_autocast_cache()
-    return None
 
 
 def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]) -> None:
@@ -188,7 +186,7 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
     """
     padded = documents.column
     before = masks_of(padded)
-    with restoring(core) as core_before, evaluating(core), _recorded_dtypes(core) as dtypes:
+    with Restoring(core) as core_before, evaluating(core), _recorded_dtypes(core) as dtypes:
         expected = core(padded)["token_embeddings"].flatten(0, 1)[documents.token_index]
         values = [[token_embeddings(core, call) for call in plan.calls] for plan in plans]
         changes_masks = changed(padded, before)
@@ -207,9 +205,7 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
     _refuse_if(counts_places, core, "uses the place of a token in its call (cache_position), not its position")
     for plan, of_plan in zip(plans, values, strict=True):
         batch = plan.batch(of_plan)
-        offsets = torch.arange(batch.max_length, device=batch.device)
-        rows = (batch.starts[:, None] + offsets)[offsets < batch.lengths[:, None]]
-        ours = batch.values[rows[batch.keep[rows]]]
+        ours = batch.values[live_tokens(batch.starts, batch.lengths, batch.keep).row]
         _compare(core, ours, expected[: len(ours)], dtypes, "without padding than with it")
 
 
@@ -248,7 +244,7 @@ def _updates_buffers(core: nn.Module, calls: Sequence[dict[str, Tensor]]) -> boo
 
     In training they have dropout, which packed attention may refuse.
     """
-    with torch.no_grad(), warnings.catch_warnings(), restoring(core) as before:
+    with torch.no_grad(), warnings.catch_warnings(), Restoring(core) as before:
         # Reentrant checkpointing warns of inputs without gradients.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
         for call in calls:
@@ -283,12 +279,10 @@ def _recorded_dtypes(core: nn.Module) -> Iterator[set[torch.dtype]]:
         if isinstance(output, dict) and "token_embeddings" in output:
             dtypes.add(output["token_embeddings"].dtype)
 
-    hooks = [module.register_forward_hook(record) for module in (core, *core.children())]
-    try:
+    with ExitStack() as stack:
+        for module in (core, *core.children()):
+            stack.callback(module.register_forward_hook(record).remove)
         yield dtypes
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -306,8 +300,8 @@ def evaluating(core: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
-class Snapshot:
-    """Buffers and hooks of a model at one time, and attributes and submodules of its modules of transformers."""
+class Restoring(AbstractContextManager):
+    """Context at whose end a model has the buffers and hooks that it had, and its modules of transformers all they had."""
 
     def __init__(self, core: nn.Module) -> None:
         self._buffers = [(module._buffers, dict(module._buffers)) for module in core.modules()]
@@ -339,8 +333,8 @@ class Snapshot:
         """Check whether a module of transformers has other submodules now."""
         return any(module._modules != submodules for module, _, submodules in self._of_transformers)
 
-    def restore(self) -> None:
-        """Put all of it back."""
+    @torch.no_grad()
+    def __exit__(self, *_error: object) -> None:
         for now, before in self._buffers:
             now.clear()
             now.update(before)
@@ -359,17 +353,6 @@ class Snapshot:
                 # Training libraries prepare a model in its first call, for good.
                 if not defined_in(hooks[key], LIBRARIES):
                     del hooks[key]
-
-
-@contextmanager
-def restoring(core: nn.Module) -> Iterator[Snapshot]:
-    """Context at whose end a model is as it was. What it yields says what has changed so far."""
-    before = Snapshot(core)
-    try:
-        yield before
-    finally:
-        with torch.no_grad():
-            before.restore()
 
 
 def _attributes(module: nn.Module) -> dict[str, object]:

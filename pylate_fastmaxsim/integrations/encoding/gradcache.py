@@ -9,9 +9,9 @@ a mini-batch while the backward of the last is still running.
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, wraps
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,6 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from pylate_fastmaxsim.integrations.encoding.masks import writes_to
 from pylate_fastmaxsim.integrations.models.context import setting
-from pylate_fastmaxsim.integrations.models.wrappers import no_grad_sync
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 
@@ -83,15 +82,16 @@ def inside() -> bool:
 
 
 def two_passes(
-    stock: Callable[..., tuple],
+    loss_class: type,
     check: Callable[[nn.Module], None] = lambda loss: None,
     advise: Callable[[nn.Module, dict, list[object]], None] = lambda loss, features, found: None,
-) -> Callable[..., tuple]:
-    """The ``embed_minibatch`` of a loss, whose second pass over some texts encodes as the first did.
+) -> list[Patch]:
+    """Replacements of ``embed_minibatch`` of a loss, whose second pass over some texts encodes as the first did.
 
     ``check`` is called with the loss before each first pass, and ``advise`` after it with the loss, the texts of the whole
     column, and what was found out about those encoded.
     """
+    stock = detached(loss_class.embed_minibatch)
     parameters = inspect.signature(stock)
 
     @wraps(stock)
@@ -113,46 +113,43 @@ def two_passes(
             advise(self, given["sentence_feature"], first.found)
         return *embedded, state
 
-    return embed_minibatch
+    return [Patch(loss_class, "embed_minibatch", embed_minibatch), *_minibatch_patches()]
 
 
-class CachedCall:
-    """One call of a model that is made twice: without gradients, and again with the same random numbers and precision.
+def first_pass(embed: Callable[[], Tensor], features: Mapping[str, object]) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Embeddings without gradients, and what makes them with gradients, from the same random numbers and precision.
 
-    ``embed`` makes it and returns embeddings ``[..., d]``. The tensors in ``features``, which it is given, say on which
-    devices random numbers are drawn.
+    ``embed`` makes one call of a model and returns embeddings ``[..., d]``. The tensors in ``features``, which the model is
+    given, say on which devices random numbers are drawn.
     """
+    tensors = _tensors(features.values())
+    cpu_state, (devices, states) = torch.get_rng_state(), get_device_states(*tensors)
+    recording = _Recording(tensors)
 
-    def __init__(self, embed: Callable[[], Tensor], features: Mapping[str, object]) -> None:
-        self._embed = embed
-        self._tensors = _tensors(features.values())
-
-    def first(self) -> Tensor:
-        """Embeddings without gradients."""
-        self._cpu_state, self._device_states = torch.get_rng_state(), get_device_states(*self._tensors)
-        self._recording = _Recording(self._tensors)
-        with torch.no_grad(), setting(_pass, (self._recording, None)):
-            return _wide(self._embed())
-
-    def again(self) -> Tensor:
-        """Embeddings with gradients."""
-        devices, states = self._device_states
-        with torch.random.fork_rng(devices), torch.enable_grad(), self._recording.again(self._tensors):
-            torch.set_rng_state(self._cpu_state)
+    def second_pass() -> Tensor:
+        with torch.random.fork_rng(devices), torch.enable_grad(), recording.again(tensors):
+            torch.set_rng_state(cpu_state)
             set_device_states(devices, states)
-            return _wide(self._embed())
+            return _wide(embed())
+
+    with torch.no_grad(), setting(_pass, (recording, None)):
+        return _wide(embed()), second_pass
 
 
-def with_second_passes(
-    loss: Tensor, model: nn.Module, calls: Sequence[CachedCall], gradients: Sequence[Tensor]
-) -> Tensor:
-    """A loss whose ``backward()`` makes the calls again, and goes on from the gradients of their embeddings.
+def with_second_passes(loss: Tensor, passes: Sequence[Callable[[], Tensor]], gradients: Sequence[Tensor]) -> Tensor:
+    """A loss whose ``backward()`` makes the second passes, and goes on from the gradients of their embeddings.
 
-    The ``loss`` is a scalar, already differentiated by what the first calls returned: ``gradients`` in any shape. The
-    ``calls`` are all of the step, in the order of the first pass; ``model`` is what they call, possibly wrapped.
+    The ``loss`` is a scalar, already differentiated by what the first passes returned: ``gradients`` in any shape. The
+    ``passes`` are all of the step, in the order of the first ones.
     """
+
+    def second_passes(grad_output: Tensor) -> None:
+        for second_pass, gradient in zip(passes, gradients, strict=True):
+            embeddings = second_pass()
+            embeddings.backward(gradient.view_as(embeddings) * grad_output)
+
     loss = loss.detach().requires_grad_()
-    loss.register_hook(partial(_second_passes, model, calls, gradients))
+    loss.register_hook(second_passes)
     return loss
 
 
@@ -186,16 +183,6 @@ def losses_of_chunks(
     return losses
 
 
-def _second_passes(
-    model: nn.Module, calls: Sequence[CachedCall], gradients: Sequence[Tensor], grad_output: Tensor
-) -> None:
-    for call, gradient in zip(calls, gradients, strict=True):
-        # Once a step and not once a call: ranks send each other the gradients of all weights.
-        with nullcontext() if call is calls[-1] else no_grad_sync(model):
-            embeddings = call.again()
-            embeddings.backward(gradient.view_as(embeddings) * grad_output)
-
-
 def _wide(embeddings: Tensor) -> Tensor:
     # Their gradient waits in their dtype, and the scale that a GradScaler gives it comes only in backward().
     return embeddings.float() if embeddings.dtype == torch.float16 else embeddings
@@ -206,7 +193,7 @@ def _tensors(values: Iterable[object]) -> list[Tensor]:
 
 
 @lru_cache(maxsize=1)
-def minibatch_patches() -> tuple[Patch, ...]:
+def _minibatch_patches() -> tuple[Patch, ...]:
     """Replacements in releases that cut mini-batches to their longest text, which waits for the device."""
     try:
         from sentence_transformers.base.losses import gradcache

@@ -113,22 +113,19 @@ def can_record(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
-class Memory(NamedTuple):
-    """Memory that graphs share: it is reused only by graphs that were recorded on the same stream."""
-
-    pool: tuple[int, int]
-    stream: torch.cuda.Stream
-
-
 def record(
-    forward: Callable[[], Tensor], weights: Sequence[Tensor], gradients: Sequence[Tensor], memory: Memory
+    forward: Callable[[], Tensor],
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    pool: tuple[int, int],
+    stream: torch.cuda.Stream,
 ) -> Replays:
     """Record a forward, and the backward that writes the ``gradients`` of weights. Waits for the device.
 
     ``forward`` computes states ``[1, tokens, d]`` from tensors that stay where they are. All graphs of an encoder have
-    one ``memory``.
+    one ``pool`` of memory, which is reused only by those that were recorded on the same ``stream``.
     """
-    current, stream = torch.cuda.current_stream(), memory.stream
+    current = torch.cuda.current_stream()
 
     def backward(states: Tensor, gradient: Tensor) -> list[bool]:
         found = torch.autograd.grad(states, weights, gradient, allow_unused=True)
@@ -148,7 +145,7 @@ def record(
     torch.clear_autocast_cache()
     first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     # Threads that load data go on calling CUDA.
-    options = {**memory._asdict(), "capture_error_mode": "thread_local"}
+    options = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
     try:
         with torch.cuda.graph(first, **options):
             states = forward()
@@ -157,7 +154,7 @@ def record(
     except RuntimeError:
         # Have the allocator and the random numbers of the device know that nothing is recorded.
         with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(stream.device_index, memory.pool)
+            torch._C._cuda_endAllocateToPool(stream.device_index, pool)
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             torch.zeros(1, device=stream.device)
         raise
@@ -225,7 +222,7 @@ class EncoderGraphs:
         if not self._aliases:
             device = batch.borders.device
             if device.type == "cuda":
-                self._memory = Memory(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
+                self._memory = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
             self._aliases = {weight: _alias_of(weight) for weight in encoder.parameters() if weight.requires_grad}
             self._gradients = [torch.empty_like(weight) for weight in self._aliases]
         if not self._aliases:
@@ -243,7 +240,7 @@ class EncoderGraphs:
         try:
             if not all(map(can_be_traced, checkpointed_layers(encoder))):
                 raise RuntimeError("gradient checkpointing repeats the random numbers of dropout")
-            replays = record(forward, list(self._aliases.values()), self._gradients, self._memory)
+            replays = record(forward, list(self._aliases.values()), self._gradients, *self._memory)
         except RuntimeError as error:  # also out of memory
             self._works = False
             self._drop()
@@ -258,7 +255,7 @@ class EncoderGraphs:
     def _drop(self) -> None:
         self._recorded: dict[tuple, tuple[_Batch, Replays, type]] = {}
         self._met: set[tuple] = set()
-        self._aliases, self._gradients, self._memory = {}, [], None
+        self._aliases, self._gradients, self._memory = {}, [], (None, None)
 
 
 def _alias_of(weight: nn.Parameter) -> nn.Parameter:

@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel
 
@@ -51,8 +50,8 @@ Agree = Callable[[bool], bool]
 
 Decision = TypeVar("Decision")
 
-# Of each unwrapped model, by the state that it was decided in.
-Decisions = WeakKeyDictionary[nn.Module, dict[Hashable, Decision]]
+# Of each unwrapped model, by the state that it was decided in, and the widest batch that it holds for.
+Decisions = WeakKeyDictionary[nn.Module, dict[tuple[Hashable, int], Decision]]
 
 # "packed", "grouped" or "padded".
 chosen: Decisions[str] = WeakKeyDictionary()
@@ -62,9 +61,6 @@ joined: Decisions[bool] = WeakKeyDictionary()
 
 # Whether queries may be divided into calls otherwise than in stock PyLate.
 divisible: Decisions[bool] = WeakKeyDictionary()
-
-# Of each encoder by task: queries that were padded to the width of documents would be decided about anew.
-_widest: WeakKeyDictionary[nn.Module, dict[str | None, int]] = WeakKeyDictionary()
 
 _PADDED = "Documents are encoded with padding, as stock {} does: %s."
 _PACKED = "Documents are packed: the tokens of a batch back to back, without padding."
@@ -234,16 +230,19 @@ def _decided(
         # accelerate replaces this attribute for mixed precision. Users may replace it in every step.
         id(vars(core).get("forward")) if has_class_forward(core) else "replaced",
         *_state_of(core),
-        # Much wider batches may have longer documents than the check had. A rank must not decide about them alone.
-        0 if group else checked_width(max(column["input_ids"].shape[1] for column in columns)),
         more,
     )
+    # Much wider batches may have longer documents than the check had. A rank must not decide about them alone.
+    width = 0 if group else max(column["input_ids"].shape[1] for column in columns)
     found = decisions.setdefault(core, {})
-    if state not in found:
-        # The check makes a few calls of odd shapes, which are not worth compiling.
-        with torch.compiler.set_stance("force_eager"):
-            found[state] = decide(lambda here: bool(least_of_all_ranks(int(here), device, group)) if group else here)
-    return found[state]
+    for (of_state, widest), decision in found.items():
+        if of_state == state and width <= widest:
+            return decision
+    # The check makes a few calls of odd shapes, which are not worth compiling.
+    with torch.compiler.set_stance("force_eager"):
+        decision = decide(lambda here: bool(least_of_all_ranks(int(here), device, group)) if group else here)
+    found[state, checked_width(width)] = decision
+    return decision
 
 
 def _state_of(core: nn.Module) -> tuple[Hashable, ...]:
@@ -339,22 +338,6 @@ def _reason_against_queries(core: nn.Module, queries: dict[str, Tensor]) -> str 
     if known_total(queries) is None and has_gaps(queries["attention_mask"]):
         return GAP
     return _reason_in_features(core, [queries])
-
-
-def pad_to_widest_seen(
-    encoder: nn.Module, columns: Sequence[dict[str, Tensor]], task: str | None = None
-) -> list[dict[str, Tensor]]:
-    """The texts, the first column padded to the widest one that the encoder was given so far for a task.
-
-    A column is as wide as its longest text, so that narrow ones would be decided about anew.
-    """
-    width = max(column["input_ids"].shape[1] for column in columns)
-    seen = _widest.setdefault(encoder, {})
-    widest = seen[task] = max(width, seen.get(task, 0))
-    if width == widest:
-        return list(columns)
-    first = {key: F.pad(values, (0, widest - values.shape[1])) for key, values in columns[0].items()}
-    return [first, *columns[1:]]
 
 
 def understood(features: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -53,15 +53,13 @@ class TokenCounts(Tensor):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function in _MOVES:
             return args[0]
-        args, kwargs = _pytree.tree_map_only(Tensor, _on_cpu, (args, kwargs or {}))
+        args, kwargs = _pytree.tree_map_only(
+            Tensor, lambda each: each if isinstance(each, cls) else each.cpu(), (args, kwargs or {})
+        )
         return super().__torch_function__(function, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict) -> TokenCounts:
         return self.clone()
-
-
-def _on_cpu(tensor: Tensor) -> Tensor:
-    return tensor if isinstance(tensor, TokenCounts) else tensor.cpu()
 
 
 def counting_tokens_of_batches(collator: type, trainer: type, by_rank: bool = True) -> tuple[Patch, Patch]:

@@ -1,24 +1,16 @@
 """Losses over several views of one encoding, as Matryoshka trains fewer dimensions and fewer document tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.tokens import TokenBatch
 
-
-class Views(Protocol):
-    """The views of the loss that is running, and its weighted sum if it knows none and calls its model itself."""
-
-    # Each has a weight, and of(queries, documents, zero_floor) returns what it sees of these.
-    views: Sequence[Any]
-    of_stock: Callable[..., Tensor]
-
-
-current: ContextVar[Views | None] = ContextVar("views", default=None)
+# The Matryoshka that is running: its `views` of the loss in it, and `of_stock` for one that knows none.
+current: ContextVar[Any] = ContextVar("views", default=None)
 
 
 def sum_over_views(

@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -35,32 +34,10 @@ _AHEAD = 2
 _running = threading.RLock()
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Tokenized texts on the device of a model."""
-
-    indices: list[int]  # of the texts among all
-    features: Features
-    tokens: list[int]  # attended ones of each text
-    batch_size: int  # as the host was given it
-
-    def embedded(self, embed: Callable[[Batch], Made]) -> Made:
-        """What ``embed`` makes of it. Of a batch that does not fit OutOfMemoryError says how to have smaller ones."""
-        try:
-            with _running:
-                return embed(self)
-        except torch.OutOfMemoryError as error:
-            count, width = self.features["input_ids"].shape
-            raise torch.OutOfMemoryError(
-                f"encode: out of memory with {count} texts of at most {width} tokens in a batch. Give encode a smaller "
-                f"batch_size than {self.batch_size}: a batch holds the tokens of so many documents of the greatest length. "
-                f"({error})"
-            ) from error
-
-
-def batches(
+def embedded_batches(
     texts: Sequence[object],
     tokenize: Callable[[list], Features],
+    embed: Callable[[Features], Made],
     *,
     text_length: Callable[[object], int],
     device: torch.device,
@@ -69,8 +46,10 @@ def batches(
     most_texts: int = MOST_TEXTS,
     fixed_width: bool = False,
     progress: str | None = None,
-) -> Iterator[Batch]:
+) -> Iterator[tuple[list[int], Made]]:
     """Texts from the longest to the shortest, in batches that hold about equally many tokens, padding included.
+
+    Of each batch it yields the places of its texts among all, and what ``embed`` makes of their features on the device.
 
     ``batch_size`` bounds memory as in the hosts: a batch has at most the tokens of so many documents of the ``longest``
     length that the model takes, and at most 32,768, on a CPU 4,096. A single text may have more. ``tokenize`` gives
@@ -111,14 +90,26 @@ def batches(
 
     with tqdm(total=len(texts), desc=progress, unit=" texts", disable=progress is None) as bar:
         for indices, features in _ahead(tokenized()):
-            tokens = features["attention_mask"].sum(dim=1).tolist()
             moved = {
                 key: value.to(device, non_blocking=True) if torch.is_tensor(value) else value
                 for key, value in features.items()
             }
             take_total(moved)
-            yield Batch(indices, moved, tokens, batch_size)
+            yield indices, _embedded(embed, moved, batch_size)
             bar.update(len(indices))
+
+
+def _embedded(embed: Callable[[Features], Made], features: Features, batch_size: int) -> Made:
+    try:
+        with _running:
+            return embed(features)
+    except torch.OutOfMemoryError as error:
+        count, width = features["input_ids"].shape
+        raise torch.OutOfMemoryError(
+            f"encode: out of memory with {count} texts of at most {width} tokens in a batch. Give encode a smaller "
+            f"batch_size than {batch_size}: a batch holds the tokens of so many documents of the greatest length. "
+            f"({error})"
+        ) from error
 
 
 def _ahead(items: Iterator) -> Iterator:

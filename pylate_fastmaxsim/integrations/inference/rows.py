@@ -7,91 +7,69 @@ are chosen and normalised for a whole batch, and a thread takes them to the host
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.integrations.inference.batches import Batch
-from pylate_fastmaxsim.ops.token_pooling import pool_tokens
+from pylate_fastmaxsim.cpu.live_tokens import live_tokens
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # Batches whose rows may be on their way to the host.
 _COMING = 2
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What a model of late interaction makes of a batch: rows ``values`` ``[R, d]``, one text after the other."""
+def rows_of_texts(count: int, batches: Iterator[tuple[list[int], TokenBatch]], *, to_host: bool) -> list[Tensor]:
+    """The wanted rows ``[L, d]`` of ``count`` texts in their order, on the device of the model or ``to_host``.
 
-    values: Tensor
-    keep: Tensor  # which of the rows are wanted, [R], bool, on the host once they are divided
-    # Rows of each text, those that are not wanted included; a tensor where the device alone knows them.
-    lengths: Sequence[int] | Tensor
-
-    @classmethod
-    def pooled(cls, documents: TokenBatch, factor: float, protected: int, normalize: bool) -> Rows:
-        """Those of documents that are pooled on the device, which is not waited for."""
-        pooled = pool_tokens(documents, factor, protected=protected, normalize=normalize)
-        rows = torch.arange(len(pooled.values), device=pooled.device)
-        text = torch.searchsorted(pooled.starts, rows, right=True) - 1
-        keep = rows < (pooled.starts + pooled.lengths)[text]
-        return cls(pooled.values, keep, pooled.starts.diff(append=pooled.starts.new_full((1,), len(rows))))
-
-    def of_texts(self) -> list[Tensor]:
-        """The wanted rows of each text, views of one tensor."""
-        ends = np.cumsum([0, *np.asarray(self.lengths)])
-        wanted = np.concatenate([[0], self.keep.numpy().cumsum()])[ends]
-        rows = self.keep.nonzero().flatten()
-        if self.values.is_cuda:
-            rows = rows.pin_memory().to(self.values.device, non_blocking=True)
-        return list(self.values.index_select(0, rows).split(np.diff(wanted).tolist()))
-
-
-def rows_of_texts(
-    count: int, batches: Iterator[Batch], embed: Callable[[Batch], Rows], *, to_host: bool
-) -> list[Tensor]:
-    """The wanted rows ``[L, d]`` of ``count`` texts in their order, on the device of the model or ``to_host``."""
+    Of each of the ``batches`` there are the places of its texts among all, and what the model makes of them.
+    """
     found: list = [None] * count
     coming: deque[tuple[list[int], Callable[[], list[Tensor]]]] = deque()
 
     def take(most: int) -> None:
         while len(coming) > most:
-            indices, rows = coming.popleft()
-            for index, own in zip(indices, rows(), strict=True):
-                found[index] = own
+            places, rows = coming.popleft()
+            for place, own in zip(places, rows(), strict=True):
+                found[place] = own
 
     # Closed, it tokenises no more, whoever still holds an error.
     with closing(batches), ThreadPoolExecutor(1) as thread, torch.no_grad():
-        for batch in batches:
-            of_texts = _once_made(batch.embedded(embed), to_host)
+        for places, made in batches:
+            of_texts = _once_made(made, to_host)
             # On the device in this thread, which has the caller's stream.
-            coming.append((batch.indices, thread.submit(of_texts).result if to_host else of_texts))
+            coming.append((places, thread.submit(of_texts).result if to_host else of_texts))
             take(_COMING)
         take(0)
     return found
 
 
-def _once_made(rows: Rows, to_host: bool) -> Callable[[], list[Tensor]]:
+def _once_made(made: TokenBatch, to_host: bool) -> Callable[[], list[Tensor]]:
     """Rows of each text for when the device has made them; it is not waited for before, nor for what it makes after."""
-    if not rows.values.is_cuda:
-        return rows.of_texts
+    values, layout = made.values, (made.starts, made.lengths, made.keep)
+    if not values.is_cuda:
+        return partial(_of_texts, values, *layout)
     # Into pinned memory, which is used again: what a caller keeps lies in memory of its own.
-    coming = replace(rows, values=_copied(rows.values) if to_host else rows.values, keep=_copied(rows.keep))
-    if torch.is_tensor(rows.lengths):
-        coming = replace(coming, lengths=_copied(rows.lengths))
+    values = _copied(values) if to_host else values
+    layout = [None if each is None else _copied(each) for each in layout]
     ready = torch.cuda.Event()
-    ready.record(torch.cuda.current_stream(rows.values.device))
+    ready.record(torch.cuda.current_stream(made.device))
 
     def of_texts() -> list[Tensor]:
         ready.synchronize()
-        return coming.of_texts()
+        return _of_texts(values, *layout)
 
     return of_texts
+
+
+def _of_texts(values: Tensor, starts: Tensor, lengths: Tensor, keep: Tensor | None) -> list[Tensor]:
+    """The rows of each text that count, views of one tensor. All but ``values`` are on the host."""
+    live = live_tokens(starts, lengths, keep)
+    rows = live.row.pin_memory().to(values.device, non_blocking=True) if values.is_cuda else live.row
+    return list(values.index_select(0, rows).split(live.count.tolist()))
 
 
 def _copied(values: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
 """Stand-ins for functions of a host library, which leave to it what the operators do not take."""
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
-from pylate_fastmaxsim.integrations.patching.patches import detached
+from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 from pylate_fastmaxsim.pooling import Max
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -59,6 +61,32 @@ def replaces(stock: Callable, host: str, pooled: bool = True) -> Callable[[Calla
         return replacement
 
     return decorate
+
+
+class Replacements:
+    """Patches of a host's functions, to which :meth:`of` adds stand-ins as :func:`replaces` makes them."""
+
+    def __init__(self, host: str, pooled: bool = True) -> None:
+        self._host, self._pooled = host, pooled
+        self._patches: list[Patch] = []
+
+    def patches(self) -> list[Patch]:
+        """All of them, once the module that makes them is imported."""
+        return self._patches
+
+    def of(
+        self, owner: ModuleType | type, name: str, needs: tuple[Callable, ...] = (), pooled: bool | None = None
+    ) -> Callable[[Callable], Callable]:
+        """Decorator: stand in for a function of a module or a method of a class."""
+
+        def decorate(fast: Callable) -> Callable:
+            is_pooled = self._pooled if pooled is None else pooled
+            replacement = replaces(getattr(owner, name), self._host, is_pooled)(fast)
+            is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+            self._patches.append(Patch(owner, name, staticmethod(replacement) if is_static else replacement, needs))
+            return replacement
+
+        return decorate
 
 
 def asked_backend(variable: str) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,22 +14,20 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pylate_fastmaxsim.integrations.encoding.encode import plan_documents, query_row
 from pylate_fastmaxsim.integrations.encoding.plans import token_embeddings
-from pylate_fastmaxsim.integrations.inference.batches import Batch, batches
-from pylate_fastmaxsim.integrations.inference.rows import Rows, rows_of_texts
+from pylate_fastmaxsim.integrations.inference.batches import Features, embedded_batches
+from pylate_fastmaxsim.integrations.inference.rows import rows_of_texts
 from pylate_fastmaxsim.integrations.inference.tokenizing import faster
 from pylate_fastmaxsim.integrations.models.wrappers import group_in_step
 from pylate_fastmaxsim.integrations.options import Options
-from pylate_fastmaxsim.integrations.patching import fallback
-from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
-from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, Replacements
+from pylate_fastmaxsim.ops.token_pooling import pool_tokens
+from pylate_fastmaxsim.tokens import TokenBatch
+
+_replacements = Replacements("PyLate", pooled=False)
+patches = _replacements.patches
 
 
-def patches() -> list[Patch]:
-    """Replacements in PyLate."""
-    return [Patch(ColBERT, "encode", encode)]
-
-
-@functools.partial(fallback.replaces, host="PyLate", pooled=False)(ColBERT.encode)
+@_replacements.of(ColBERT, "encode")
 def encode(
     _options: Options,
     self: ColBERT,
@@ -75,30 +72,23 @@ def encode(
     as_arrays = convert_to_numpy and not convert_to_tensor
     is_pooled = pool_factor > 1 and not is_query
     # Only vectors of length 1 have cosine distances.
-    in_batches = is_pooled and normalize_embeddings and protected_tokens >= 0 and _pools_as_stock(self)
+    pooling = getattr(self.pool_embeddings_hierarchical, "__func__", None)
+    pools_as_stock = pooling is ColBERT.pool_embeddings_hierarchical and protected_tokens >= 0
+    in_batches = is_pooled and normalize_embeddings and pools_as_stock
     to_host = as_arrays or in_batches  # where PyLate leaves what it pools
-    found = rows_of_texts(
-        len(texts),
-        batches(
-            texts,
-            faster(self, functools.partial(type(self).tokenize, is_query=is_query), texts),
-            text_length=self._text_length,
-            device=device,
-            batch_size=batch_size,
-            longest=max(self.query_length, self.document_length),
-            fixed_width=is_query,
-            progress=f"Encoding {'queries' if is_query else 'documents'}" if show_progress_bar else None,
-        ),
-        lambda batch: _rows(
-            self,
-            batch,
-            is_query,
-            normalize_embeddings,
-            widen=as_arrays,
-            pooled=(pool_factor, protected_tokens) if in_batches else None,
-        ),
-        to_host=to_host,
+    pooled = (pool_factor, protected_tokens) if in_batches else None
+    batches = embedded_batches(
+        texts,
+        faster(self, functools.partial(type(self).tokenize, is_query=is_query), texts),
+        lambda features: _embed(self, features, is_query, normalize_embeddings, widen=as_arrays, pooled=pooled),
+        text_length=self._text_length,
+        device=device,
+        batch_size=batch_size,
+        longest=max(self.query_length, self.document_length),
+        fixed_width=is_query,
+        progress=f"Encoding {'queries' if is_query else 'documents'}" if show_progress_bar else None,
     )
+    found = rows_of_texts(len(texts), batches, to_host=to_host)
     if is_pooled and not in_batches:
         found = self.pool_embeddings_hierarchical(
             documents_embeddings=found, pool_factor=pool_factor, protected_tokens=protected_tokens
@@ -123,30 +113,21 @@ def _prompt(model: ColBERT, prompt: str | None, name: str | None) -> str | None:
     return model.prompts.get(model.default_prompt_name if name is None else name)
 
 
-def _pools_as_stock(model: ColBERT) -> bool:
-    own = getattr(model.pool_embeddings_hierarchical, "__func__", None)
-    return own is ColBERT.pool_embeddings_hierarchical
-
-
-def _rows(
-    model: ColBERT, batch: Batch, is_query: bool, normalize: bool, widen: bool, pooled: tuple[float, int] | None
-) -> Rows:
-    features = batch.features
-    mask = features["attention_mask"]
+def _embed(
+    model: ColBERT, features: Features, is_query: bool, normalize: bool, widen: bool, pooled: tuple[float, int] | None
+) -> TokenBatch:
     if is_query:
-        values = token_embeddings(model, query_row(model, features)).flatten(0, -2)
+        mask = features["attention_mask"]
+        values = token_embeddings(model, query_row(model, features)).reshape(*mask.shape, -1)
         # Expansion scores masked tokens too.
-        keep = torch.ones_like(mask) if model.do_query_expansion else mask
-        keep, lengths = keep.bool().flatten(), [mask.shape[1]] * len(mask)
+        made = TokenBatch.from_padded(values, None if model.do_query_expansion else mask.bool())
     else:
         plan = plan_documents(model, [features], model.skiplist, groups=False)
-        documents = plan.batch([token_embeddings(model, call) for call in plan.calls])
-        values, keep = documents.values, documents.keep
-        lengths = [mask.shape[1]] * len(mask) if plan.as_stock else batch.tokens
+        made = plan.batch([token_embeddings(model, call) for call in plan.calls])
     if normalize:
-        values = F.normalize(values, dim=1)
-    rows = Rows(values, keep, lengths)
+        made = made.with_values(F.normalize(made.values, dim=1))
     if pooled is not None:
-        rows = Rows.pooled(documents.with_values(values), *pooled, normalize=False)
+        factor, protected = pooled
+        made = pool_tokens(made, factor, protected=protected, normalize=False)
     # NumPy has no bfloat16.
-    return replace(rows, values=rows.values.float()) if widen and values.dtype == torch.bfloat16 else rows
+    return made.with_values(made.values.float()) if widen and made.values.dtype == torch.bfloat16 else made

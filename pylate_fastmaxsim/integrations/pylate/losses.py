@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial, wraps
 from numbers import Integral
 
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
-from pylate_fastmaxsim.integrations.encoding.gradcache import CachedCall, losses_of_chunks, with_second_passes
+from pylate_fastmaxsim.integrations.encoding.gradcache import first_pass, losses_of_chunks, with_second_passes
 from pylate_fastmaxsim.integrations.encoding.masks import (
     MasksChanged,
     agree_on_mask_changes,
@@ -152,33 +152,58 @@ def _reason_in_model(loss: nn.Module) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Scored:
-    """Documents in the order of their columns of scores, and how they are scored.
+class _Metric:
+    """How a loss scores: with XTR scores ``k`` document tokens pass for each query token; without a ``pooled`` one MaxSim."""
 
-    Of ``zero_floor`` are those that stock's masking gives a floor of 0. ``k`` is, with XTR scores, how many document
-    tokens pass for each query token. Without a ``metric`` a score is MaxSim.
-    """
-
-    documents: TokenBatch
-    zero_floor: Tensor | None
     k: int | None
-    metric: PooledScores | None
+    pooled: PooledScores | None
+    has_floor: bool
+
+    def scores(
+        self,
+        queries: Tensor,
+        queries_mask: Tensor | None,
+        documents: TokenBatch,
+        zero_floor: Tensor | None,
+        candidates: Tensor | None = None,
+    ) -> Tensor:
+        # Documents may have become wider for those of other ranks; never are queries made narrower.
+        queries = queries.to(torch.promote_types(queries.dtype, documents.values.dtype))
+        batch = TokenBatch.from_padded(queries, queries_mask)
+        if self.k is not None:
+            return xtr_scores(batch, documents, self.k, candidates, zero_floor=zero_floor).float()  # as in PyLate
+        if self.pooled is None:
+            return maxsim(batch, documents, candidates, zero_floor=zero_floor)
+        return self.pooled.of_batches(batch, documents, candidates)
+
+
+def _metric(loss: nn.Module, options: Options) -> _Metric:
+    k = _passing_tokens(loss)
+    if k is not None and not isinstance(options.pooling, Max):
+        log_once("pooling=%s has no effect with XTR scores: they choose tokens in a way of their own.", options.pooling)
+    pooled = loss.score_metric if type(loss.score_metric) is PooledScores else None
+    if pooled is None and not isinstance(options.pooling, Max):
+        pooled = PooledScores(options.pooling)
+    # A masked token never passes in XTR scores, and a token that does not counts as 0 there.
+    return _Metric(k, pooled, has_floor=k is not None or (options.stock_masking and pooled is None))
 
 
 @_replaces(Contrastive.forward)
 def contrastive(self: Contrastive, options: Options, features: Features, labels: Tensor | None = None) -> Tensor:
     queries, documents = _encode(self, features)
-    queries_mask = scored_tokens(self.model, features)
+    queries_mask, metric = scored_tokens(self.model, features), _metric(self, options)
     targets = _targets(len(queries), len(features) - 1, self.gather_across_devices, queries.device)
 
-    def loss_of(queries: Tensor, scored: _Scored) -> Tensor:
+    def loss_of(queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None) -> Tensor:
+        if self.gather_across_devices:
+            documents, zero_floor = _gather(documents, zero_floor)
         # All at once, whatever score_mini_batch_size says: it bounds the memory of similarities, and there are none.
-        scores = _score(queries, queries_mask, _gather(scored) if self.gather_across_devices else scored)
+        scores = metric.scores(queries, queries_mask, documents, zero_floor)
         reduction = "mean" if self.size_average else "sum"
         loss = F.cross_entropy(scores / self.temperature, targets, reduction=reduction)
         return loss * get_world_size() if self.gather_across_devices else loss
 
-    return _seen(loss_of, queries, _scored(self, options, documents, features))
+    return sum_over_views(loss_of, queries, *_by_query(self, metric, documents, features))
 
 
 @_replaces(Distillation.forward)
@@ -186,16 +211,16 @@ def distillation(self: Distillation, options: Options, features: Features, label
     features = features[:2]
     queries, documents = _encode(self, features)
     candidates = torch.arange(len(documents), device=queries.device).view(len(queries), -1)
-    queries_mask = scored_tokens(self.model, features)
+    queries_mask, metric = scored_tokens(self.model, features), _metric(self, options)
 
-    def loss_of(queries: Tensor, scored: _Scored) -> Tensor:
-        scores = _score(queries, queries_mask, scored, candidates)
+    def loss_of(queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None) -> Tensor:
+        scores = metric.scores(queries, queries_mask, documents, zero_floor, candidates)
         if self.normalize_scores:
             lowest, highest = scores.min(dim=1, keepdim=True).values, scores.max(dim=1, keepdim=True).values
             scores = (scores - lowest) / (highest - lowest + 1e-8)
         return self.loss_function(F.log_softmax(scores, dim=-1), F.log_softmax(labels, dim=-1))
 
-    return _seen(loss_of, queries, _scored(self, options, documents, features))
+    return sum_over_views(loss_of, queries, *_by_query(self, metric, documents, features))
 
 
 @_replaces(CachedContrastive.forward)
@@ -207,18 +232,33 @@ def cached_contrastive(
         raise ValueError(
             f"CachedContrastive: mini_batch_size must be an integer of at least 1, got {self.mini_batch_size!r}."
         )
-    queries_mask = scored_tokens(self.model, features)
+    queries_mask, metric = scored_tokens(self.model, features), _metric(self, options)
     progress = partial(_progress, self, description="Embed mini-batches")
     batch = CachedBatch(self.model, features, mini_batch_size=self.mini_batch_size, progress=progress)
     targets = _targets(len(batch.queries), len(features) - 1, self.gather_across_devices, batch.queries.device)
 
-    def loss_of(queries: Tensor, scored: _Scored) -> Tensor:
-        loss = torch.stack(_losses_of_chunks(self, queries, queries_mask, scored, targets)).sum()
+    def loss_of(queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None) -> Tensor:
+        if self.gather_across_devices:
+            documents, zero_floor = _gather(documents, zero_floor)
+        pooling = Max() if metric.pooled is None else metric.pooled.pooling
+        kept = state_bytes(pooling, documents.max_length, documents.values.dtype)
+        # All where memory allows, and never fewer than the loss asks for.
+        step = max(self.score_mini_batch_size, queries_at_once(queries.shape[1], len(documents), kept))
+        begins = _progress(self, range(0, len(queries), step), "Preparing caches")
+
+        def loss_of_chunk(chunk: slice, values: Tensor) -> Tensor:
+            mask = None if queries_mask is None else queries_mask[chunk]
+            scores = metric.scores(queries[chunk], mask, documents.with_values(values), zero_floor)
+            loss = F.cross_entropy(scores / self.temperature, targets[chunk], reduction="sum")
+            return loss * get_world_size() if self.gather_across_devices else loss
+
+        chunks = (slice(begin, begin + step) for begin in begins)
+        loss = torch.stack(losses_of_chunks(documents.values, len(queries), chunks, loss_of_chunk)).sum()
         # As in PyLate, only of the loss that is reported: gradients are those of the sum over the queries.
         return loss / len(queries) if self.size_average else loss
 
-    scored = _scored(self, options, batch.documents, features)
-    loss = _seen(loss_of, batch.queries, scored, of_leaves=True)
+    documents_and_floor = _by_query(self, metric, batch.documents, features)
+    loss = sum_over_views(loss_of, batch.queries, *documents_and_floor, of_leaves=True)
     return batch.with_second_passes(loss) if torch.is_grad_enabled() else loss
 
 
@@ -239,18 +279,19 @@ class CachedBatch:
         *,
         mini_batch_size: int | None = None,
         mini_batch_tokens: int | None = None,
-        progress: Callable[[Sequence[CachedCall]], Iterable[CachedCall]] = iter,
+        progress: Callable[[Features], Iterable[dict[str, Tensor]]] = iter,
     ) -> None:
         size = {"mini_batch_size": mini_batch_size, "mini_batch_tokens": mini_batch_tokens}
         plan = encoding_encode.plan_documents(model, features[1:], wrapper_attribute(model, "skiplist"), **size)
         query_calls = encoding_encode.query_calls(model, features[0], plan, **size)
-        self._model, self._queries = model, len(query_calls)
-        self._calls = [CachedCall(partial(unit_embeddings, model, call), call) for call in query_calls + plan.calls]
-        embeddings = [call.first() for call in progress(self._calls)]
+        self._queries = len(query_calls)
+        calls = progress(query_calls + plan.calls)
+        made = [first_pass(partial(unit_embeddings, model, call), call) for call in calls]
+        embeddings, self._second_passes = zip(*made, strict=True)
         self._shapes = [part.shape for part in embeddings]
         self.queries = torch.cat(embeddings[: self._queries])
         self.documents = plan.batch(embeddings[self._queries :])
-        del embeddings  # of large batches the most memory, now held once more
+        del embeddings, made  # of large batches the most memory, now held once more
         if torch.is_grad_enabled():
             self.queries.requires_grad_()
             self.documents.values.requires_grad_()
@@ -260,37 +301,7 @@ class CachedBatch:
         of_queries, of_documents = self._shapes[: self._queries], self._shapes[self._queries :]
         gradients = [*self.queries.grad.split([shape[0] for shape in of_queries])]
         gradients += self.documents.values.grad.split([shape[:-1].numel() for shape in of_documents])
-        return with_second_passes(loss, self._model, self._calls, gradients)
-
-
-def _seen(
-    loss_of: Callable[[Tensor, _Scored], Tensor], queries: Tensor, scored: _Scored, of_leaves: bool = False
-) -> Tensor:
-    def of_view(queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None) -> Tensor:
-        return loss_of(queries, replace(scored, documents=documents, zero_floor=zero_floor))
-
-    return sum_over_views(of_view, queries, scored.documents, scored.zero_floor, of_leaves)
-
-
-def _losses_of_chunks(
-    self: CachedContrastive, queries: Tensor, queries_mask: Tensor | None, scored: _Scored, targets: Tensor
-) -> list[Tensor]:
-    if self.gather_across_devices:
-        scored = _gather(scored)
-    documents, count = scored.documents, len(queries)
-    pooling = Max() if scored.metric is None else scored.metric.pooling
-    kept = state_bytes(pooling, documents.max_length, documents.values.dtype)
-    # All where memory allows, and never fewer than the loss asks for.
-    step = max(self.score_mini_batch_size, queries_at_once(queries.shape[1], len(documents), kept))
-    begins = _progress(self, range(0, count, step), "Preparing caches")
-
-    def loss_of(chunk: slice, values: Tensor) -> Tensor:
-        mask = None if queries_mask is None else queries_mask[chunk]
-        scores = _score(queries[chunk], mask, replace(scored, documents=documents.with_values(values)))
-        loss = F.cross_entropy(scores / self.temperature, targets[chunk], reduction="sum")
-        return loss * get_world_size() if self.gather_across_devices else loss
-
-    return losses_of_chunks(documents.values, count, (slice(begin, begin + step) for begin in begins), loss_of)
+        return with_second_passes(loss, self._second_passes, gradients)
 
 
 def _progress(self: CachedContrastive, steps: Sequence, description: str) -> Iterator:
@@ -326,8 +337,10 @@ def scored_tokens(model: nn.Module, features: Features) -> Tensor | None:
     return None if wrapper_attribute(model, "do_query_expansion") else features[0]["attention_mask"].bool()
 
 
-def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: Features) -> _Scored:
-    """From column after column to all documents of the first query, of the second, and so on."""
+def _by_query(
+    loss: nn.Module, metric: _Metric, documents: TokenBatch, features: Features
+) -> tuple[TokenBatch, Tensor | None]:
+    """From column after column to all documents of the first query, of the second, and so on, and their floors of 0."""
     columns = features[1:]
     rows = [len(column["input_ids"]) for column in columns]
     if len(set(rows)) > 1:
@@ -336,31 +349,13 @@ def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: 
             f"{', '.join(map(str, rows))}; a list of negatives is one column for each place in the list."
         )
     order = torch.arange(len(documents), device=documents.device).view(len(columns), -1).t().reshape(-1)
-    zero_floor = None
-    k = _passing_tokens(loss)
-    metric = loss.score_metric if type(loss.score_metric) is PooledScores else None
-    if k is not None and not isinstance(options.pooling, Max):
-        log_once("pooling=%s has no effect with XTR scores: they choose tokens in a way of their own.", options.pooling)
-    # A masked token never passes in XTR scores, and a token that does not counts as 0 there.
-    if (options.stock_masking and metric is None) or k is not None:
-        skiplist = wrapper_attribute(loss.model, "skiplist")
-        masked = [~live_tokens(column, skiplist).all(dim=1) for column in columns]
-        zero_floor = torch.cat(masked)[order]
-    if metric is None and not isinstance(options.pooling, Max):
-        metric = PooledScores(options.pooling)
-    return _Scored(documents.select(order), zero_floor, k, metric)
+    return documents.select(order), masked_documents(loss.model, columns)[order] if metric.has_floor else None
 
 
-def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candidates: Tensor | None = None) -> Tensor:
-    # Documents may have become wider for those of other ranks; never are queries made narrower.
-    queries = queries.to(torch.promote_types(queries.dtype, scored.documents.values.dtype))
-    batch = TokenBatch.from_padded(queries, queries_mask)
-    if scored.k is not None:
-        scores = xtr_scores(batch, scored.documents, scored.k, candidates, zero_floor=scored.zero_floor)
-        return scores.float()  # as in PyLate
-    if scored.metric is None:
-        return maxsim(batch, scored.documents, candidates, zero_floor=scored.zero_floor)
-    return scored.metric.of_batches(batch, scored.documents, candidates)
+def masked_documents(model: nn.Module, columns: Features) -> Tensor:
+    """Which documents of all columns have a token that is not scored, bool."""
+    skiplist = wrapper_attribute(model, "skiplist")
+    return torch.cat([~live_tokens(column, skiplist).all(dim=1) for column in columns])
 
 
 def _targets(batch_size: int, columns: int, gathered: bool, device: torch.device) -> Tensor:
@@ -369,20 +364,17 @@ def _targets(batch_size: int, columns: int, gathered: bool, device: torch.device
     return targets + get_rank() * batch_size * columns if gathered else targets
 
 
-def _gather(scored: _Scored) -> _Scored:
-    """The documents of all ranks, rank after rank, with gradients. Waits for the other ranks once.
+def _gather(documents: TokenBatch, zero_floor: Tensor | None) -> tuple[TokenBatch, Tensor | None]:
+    """The documents of all ranks, rank after rank, with gradients, and their floors. Waits for the other ranks once.
 
     The head may be fused on some of them only, as where one has hooks, and float32 is then what the others have.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        all_gather_with_gradients(scored.documents.values)  # for the warning that PyLate gives
-        return scored
-    documents = scored.documents
+        all_gather_with_gradients(documents.values)  # for the warning that PyLate gives
+        return documents, zero_floor
     try:
-        gathered, zero_floor = gather_documents(documents, scored.zero_floor)
+        return gather_documents(documents, zero_floor)
     except DtypesDiffer as error:
         if documents.values.dtype != error.widest:
             log_once("Documents are scored in %s, the dtype that they have in another process.", error.widest)
-        documents = documents.with_values(documents.values.to(error.widest))
-        gathered, zero_floor = gather_documents(documents, scored.zero_floor)
-    return replace(scored, documents=gathered, zero_floor=zero_floor)
+        return gather_documents(documents.with_values(documents.values.to(error.widest)), zero_floor)

@@ -14,17 +14,24 @@ from torch import Tensor
 
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import Options
-from pylate_fastmaxsim.integrations.patching import fallback
-from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, check, check_backend, own_documents
+from pylate_fastmaxsim.integrations.patching.fallback import (
+    FallbackToHost,
+    Replacements,
+    check,
+    check_backend,
+    own_documents,
+    replaces,
+)
 from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
-from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.score_metric import PooledScores
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.pooling import Max
 from pylate_fastmaxsim.tokens import TokenBatch
 
-replaces = functools.partial(fallback.replaces, host="PyLate")
+# Evaluators of PyLate score through these functions, and `retrieve.ColBERT` through `rerank`.
+_replacements = Replacements("PyLate")
+patches = _replacements.patches
 
 # A loss of PyLate's runs as it came, which a line of log has said.
 in_stock_loss = ContextVar("in_stock_loss", default=False)
@@ -35,28 +42,12 @@ _OWN_LOSS = (
 )
 
 
-def patches() -> list[Patch]:
-    """Replacements in PyLate.
-
-    Its evaluators score through these, and ``retrieve.ColBERT`` through ``rerank``.
-    """
-    return [
-        Patch(stock_scores, "colbert_scores", colbert_scores),
-        Patch(stock_scores, "colbert_scores_pairwise", colbert_scores_pairwise),
-        Patch(stock_scores, "colbert_kd_scores", colbert_kd_scores),
-        Patch(stock_scores.ColBERTScores, "__call__", score_groups),
-        Patch(XTRScores, "__call__", score_xtr),
-        Patch(XTRKDScores, "__call__", score_xtr_of_own_documents),
-        Patch(stock_rank, "rerank", rerank),
-    ]
-
-
-@replaces(stock_scores.ColBERTScores.__call__)
+@_replacements.of(stock_scores.ColBERTScores, "__call__")
 def score_groups(options: Options, _metric, *args, **kwargs):
     return _score(4, False, options, *args, **kwargs)
 
 
-@replaces(stock_scores.colbert_scores_pairwise)
+@_replacements.of(stock_scores, "colbert_scores_pairwise")
 def colbert_scores_pairwise(options: Options, queries_embeddings, documents_embeddings, backend=None):
     _check_backend(backend)
     queries, documents = _sequences(queries_embeddings), _sequences(documents_embeddings)
@@ -65,30 +56,23 @@ def colbert_scores_pairwise(options: Options, queries_embeddings, documents_embe
     return _pooled(options, queries.select(pairs), documents, pairs[:, None]).squeeze(1)
 
 
-@replaces(stock_rank.rerank)
+@_replacements.of(stock_rank, "rerank")
 def rerank(_options: Options, documents_ids, queries_embeddings, documents_embeddings, device=None):
     _check_backend(None)
     queries, documents = map(stock_rank.reshape_embeddings, (queries_embeddings, documents_embeddings))
     return [
         # Each left to stock by itself: what a generator has given is gone.
-        _rerank_one(ids, query, list(own), device)
+        _rerank_one([ids], [query], [list(own)], device)[0]
         for query, ids, own in zip(queries, documents_ids, documents, strict=False)
     ]
 
 
-_stock_rerank = detached(stock_rank.rerank)
-
-
-@functools.wraps(stock_rank.rerank)
-def _stock_rerank_one(ids, query, documents: list, device):
-    return _stock_rerank([ids], [query], [documents], device)[0]
-
-
-@replaces(_stock_rerank_one)
-def _rerank_one(options: Options, ids, query, documents: list, device) -> list[stock_rank.RerankResult]:
+@replaces(stock_rank.rerank, "PyLate")
+def _rerank_one(options: Options, documents_ids, queries, documents, device) -> list[list[stock_rank.RerankResult]]:
+    (ids,), (query,), (documents,) = documents_ids, queries, documents
     query, documents = convert_to_tensor(query), list(map(convert_to_tensor, documents))
     if not documents:
-        return []
+        return [[]]
     query = query if device is None else query.to(device)
     documents = _pack(documents, query.device)
     check(query, documents.values, 2, 2)
@@ -99,10 +83,8 @@ def _rerank_one(options: Options, ids, query, documents: list, device) -> list[s
     with torch.no_grad():
         scores = _pooled(options, TokenBatch.from_padded(query.unsqueeze(0)), documents, zero_floor=zero_floor)[0]
     scores, order = scores.sort(descending=True)
-    return [
-        stock_rank.RerankResult(id=ids[index], score=score)
-        for index, score in zip(order.tolist(), scores.tolist(), strict=True)
-    ]
+    pairs = zip(order.tolist(), scores.tolist(), strict=True)
+    return [[stock_rank.RerankResult(id=ids[index], score=score) for index, score in pairs]]
 
 
 def _check_backend(backend: str | None) -> None:
@@ -127,8 +109,8 @@ def _score(
     return _pooled(options, *_batches(documents_dim, own, *given, has_floor=options.stock_masking))
 
 
-colbert_scores = replaces(stock_scores.colbert_scores)(functools.partial(_score, 3, False))
-colbert_kd_scores = replaces(stock_scores.colbert_kd_scores)(functools.partial(_score, 4, True))
+_replacements.of(stock_scores, "colbert_scores")(functools.partial(_score, 3, False))
+_replacements.of(stock_scores, "colbert_kd_scores")(functools.partial(_score, 4, True))
 
 
 def _score_xtr(
@@ -156,8 +138,8 @@ def _score_xtr(
     return xtr_scores(queries, documents, metric.k, candidates, zero_floor=zero_floor).float()
 
 
-score_xtr = replaces(XTRScores.__call__, pooled=False)(functools.partial(_score_xtr, False))
-score_xtr_of_own_documents = replaces(XTRKDScores.__call__, pooled=False)(functools.partial(_score_xtr, True))
+_replacements.of(XTRScores, "__call__", pooled=False)(functools.partial(_score_xtr, False))
+_replacements.of(XTRKDScores, "__call__", pooled=False)(functools.partial(_score_xtr, True))
 
 
 def _batches(
@@ -231,9 +213,10 @@ def _sequences(embeddings: Tensor | np.ndarray | list) -> TokenBatch:
     if isinstance(embeddings, np.ndarray) and embeddings.dtype != object:
         embeddings = torch.from_numpy(embeddings)
     if isinstance(embeddings, Tensor):
-        if embeddings.dim() != 3:
-            raise FallbackToHost(f"embeddings have the shape {tuple(embeddings.shape)}")
-        _check_floating(embeddings)
+        if embeddings.dim() != 3 or not embeddings.is_floating_point():
+            raise FallbackToHost(
+                f"embeddings have the shape {tuple(embeddings.shape)} and the dtype {embeddings.dtype}"
+            )
         return TokenBatch.from_padded(embeddings)
     if not isinstance(embeddings, (list, tuple, np.ndarray)) or len(embeddings) == 0:
         raise FallbackToHost(f"embeddings are an empty or unknown sequence of type {type(embeddings).__name__}")
@@ -243,17 +226,13 @@ def _sequences(embeddings: Tensor | np.ndarray | list) -> TokenBatch:
     return _pack(sequences, sequences[0].device)
 
 
-def _check_floating(embeddings: Tensor) -> None:
-    if not embeddings.is_floating_point():
-        raise FallbackToHost(f"embeddings have the dtype {embeddings.dtype}")
-
-
 def _pack(sequences: list[Tensor], device: torch.device) -> TokenBatch:
     """Token matrices back to back in the dtype of the first, moved to ``device`` at once."""
     first = sequences[0]
     if any(sequence.dim() != 2 or sequence.shape[1] != first.shape[1] for sequence in sequences):
         raise FallbackToHost("embeddings in a list are not all [tokens, d] of one d")
-    _check_floating(first)
+    if not first.is_floating_point():
+        raise FallbackToHost(f"embeddings have the dtype {first.dtype}")
     lengths = [len(sequence) for sequence in sequences]
     # Autocast would widen what is put together, and refuses some dtypes.
     with torch.autocast(first.device.type, enabled=False):

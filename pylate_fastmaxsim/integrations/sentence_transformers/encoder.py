@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pylate_fastmaxsim.integrations.encoding import gradcache
+from pylate_fastmaxsim.integrations.encoding.attention import PackingUnsupported
 from pylate_fastmaxsim.integrations.encoding.batch import Documents, attended_index, padded_again
-from pylate_fastmaxsim.integrations.encoding.equivalence import bitwise_equal, failure_of, restoring
-from pylate_fastmaxsim.integrations.encoding.modes import mode_for, pad_to_widest_seen
+from pylate_fastmaxsim.integrations.encoding.equivalence import Restoring, bitwise_equal, trial
+from pylate_fastmaxsim.integrations.encoding.modes import mode_for
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import inputs_of
@@ -82,9 +83,7 @@ _OF_OWN_DOCUMENTS = (MultiVectorDistillKLDivLoss, MultiVectorMarginMSELoss)
 def patches() -> list[Patch]:
     """Replacements in Sentence Transformers."""
     return [
-        # Both: accelerate puts a forward on the instance for mixed precision, and a subclass may have its own.
-        Patch(MultiVectorEncoder, "__call__", called),
-        Patch(MultiVectorEncoder, "forward", encode),
+        *_CALLS,
         Patch(Transformer, "forward", forward),
         *_OF_LOSSES,
     ]
@@ -99,8 +98,7 @@ def _leaves_padding_out(model: MultiVectorEncoder) -> bool:
     return (model.training or _encoding.get()) and not _checking.get()
 
 
-called = noting_model(detached(MultiVectorEncoder.__call__), _leaves_padding_out)
-encode = noting_model(detached(MultiVectorEncoder.forward), _leaves_padding_out)
+_CALLS = noting_model(MultiVectorEncoder, _leaves_padding_out)
 
 
 @wraps(_stock_transformer)
@@ -135,7 +133,7 @@ class _Call(TransformerCall):
         task = self._model_kwargs.get("task")
         mode = mode_for(
             self.transformer,
-            pad_to_widest_seen(self.transformer, columns, task),
+            columns,
             None,
             gradcache.inside(),
             host="Sentence Transformers",
@@ -162,78 +160,62 @@ class _Call(TransformerCall):
         return features.keys() - ({self.transformer.module_output_name} - inputs_of(self.transformer))
 
     def _reason_behind(self, samples: Documents) -> str | None:
+        """Name the part of the model that reads the states of padding, as a part of a sentence; None if none does.
+
+        The model runs as it is, in training, on the same random numbers each time: with the encoder's states and with
+        others in the place of padding; then again with noise as the weights behind the encoder, since a convolution whose
+        weights are 0 now may be trained. Some of the texts have padding.
+        """
         features = {**self._metadata, **samples.column}
-        with setting(_checking, True):
-            return _reader_of_padding(self.model, self.transformer, features, self._model_kwargs)
+        padding = features["attention_mask"][..., None] == 0
+        otherwise = "the model cannot be run with other states of padding ({})"
+        with setting(_checking, True), trial(padding.device, otherwise) as found:
+            for weights in ({}, noise_outside(self.model, self.transformer)):
+                states, expected = self._made(features, weights)
+                others = torch.where(padding, _LARGE * states.flip(0, 1), states)
+                _, made = self._made(features, weights, others)
+                for module, output in expected.items():
+                    same_keys = output.keys() == made[module].keys()
+                    if not (same_keys and all(bitwise_equal(made[module][key], output[key]) for key in output)):
+                        raise PackingUnsupported(f"{type(module).__name__} reads the states of padding")
+        return found.reason
 
+    def _made(
+        self, features: Features, weights: dict[str, Tensor], states: Tensor | None = None
+    ) -> tuple[Tensor, dict[nn.Module, dict[str, Tensor]]]:
+        """Hidden states ``[N, L, d]``, or others in their place, and what each module makes of attended tokens."""
+        model, name, device = self.model, self.transformer.module_output_name, features["input_ids"].device
+        made: dict[nn.Module, dict[str, Tensor]] = {}
+        encoded: list[Tensor] = []
 
-def _reader_of_padding(
-    model: MultiVectorEncoder, transformer: Transformer, features: dict[str, Tensor], kwargs: dict
-) -> str | None:
-    """Name the part of a model that reads the states of padding, as a part of a sentence; None if none does.
+        def replace(_module: nn.Module, _args: tuple, output: dict[str, Tensor]) -> None:
+            output[name] = output[name] if states is None else states
+            encoded.append(output[name].clone())
 
-    The model runs as it is, in training, on the same random numbers each time: with the encoder's states and with
-    others in the place of padding; then again with noise as the weights behind the encoder, since a convolution whose
-    weights are 0 now may be trained. Some of the tokenized texts have padding.
-    """
-    found: list[str] = []
-    padding = features["attention_mask"][..., None] == 0
+        def record(module: nn.Module, _args: tuple, output: dict[str, Tensor]) -> None:
+            mask = output["attention_mask"] != 0
+            made[module] = {
+                key: (value[mask] if value.shape[:2] == mask.shape else value).clone()
+                for key, value in output.items()
+                if torch.is_tensor(value)
+            }
 
-    def trial() -> None:
-        for weights in ({}, noise_outside(model, transformer)):
-            states, expected = _run(model, transformer, features, kwargs, weights)
-            others = torch.where(padding, _LARGE * states.flip(0, 1), states)
-            _, made = _run(model, transformer, features, kwargs, weights, others)
-            found.extend(
-                f"{type(module).__name__} reads the states of padding"
-                for module, output in expected.items()
-                if output.keys() != made[module].keys()
-                or not all(bitwise_equal(made[module][key], output[key]) for key in output)
-            )
-
-    failed = failure_of(
-        trial, features["input_ids"].device, "the model cannot be run with other states of padding ({})"
-    )
-    return next(iter(found), failed)
-
-
-def _run(
-    model: nn.Module,
-    transformer: Transformer,
-    features: dict[str, Tensor],
-    kwargs: dict,
-    weights: dict[str, Tensor],
-    states: Tensor | None = None,
-) -> tuple[Tensor, dict[nn.Module, dict[str, Tensor]]]:
-    """Hidden states ``[N, L, d]`` of the encoder, or others in their place, and what each module makes of attended tokens."""
-    made: dict[nn.Module, dict[str, Tensor]] = {}
-    encoded: list[Tensor] = []
-
-    def replace(_module: nn.Module, _args: tuple, output: dict[str, Tensor]) -> None:
-        name = transformer.module_output_name
-        output[name] = output[name] if states is None else states
-        encoded.append(output[name].clone())
-
-    def record(module: nn.Module, _args: tuple, output: dict[str, Tensor]) -> None:
-        made[module] = _of_attended_tokens(output)
-
-    device = features["input_ids"].device
-    with ExitStack() as stack:
-        stack.enter_context(restoring(model))
-        stack.enter_context(_inside_of_accelerate(model))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        # Reentrant checkpointing warns of inputs without gradients.
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
-        stack.callback(transformer.register_forward_hook(replace).remove)
-        for module in (*model.children(), model):
-            stack.callback(module.register_forward_hook(record).remove)
-        # Copies of buffers: to write to those that batch norm has would break a backward that is still to come.
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        # Tied, weights of a module that stands in two routes would be replaced twice, and put back once.
-        functional_call(model, {**buffers, **weights}, (dict(features),), kwargs, tie_weights=False)
-    return encoded[0], made
+        with ExitStack() as stack:
+            stack.enter_context(Restoring(model))
+            stack.enter_context(_inside_of_accelerate(model))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            # Reentrant checkpointing warns of inputs without gradients.
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
+            stack.callback(self.transformer.register_forward_hook(replace).remove)
+            for module in (*model.children(), model):
+                stack.callback(module.register_forward_hook(record).remove)
+            # Copies of buffers: to write to those that batch norm has would break a backward that is still to come.
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            # Tied, weights of a module that stands in two routes would be replaced twice, and put back once.
+            functional_call(model, {**buffers, **weights}, (dict(features),), self._model_kwargs, tie_weights=False)
+        return encoded[0], made
 
 
 @contextmanager
@@ -253,15 +235,6 @@ def _inside_of_accelerate(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.forward = prepared
-
-
-def _of_attended_tokens(output: dict[str, Tensor]) -> dict[str, Tensor]:
-    mask = output["attention_mask"] != 0
-    return {
-        key: (value[mask] if value.shape[:2] == mask.shape else value).clone()
-        for key, value in output.items()
-        if torch.is_tensor(value)
-    }
 
 
 def _check_metric(loss: nn.Module) -> None:
@@ -289,16 +262,7 @@ def _recommend_tokens(loss: nn.Module, features: dict[str, object], found: list[
         log_once(_FEW, loss.mini_batch_size, loss.mini_batch_size, about=loss.model)
 
 
-_CACHED = CachedMultiVectorMultipleNegativesRankingLoss
 _OF_LOSSES = [
-    *(
-        Patch(loss, "forward", noting_columns(detached(loss.forward), _check_metric))
-        for loss in (MultiVectorMultipleNegativesRankingLoss, *_OF_OWN_DOCUMENTS)
-    ),
-    Patch(
-        _CACHED,
-        "embed_minibatch",
-        gradcache.two_passes(detached(_CACHED.embed_minibatch), _check_metric, _recommend_tokens),
-    ),
-    *gradcache.minibatch_patches(),
+    *(noting_columns(loss, _check_metric) for loss in (MultiVectorMultipleNegativesRankingLoss, *_OF_OWN_DOCUMENTS)),
+    *gradcache.two_passes(CachedMultiVectorMultipleNegativesRankingLoss, _check_metric, _recommend_tokens),
 ]

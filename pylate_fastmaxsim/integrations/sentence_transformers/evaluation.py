@@ -63,7 +63,18 @@ def metrics_by(
     corpus_model = model if corpus_model is None else corpus_model
 
     def of_chunk(start: int, end: int) -> dict[str, Ranking]:
-        documents = _embed_chunk(evaluator, corpus_model, corpus_embeddings, start, end)
+        if corpus_embeddings is None:
+            documents = evaluator.embed_inputs(
+                corpus_model,
+                evaluator.corpus[start:end],
+                encode_fn_name="document",
+                prompt_name=evaluator.corpus_prompt_name,
+                prompt=evaluator.corpus_prompt,
+            )
+        elif isinstance(corpus_embeddings, Tensor) and corpus_embeddings.is_sparse:
+            documents = corpus_embeddings.index_select(0, torch.arange(start, end, device=corpus_embeddings.device))
+        else:
+            documents = corpus_embeddings[start:end]
         chunk_ranks, order = ranks[start:end].sort()
         found = {name: find(name, queries, documents, order, k) for name in evaluator.score_functions}
         return {name: (scores, chunk_ranks.to(places.device)[places]) for name, (scores, places) in found.items()}
@@ -74,20 +85,6 @@ def metrics_by(
         for name, found in of_chunk(start, min(start + size, count)).items():
             best[name] = _merged(best[name], found, k) if name in best else found
     return _report(evaluator, {name: _results(evaluator, ranks, found) for name, found in best.items()}, output_path)
-
-
-def _embed_chunk(evaluator: Evaluator, model, embeddings, start: int, end: int) -> object:
-    if embeddings is None:
-        return evaluator.embed_inputs(
-            model,
-            evaluator.corpus[start:end],
-            encode_fn_name="document",
-            prompt_name=evaluator.corpus_prompt_name,
-            prompt=evaluator.corpus_prompt,
-        )
-    if isinstance(embeddings, Tensor) and embeddings.is_sparse:
-        return embeddings.index_select(0, torch.arange(start, end, device=embeddings.device))
-    return embeddings[start:end]
 
 
 def _ranks(evaluator: Evaluator) -> Tensor:

@@ -10,21 +10,18 @@ from sentence_transformers.multi_vector_encoder.modules import BaseTokenPooling
 from torch import Tensor
 from torch.nn import functional as F
 
-from pylate_fastmaxsim.integrations.inference.batches import Batch
-from pylate_fastmaxsim.integrations.inference.rows import Rows, rows_of_texts
+from pylate_fastmaxsim.integrations.inference.batches import Features
+from pylate_fastmaxsim.integrations.inference.rows import rows_of_texts
 from pylate_fastmaxsim.integrations.options import Options
-from pylate_fastmaxsim.integrations.patching import fallback
-from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
-from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, Replacements
 from pylate_fastmaxsim.integrations.sentence_transformers.encoder import without_padding
 from pylate_fastmaxsim.integrations.sentence_transformers.texts import text_batches
 from pylate_fastmaxsim.integrations.sentence_transformers.token_pooling import options_of
+from pylate_fastmaxsim.ops.token_pooling import pool_tokens
 from pylate_fastmaxsim.tokens import TokenBatch
 
-
-def patches() -> list[Patch]:
-    """Replacements in Sentence Transformers; before release 6.2 ``encode`` is one function, which is left as it is."""
-    return [] if inference is None else [Patch(MultiVectorEncoder, "_inference", inference)]
+_replacements = Replacements("Sentence Transformers", pooled=False)
+patches = _replacements.patches
 
 
 def _inference(
@@ -52,20 +49,20 @@ def _inference(
     device = torch.device(self._resolve_inference_device(device))
     self.eval()
     progress = f"Encoding {'queries' if task == 'query' else 'documents'}" if show_progress_bar else None
-    batches = text_batches(self, inputs, device, batch_size, progress, prompt=prompt, task=task, **kwargs)
 
-    def embed(batch: Batch) -> Rows:
+    def embed(features: Features) -> TokenBatch:
         with without_padding():
             # Through __call__, so that a model that was compiled as a whole runs as compiled.
-            made = self(batch.features, task=task, **kwargs)
+            made = self(features, task=task, **kwargs)
         values, mask = made["token_embeddings"], made["attention_mask"].bool()
         values = F.normalize(values, dim=-1) if normalize_embeddings else values
-        if pooling is not None:
-            return Rows.pooled(TokenBatch.from_padded(values, mask), **pooling)
-        return Rows(values.flatten(0, 1), mask.flatten(), [mask.shape[1]] * len(mask))
+        documents = TokenBatch.from_padded(values, mask)
+        return documents if pooling is None else pool_tokens(documents, **pooling)
 
-    return rows_of_texts(len(inputs), batches, embed, to_host=save_to_cpu)
+    batches = text_batches(self, inputs, embed, device, batch_size, progress, prompt=prompt, task=task, **kwargs)
+    return rows_of_texts(len(inputs), batches, to_host=save_to_cpu)
 
 
-_stock = vars(MultiVectorEncoder).get("_inference")
-inference = _stock and fallback.replaces(_stock, host="Sentence Transformers", pooled=False)(_inference)
+# Before release 6.2 `encode` is one function, which is left as it is.
+if "_inference" in vars(MultiVectorEncoder):
+    _replacements.of(MultiVectorEncoder, "_inference")(_inference)

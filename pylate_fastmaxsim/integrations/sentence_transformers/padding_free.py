@@ -39,6 +39,7 @@ from pylate_fastmaxsim.integrations.models.wrappers import (
     sharded_by_fsdp,
 )
 from pylate_fastmaxsim.integrations.options import Options, current_options
+from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 
 Features = dict[str, Tensor]
 
@@ -63,23 +64,29 @@ _running: ContextVar[tuple[nn.Module, dict] | None] = ContextVar("running", defa
 _columns: ContextVar[LossColumns | None] = ContextVar("columns", default=None)
 
 
-def noting_model(stock: Callable, accelerates: Callable[[nn.Module], bool] = lambda model: True) -> Callable:
-    """A call of a model inside of which :func:`running_model` knows the model, if it ``accelerates``."""
+def noting_model(model_class: type, accelerates: Callable[[nn.Module], bool] = lambda model: True) -> list[Patch]:
+    """Calls of a model inside of which :func:`running_model` knows the model, if it ``accelerates``.
 
-    @wraps(stock)
-    def call(self: nn.Module, *args, **kwargs) -> Features:
-        if torch.compiler.is_compiling():
-            return stock(self, *args, **kwargs)
-        if args and isinstance(args[0], dict):
-            take_total(args[0])  # of a loop of the user's, in which no trainer takes it out
-        # A model compiled as a whole is left to stock: decisions about it cannot be traced.
-        if self._compiled_call_impl is not None:
-            return stock(self, *args, **kwargs)
-        is_accelerated = current_options() is not None and accelerates(self)
-        with setting(_running, (self, kwargs) if is_accelerated else None):
-            return stock(self, *args, **kwargs)
+    Two: accelerate puts a forward on the instance for mixed precision, and a subclass may have its own.
+    """
 
-    return call
+    def noting(stock: Callable) -> Callable:
+        @wraps(stock)
+        def call(self: nn.Module, *args, **kwargs) -> Features:
+            if torch.compiler.is_compiling():
+                return stock(self, *args, **kwargs)
+            if args and isinstance(args[0], dict):
+                take_total(args[0])  # of a loop of the user's, in which no trainer takes it out
+            # A model compiled as a whole is left to stock: decisions about it cannot be traced.
+            if self._compiled_call_impl is not None:
+                return stock(self, *args, **kwargs)
+            is_accelerated = current_options() is not None and accelerates(self)
+            with setting(_running, (self, kwargs) if is_accelerated else None):
+                return stock(self, *args, **kwargs)
+
+        return call
+
+    return [Patch(model_class, name, noting(detached(getattr(model_class, name)))) for name in ("__call__", "forward")]
 
 
 def running_model(model_class: type[nn.Module]) -> tuple[nn.Module, dict] | None:
@@ -135,8 +142,9 @@ def _origin_of(transformer: nn.Module, made: Tensor) -> tuple:
     return transformer, torch.is_grad_enabled(), torch.is_autocast_enabled(made.device.type)
 
 
-def noting_columns(stock: Callable, check: Callable[[nn.Module], None] = lambda loss: None) -> Callable:
+def noting_columns(loss_class: type, check: Callable[[nn.Module], None] = lambda loss: None) -> Patch:
     """The forward of a loss that notes its columns, after a ``check`` of the loss."""
+    stock = detached(loss_class.forward)
 
     @wraps(stock)
     def forward(self: nn.Module, sentence_features: Iterable[Features], *args, **kwargs) -> Tensor:
@@ -147,7 +155,7 @@ def noting_columns(stock: Callable, check: Callable[[nn.Module], None] = lambda 
         with noted(columns):
             return stock(self, columns.columns, *args, **kwargs)
 
-    return forward
+    return Patch(loss_class, "forward", forward)
 
 
 def noted(columns: LossColumns) -> AbstractContextManager[None]:

@@ -1,5 +1,6 @@
 """Scores of Sentence Transformers, XTR among them, without a similarity tensor: of its losses, evaluators and models."""
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -13,40 +14,25 @@ from torch import Tensor
 
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import Options
-from pylate_fastmaxsim.integrations.patching import fallback
-from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, check, own_documents
-from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, Replacements, check, own_documents
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.pooling import Max
 from pylate_fastmaxsim.tokens import TokenBatch
 
-_replaces = partial(fallback.replaces, host="Sentence Transformers")
+# Other MaxSim and XTR scores of Sentence Transformers and those of its models go through these functions.
+_replacements = Replacements("Sentence Transformers")
+patches = _replacements.patches
 
 
-def patches() -> list[Patch]:
-    """Replacements in Sentence Transformers.
-
-    Its other MaxSim and XTR scores and those of its models go through these.
-    """
-    return [
-        Patch(stock_similarity, "maxsim", all_pairs),
-        Patch(stock_similarity, "maxsim_pairwise", pairs),
-        Patch(stock_scores, "colbert_scores", colbert_scores),
-        Patch(stock_scores, "colbert_kd_scores", colbert_kd_scores),
-        Patch(stock_xtr, "xtr_scores", score_xtr),
-        Patch(stock_xtr, "xtr_kd_scores", score_xtr_of_own_documents),
-    ]
-
-
-@_replaces(stock_similarity.maxsim)
+@_replacements.of(stock_similarity, "maxsim")
 def all_pairs(options: Options, a, b, *args, **kwargs) -> Tensor:
     if len(a) == 0 or len(b) == 0:
         return all_pairs.__wrapped__(a, b, *args, **kwargs)
     return _score_sides(options, False, a, b, *args, **kwargs)
 
 
-@_replaces(stock_similarity.maxsim_pairwise)
+@_replacements.of(stock_similarity, "maxsim_pairwise")
 def pairs(options: Options, a, b, *args, **kwargs) -> Tensor:
     if len(a) == 0 or len(b) == 0:
         return pairs.__wrapped__(a, b, *args, **kwargs)
@@ -86,8 +72,8 @@ def _score_groups(
     return _score(options, *batches, _counts(queries_embeddings, queries_mask) if length_normalize else None)
 
 
-colbert_scores = _replaces(stock_scores.colbert_scores)(partial(_score_groups, False))
-colbert_kd_scores = _replaces(stock_scores.colbert_kd_scores)(partial(_score_groups, True))
+_replacements.of(stock_scores, "colbert_scores")(partial(_score_groups, False))
+_replacements.of(stock_scores, "colbert_kd_scores")(partial(_score_groups, True))
 
 
 def _score_xtr(
@@ -109,13 +95,11 @@ def _score_xtr(
     if queries.dim() != 3:
         raise FallbackToHost(f"queries have the shape {tuple(queries.shape)}")
     queries, documents, candidates = _groups(queries, documents_embeddings, queries_mask, documents_mask, own)
-    _check_groups(queries, documents, candidates)
-    scores = xtr_scores(queries, documents, top_k, candidates, normalizer="retrieved").float()
-    return _fill_empty(scores, documents, candidates)
+    return _scored(queries, documents, candidates, partial(xtr_scores, k=top_k, normalizer="retrieved"))
 
 
-score_xtr = _replaces(stock_xtr.xtr_scores, pooled=False)(partial(_score_xtr, False))
-score_xtr_of_own_documents = _replaces(stock_xtr.xtr_kd_scores, pooled=False)(partial(_score_xtr, True))
+_replacements.of(stock_xtr, "xtr_scores", pooled=False)(partial(_score_xtr, False))
+_replacements.of(stock_xtr, "xtr_kd_scores", pooled=False)(partial(_score_xtr, True))
 
 
 def _groups(
@@ -143,22 +127,18 @@ def _score(
     counts: Tensor | None,
 ) -> Tensor:
     """``counts``: the number of tokens of each query, for the mean over them."""
-    _check_groups(queries, documents, candidates)
-    scores = pooled_scores(queries, documents, candidates, pooling=options.pooling).float()
-    scores = _fill_empty(scores, documents, candidates)
+    scores = _scored(queries, documents, candidates, partial(pooled_scores, pooling=options.pooling))
     return scores if counts is None else scores / counts.to(scores)[:, None]
 
 
-def _check_groups(queries: TokenBatch, documents: TokenBatch, candidates: Tensor | None) -> None:
-    """Raise FallbackToHost where tokens do not fit together, or there are not as many queries as rows of candidates."""
+def _scored(
+    queries: TokenBatch, documents: TokenBatch, candidates: Tensor | None, score: Callable[..., Tensor]
+) -> Tensor:
+    """Scores, of documents without a token stock's own. FallbackToHost where queries and documents do not fit together."""
     if candidates is not None and len(queries) != len(candidates):
         raise FallbackToHost("queries and documents differ in number")
     check(queries.values, documents.values, 2, 2)
-
-
-def _fill_empty(scores: Tensor, documents: TokenBatch, candidates: Tensor | None) -> Tensor:
-    """Scores with stock's own in the place of those of documents without a token."""
-    empty = documents.lengths == 0
+    scores, empty = score(queries, documents, candidates=candidates).float(), documents.lengths == 0
     return _fill_empty_document_scores(scores, empty if candidates is None else empty[candidates])
 
 

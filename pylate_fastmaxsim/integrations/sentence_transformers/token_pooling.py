@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,21 +12,13 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.integrations.options import Options
-from pylate_fastmaxsim.integrations.patching import fallback
-from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
-from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, Replacements
 from pylate_fastmaxsim.ops.token_pooling import pool_tokens
 
-_replaces = partial(fallback.replaces, host="Sentence Transformers", pooled=False)
+_replacements = Replacements("Sentence Transformers", pooled=False)
+patches = _replacements.patches
 
-
-def patches() -> list[Patch]:
-    """Replacements in Sentence Transformers."""
-    of_one = HierarchicalTokenPooling.pool_one
-    return [
-        Patch(HierarchicalTokenPooling, "forward", forward, needs=(BaseTokenPooling.forward, of_one)),
-        Patch(HierarchicalTokenPooling, "pool", pool, needs=(of_one,)),
-    ]
+_OF_ONE = HierarchicalTokenPooling.pool_one
 
 
 def options_of(pooling: BaseTokenPooling) -> dict[str, Any]:
@@ -39,7 +30,7 @@ def options_of(pooling: BaseTokenPooling) -> dict[str, Any]:
     return {"factor": pooling.pool_factor, "protected": protected, "normalize": normalize}
 
 
-@_replaces(HierarchicalTokenPooling.forward)
+@_replacements.of(HierarchicalTokenPooling, "forward", needs=(BaseTokenPooling.forward, _OF_ONE))
 def forward(
     _options: Options, self: HierarchicalTokenPooling, features: dict[str, Tensor], task: str | None = None
 ) -> dict[str, Tensor]:
@@ -56,7 +47,7 @@ def forward(
     return features
 
 
-@_replaces(HierarchicalTokenPooling.pool)
+@_replacements.of(HierarchicalTokenPooling, "pool", needs=(_OF_ONE,))
 def pool(
     _options: Options,
     self: HierarchicalTokenPooling,

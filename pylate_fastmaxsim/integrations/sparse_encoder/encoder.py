@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.encoding import gradcache
 from pylate_fastmaxsim.integrations.encoding.batch import Documents
-from pylate_fastmaxsim.integrations.encoding.modes import UNDERSTOOD, mode_for, pad_to_widest_seen, understood
+from pylate_fastmaxsim.integrations.encoding.modes import UNDERSTOOD, mode_for, understood
 from pylate_fastmaxsim.integrations.encoding.token_counts import counting_tokens_of_batches
 from pylate_fastmaxsim.integrations.models.encoders import HiddenStates, encoder_of, hidden_states_of, inputs_of
 from pylate_fastmaxsim.integrations.models.user_code import has_hooks, reason_in_calls
@@ -59,23 +59,17 @@ _LEFT_BEHIND = {"token_embeddings", "sentence_embedding", "text_keys"}
 
 # Token counts, all columns of a loss in one call, and GradCache's two passes alike.
 _TRAINING = [
-    Patch(losses.SpladeLoss, "forward", noting_columns(detached(losses.SpladeLoss.forward))),
+    noting_columns(losses.SpladeLoss),
     *counting_tokens_of_batches(SparseEncoderDataCollator, SparseEncoderTrainer, by_rank=False),
 ]
 if hasattr(losses, "CachedSpladeLoss"):  # from release 5.3 on
-    _CACHED = losses.CachedSpladeLoss
-    _TRAINING += [
-        Patch(_CACHED, "embed_minibatch", gradcache.two_passes(detached(_CACHED.embed_minibatch))),
-        *gradcache.minibatch_patches(),
-    ]
+    _TRAINING += gradcache.two_passes(losses.CachedSpladeLoss)
 
 
 def patches() -> list[Patch]:
     """Replacements in Sentence Transformers."""
     return [
-        # Both: accelerate puts a forward on the instance for mixed precision, and a subclass may have its own.
-        Patch(SparseEncoder, "__call__", called),
-        Patch(SparseEncoder, "forward", encode),
+        *_CALLS,
         # Its forward is replaced for MultiVectorEncoder.
         Patch(MaskedLanguageModel, "__call__", embed, needs=(MaskedLanguageModel.forward, SpladePooling.forward)),
         Patch(SpladePooling, "forward", pool),
@@ -83,8 +77,7 @@ def patches() -> list[Patch]:
     ]
 
 
-called = noting_model(detached(SparseEncoder.__call__))
-encode = noting_model(detached(SparseEncoder.forward))
+_CALLS = noting_model(SparseEncoder)
 
 
 @wraps(_stock_call)
@@ -137,7 +130,6 @@ class _Call(TransformerCall):
         # encode() sorts texts by length, so that there is little padding, and comes in batches of any size.
         if not current_options().padding_free or torch.is_inference_mode_enabled():
             return "padded"
-        columns = pad_to_widest_seen(self.encoder, columns)
         return mode_for(self.encoder, columns, None, gradcache.inside(), host="Sentence Transformers")
 
     def call(self, features: Features) -> Tensor:

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.encoding.attention import PackingUnsupported
-from pylate_fastmaxsim.integrations.encoding.equivalence import evaluating, failure_of, restoring
+from pylate_fastmaxsim.integrations.encoding.equivalence import Restoring, evaluating, trial
 from pylate_fastmaxsim.integrations.models.encoders import HiddenStates, encoder_of, with_adapters
 from pylate_fastmaxsim.integrations.models.user_code import has_hooks, user_code, without_user_hooks
 from pylate_fastmaxsim.integrations.patching.known_sources import defined_in
@@ -93,12 +93,10 @@ def reason_to_compute_logits(transformer: nn.Module, hidden: HiddenStates, featu
     )
     found = _found.setdefault(model, {})
     if situation not in found:
-
-        def trial() -> None:
+        otherwise = f"{name} cannot run in parts ({{}})"
+        with torch.compiler.set_stance("force_eager"), trial(torch.device(device), otherwise) as compared:
             _compare_logits(transformer, hidden, head, features)
-
-        with torch.compiler.set_stance("force_eager"):
-            found[situation] = failure_of(trial, torch.device(device), f"{name} cannot run in parts ({{}})")
+        found[situation] = compared.reason
     return found[situation]
 
 
@@ -108,7 +106,7 @@ def _compare_logits(transformer: nn.Module, hidden: HiddenStates, head: Head, fe
     sample = {key: value[:texts, :tokens] for key, value in features.items()}
     # Also a bias behind the decoder, which may be 0 now and trained later.
     noise = noise_outside(transformer, hidden, *head.modules[len(head.holders) :])
-    with restoring(transformer), evaluating(transformer), without_user_hooks(transformer):
+    with Restoring(transformer), evaluating(transformer), without_user_hooks(transformer):
         expected = functional_call(transformer, noise, dict(sample))["token_embeddings"]
         ours = F.linear(head(hidden(sample)["token_embeddings"]), head.decoder.weight, head.decoder.bias)
     tolerance = _TOLERANCE[expected.dtype] * expected.double().abs().max()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,20 +11,17 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.util import select_max_active_dims
 from torch import Tensor
 
-from pylate_fastmaxsim.integrations.inference.batches import Batch
+from pylate_fastmaxsim.integrations.inference.batches import Features
 from pylate_fastmaxsim.integrations.options import Options
-from pylate_fastmaxsim.integrations.patching import fallback
-from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
-from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, Replacements
 from pylate_fastmaxsim.integrations.sentence_transformers.texts import text_batches
 
 # Each text has a number for every word of the vocabulary.
 _MOST_TEXTS = 512
 
 
-def patches() -> list[Patch]:
-    """Replacements in Sentence Transformers; before release 6.2 ``encode`` is one function, which is left as it is."""
-    return [] if inference is None else [Patch(SparseEncoder, "_inference", inference)]
+_replacements = Replacements("Sentence Transformers", pooled=False)
+patches = _replacements.patches
 
 
 def _inference(
@@ -46,13 +44,10 @@ def _inference(
     self.eval()
     limit = {} if max_active_dims is None else {"max_active_dims": max_active_dims}
     progress, most_texts = "Batches" if show_progress_bar else None, max(batch_size, _MOST_TEXTS)
-    batches = text_batches(self, inputs, device, batch_size, progress, most_texts, prompt=prompt, **kwargs)
-    order: list[int] = []
-    parts: list[Tensor] = []
 
-    def embed(batch: Batch) -> Tensor:
+    def embed(features: Features) -> Tensor:
         with torch.inference_mode():
-            made = self(batch.features, **limit, **kwargs)["sentence_embedding"]
+            made = self(features, **limit, **kwargs)["sentence_embedding"]
             if max_active_dims is not None:
                 made = select_max_active_dims(made, max_active_dims=max_active_dims)
         # Outside, as in stock: what is made inside can be converted to no other sparse layout.
@@ -60,14 +55,14 @@ def _inference(
             made = made.to_sparse()
         return made.cpu() if save_to_cpu else made
 
-    with closing(batches):
-        for batch in batches:
-            parts.append(batch.embedded(embed))
-            order += batch.indices
+    options = {"prompt": prompt, **kwargs}
+    with closing(text_batches(self, inputs, embed, device, batch_size, progress, most_texts, **options)) as batches:
+        places, parts = zip(*batches, strict=True)
     # The text at each place of the batches goes back to its own.
-    places = torch.tensor(order, device=parts[0].device).argsort()
-    return torch.cat(parts).index_select(0, places)
+    order = torch.tensor([*chain.from_iterable(places)], device=parts[0].device).argsort()
+    return torch.cat(parts).index_select(0, order)
 
 
-_stock = vars(SparseEncoder).get("_inference")
-inference = _stock and fallback.replaces(_stock, host="Sentence Transformers", pooled=False)(_inference)
+# Before release 6.2 `encode` is one function, which is left as it is.
+if "_inference" in vars(SparseEncoder):
+    _replacements.of(SparseEncoder, "_inference")(_inference)

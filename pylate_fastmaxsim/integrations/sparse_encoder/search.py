@@ -156,29 +156,18 @@ def all_metrics(options: Options, evaluator, model, *args, **kwargs) -> dict[str
     functions = evaluator.score_functions
     readers = {name: _reader_for(function) for name, function in functions.items()}
 
-    def find(name: str, *chunk) -> Ranking:
-        return _search_chunk(functions[name], readers[name], *chunk, model.device)
+    def find(name: str, queries: Tensor, documents: Tensor, order: Tensor, k: int) -> Ranking:
+        """Results are on the CPU."""
+        try:
+            of_queries, of_documents = readers[name](queries), readers[name](documents)
+            of_queries = of_queries.to(model.device) if model.device.type == "cuda" else of_queries
+            found = _top(of_queries, of_documents.select(order), k)
+        except FallbackToHost as reason:
+            # Not the whole function of the host, which would encode again.
+            host = "Sentence Transformers"
+            log_once("%s is not accelerated (running %s's own): %s.", Evaluator.__name__, host, reason)
+            scores = functions[name](queries, documents)
+            found = scores[:, order.to(scores.device)].sort(dim=1, descending=True, stable=True)
+        return tuple(each[:, :k].cpu() for each in found)
 
     return metrics_by(find, evaluator, model, *args, **kwargs)
-
-
-def _search_chunk(
-    score_function: Callable,
-    read: Callable,
-    queries: Tensor,
-    documents: Tensor,
-    order: Tensor,
-    k: int,
-    device: torch.device,
-) -> Ranking:
-    """Scores and positions in ``order`` of the best documents of each query, ``[Nq, at most k]`` on the CPU."""
-    try:
-        of_queries, of_documents = read(queries), read(documents)
-        found = _top(of_queries.to(device) if device.type == "cuda" else of_queries, of_documents.select(order), k)
-    except FallbackToHost as reason:
-        # Not the whole function of the host, which would encode again.
-        host = "Sentence Transformers"
-        log_once("%s is not accelerated (running %s's own): %s.", Evaluator.__name__, host, reason)
-        scores = score_function(queries, documents)
-        found = scores[:, order.to(scores.device)].sort(dim=1, descending=True, stable=True)
-    return tuple(each[:, :k].cpu() for each in found)

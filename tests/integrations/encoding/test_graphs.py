@@ -22,7 +22,7 @@ def recorded(monkeypatch) -> list[str]:
     """What was recorded and replayed, with graphs that run their functions again."""
     done, waiting = [], []  # one memory for all
 
-    def record(forward, weights, gradients, memory):
+    def record(forward, weights, gradients, pool, stream):
         done.append("record")
         states = forward().detach()
         gradient = torch.zeros_like(states)
