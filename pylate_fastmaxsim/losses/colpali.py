@@ -75,7 +75,7 @@ class GradCache:
             return loss
         loss.backward()
         gradients = [part for each in self._embeddings for part in each.grad.split(self._size)]
-        return with_second_passes(loss, self._second_passes, gradients)
+        return with_second_passes(loss, self._model, self._second_passes, gradients)
 
     def _embed(self, inputs: dict[str, Tensor]) -> Tensor:
         for module in self._with_offsets:

@@ -61,7 +61,7 @@ def _as_host(folder: str) -> None:
 
 
 def _pages(folder: str) -> None:
-    """GradCache of colpali-engine exchanges the gradients of all mini-batches."""
+    """GradCache of colpali-engine exchanges the gradients of all mini-batches, once."""
     from colpali_engine.loss import ColbertLoss
     from colpali_engine.models import ColQwen2, ColQwen2Processor
 

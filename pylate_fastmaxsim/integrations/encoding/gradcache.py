@@ -9,7 +9,7 @@ a mini-batch while the backward of the last is still running.
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache, wraps
 from typing import TypeVar
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from pylate_fastmaxsim.integrations.encoding.masks import writes_to
 from pylate_fastmaxsim.integrations.models.context import setting
+from pylate_fastmaxsim.integrations.models.wrappers import no_grad_sync
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.patches import Patch, detached
 
@@ -136,17 +137,21 @@ def first_pass(embed: Callable[[], Tensor], features: Mapping[str, object]) -> t
         return _wide(embed()), second_pass
 
 
-def with_second_passes(loss: Tensor, passes: Sequence[Callable[[], Tensor]], gradients: Sequence[Tensor]) -> Tensor:
+def with_second_passes(
+    loss: Tensor, model: nn.Module, passes: Sequence[Callable[[], Tensor]], gradients: Sequence[Tensor]
+) -> Tensor:
     """A loss whose ``backward()`` makes the second passes, and goes on from the gradients of their embeddings.
 
     The ``loss`` is a scalar, already differentiated by what the first passes returned: ``gradients`` in any shape. The
-    ``passes`` are all of the step, in the order of the first ones.
+    ``passes`` are all of the step, in the order of the first ones; ``model`` is what they call, possibly wrapped.
     """
 
     def second_passes(grad_output: Tensor) -> None:
         for second_pass, gradient in zip(passes, gradients, strict=True):
-            embeddings = second_pass()
-            embeddings.backward(gradient.view_as(embeddings) * grad_output)
+            # Once a step and not once a pass: ranks send each other the gradients of all weights.
+            with nullcontext() if second_pass is passes[-1] else no_grad_sync(model):
+                embeddings = second_pass()
+                embeddings.backward(gradient.view_as(embeddings) * grad_output)
 
     loss = loss.detach().requires_grad_()
     loss.register_hook(second_passes)

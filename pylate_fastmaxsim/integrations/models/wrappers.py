@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -107,6 +108,17 @@ def group_in_step(model: nn.Module, backwards: bool = False) -> dist.ProcessGrou
     if sharded_by_fsdp(core):
         group = dist.group.WORLD
     return group if group is not None and dist.get_world_size(group) > 1 else None
+
+
+def no_grad_sync(model: nn.Module) -> AbstractContextManager:
+    """Context in which a backward does not exchange gradients; the next one outside sends them too.
+
+    Only under DistributedDataParallel. FSDP would have to hold whole gradients, a static graph needs the exchange of
+    its first backward, and a compiled model would be compiled twice.
+    """
+    if isinstance(model, DistributedDataParallel) and not model.static_graph:
+        return model.no_sync()
+    return nullcontext()
 
 
 def _waits_for_ranks(layer: nn.Module, backwards: bool) -> bool:

@@ -284,7 +284,7 @@ class CachedBatch:
         size = {"mini_batch_size": mini_batch_size, "mini_batch_tokens": mini_batch_tokens}
         plan = encoding_encode.plan_documents(model, features[1:], wrapper_attribute(model, "skiplist"), **size)
         query_calls = encoding_encode.query_calls(model, features[0], plan, **size)
-        self._queries = len(query_calls)
+        self._model, self._queries = model, len(query_calls)
         calls = progress(query_calls + plan.calls)
         made = [first_pass(partial(unit_embeddings, model, call), call) for call in calls]
         embeddings, self._second_passes = zip(*made, strict=True)
@@ -301,7 +301,7 @@ class CachedBatch:
         of_queries, of_documents = self._shapes[: self._queries], self._shapes[self._queries :]
         gradients = [*self.queries.grad.split([shape[0] for shape in of_queries])]
         gradients += self.documents.values.grad.split([shape[:-1].numel() for shape in of_documents])
-        return with_second_passes(loss, self._second_passes, gradients)
+        return with_second_passes(loss, self._model, self._second_passes, gradients)
 
 
 def _progress(self: CachedContrastive, steps: Sequence, description: str) -> Iterator:

@@ -1,7 +1,6 @@
 """Losses in two real processes, under DistributedDataParallel and with documents gathered from both."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 from pylate import losses
 from pylate.scores import ColBERTScores, XTRScores
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -105,27 +105,45 @@ def _without_the_others(folder: str) -> None:
         dist.barrier()
 
 
-def _accumulated(folder: str) -> None:
-    """Steps of GradCache have the gradients of stock, also those that their caller accumulates before they are sent."""
+def _sent_once(folder: str) -> None:
+    """A step of GradCache sends the gradients of all passes together, and none while its caller accumulates them."""
     core = load_model(f"{folder}/modernbert").double()
     batch = batch_of(core, dist.get_rank())
     encoding_attention.variable_length_attention = attend_to_own_document
     model = DistributedDataParallel(core)
+    sent = []
+
+    def send(group, bucket):
+        sent.append(bucket.is_last())  # of an exchange of all gradients
+        return allreduce_hook(group, bucket)
+
+    model.register_comm_hook(None, send)
     loss_function = losses.CachedContrastive(model, mini_batch_size=2)
 
-    def gradients(steps: int = 1) -> list[torch.Tensor]:
-        core.zero_grad()
-        for last in reversed(range(steps)):
-            with nullcontext() if last == 0 else model.no_sync():
-                loss_function([dict(column) for column in batch]).backward()
-        return [weight.grad.clone() for weight in core.parameters()]
+    def backward() -> int:
+        sent.clear()
+        loss_function([dict(column) for column in batch]).backward()
+        return sum(sent)
 
-    stock = gradients()
+    def step() -> tuple[int, list[torch.Tensor]]:
+        core.zero_grad()
+        return backward(), [weight.grad.clone() for weight in core.parameters()]
+
+    exchanges, stock = step()
+    assert exchanges == 9  # of three columns of six
     assert stock[-1].any()
     with pylate_fastmaxsim.enabled(stock_masking=True):
-        for steps in (1, 1, 2):
-            for of_ours, of_stock in zip(gradients(steps), stock, strict=True):
-                torch.testing.assert_close(of_ours, steps * of_stock, rtol=1e-10, atol=1e-10)
+        for _ in range(2):
+            exchanges, ours = step()
+            assert exchanges == 1
+            for of_ours, of_stock in zip(ours, stock, strict=True):
+                torch.testing.assert_close(of_ours, of_stock, rtol=1e-10, atol=1e-10)
+        core.zero_grad()
+        with model.no_sync():
+            assert backward() == 0
+        assert backward() == 1
+        for weight, of_stock in zip(core.parameters(), stock, strict=True):
+            torch.testing.assert_close(weight.grad, 2 * of_stock, rtol=1e-10, atol=1e-10)
 
 
 class _Reads(Behind):
@@ -190,7 +208,7 @@ CASES = {
     "one validates": _without_the_others,
     "static graph": compare_host("PyLate", "contrastive", _static, mode="padded", checkpointing=True),
     "too few documents": _too_few_to_divide,
-    "accumulated": _accumulated,
+    "sent once": _sent_once,
     "a later batch has features": _later_batch,
     "a later batch is wide": partial(_later_batch, wide=True),
 }
