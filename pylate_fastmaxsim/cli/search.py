@@ -15,6 +15,7 @@ from pylate_fastmaxsim.cli.terminal import (
     report_interruption,
     several,
 )
+from pylate_fastmaxsim.files.replace import write_json
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
@@ -94,7 +95,7 @@ def kept_documents(index: Path | None) -> str:
 
 def run_search(options: argparse.Namespace) -> None:
     from pylate_fastmaxsim.cli.tables import search_table
-    from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
+    from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file
     from pylate_fastmaxsim.recipes.search.run import Options, search
     from pylate_fastmaxsim.recipes.targets import load_searched_collection
 
@@ -154,7 +155,7 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_evaluate(options: argparse.Namespace) -> None:
     from pylate_fastmaxsim.cli.tables import metrics_table, pairs_table
-    from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
+    from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file
     from pylate_fastmaxsim.recipes.search.evaluate import evaluate
     from pylate_fastmaxsim.recipes.search.run import Options
     from pylate_fastmaxsim.recipes.targets import find_collection, find_targets

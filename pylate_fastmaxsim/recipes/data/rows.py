@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from pylate_fastmaxsim.recipes.data.lists import (
 from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, loading, open_text, require_text_columns
 from pylate_fastmaxsim.recipes.data.text import check_first, is_id_column
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type, parse_json
+from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type
 from pylate_fastmaxsim.recipes.kind import Kind
 
 # Streamed rows are shuffled within it, with ``data.seed``.
@@ -226,7 +227,7 @@ def _read_triples(data: RowsSection, section: str) -> Dataset | None:
     key, files = f"{section}.files", data.files
     try:
         with open_text(files[0]) as lines:
-            first = parse_json(next(lines, ""))
+            first = json.loads(next(lines, ""))
     except (OSError, ValueError):  # datasets say what is wrong
         return None
     if not isinstance(first, list) or not first or isinstance(first[0], dict):  # an array of rows, perhaps
@@ -249,7 +250,7 @@ def _rows(key: str, files: list[str], scored: bool, status: Any) -> Iterator[dic
         with open_text(file) as lines:
             for number, line in enumerate(lines, 1):
                 try:
-                    query, *documents = parse_json(line)
+                    query, *documents = json.loads(line)
                     if scored:
                         ids, scores = zip(*documents, strict=True)
                         row = {

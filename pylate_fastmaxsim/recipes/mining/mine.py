@@ -21,7 +21,7 @@ from pylate_fastmaxsim.files.record import read_record, write_record
 from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace_file, replace_folder
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files import hold_lock, inputs_of, make_directory, require_outputs
+from pylate_fastmaxsim.recipes.files import hold_lock, inputs_of, make_directory, require_output
 from pylate_fastmaxsim.recipes.mining.first_stage import find_candidates, load_mining_stage
 from pylate_fastmaxsim.recipes.mining.negatives import DocumentSearch, hard_negatives
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs, load_pairs
@@ -68,7 +68,8 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     output = Path(recipe.data.name)
     if output.is_symlink():  # a folder cannot be renamed to a link
         output = output.resolve()
-    require_outputs("data.name", output, OWN_FILES, inputs_of(section, recipe.model))
+    for name in OWN_FILES:
+        require_output("data.name", output / name, inputs_of(section, recipe.model))
     unfinished = output.with_name(output.name + ".unfinished")
     mined = f"data.name: {output} is being mined by another command; wait until it ends, or choose another folder."
     lock = hold_lock("data.name", output.parent, output.name + LOCK_ENDING, mined)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import zipfile
 from contextlib import suppress
@@ -24,7 +25,6 @@ from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error, first_line
-from pylate_fastmaxsim.recipes.files import parse_json
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.retrieval.static.files import DESCRIPTION_FILE as STATIC_FILE
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
@@ -241,7 +241,7 @@ def is_cut_short(file: Path) -> bool:
             with safe_open(file, framework="pt"):
                 return False
         if file.suffix == ".json":
-            return not isinstance(parse_json(file.read_text(encoding="utf-8")), (dict, list))
+            return not isinstance(json.loads(file.read_text(encoding="utf-8")), (dict, list))
     except (OSError, ValueError, SafetensorError):
         return True
     return file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file)
@@ -285,7 +285,7 @@ def json_of(name: str, file: str) -> Any:
     """The content of a JSON file of a model, or None if it has no such file."""
     try:
         path = Path(name, file) if Path(name).is_dir() else Path(hf_hub_download(name, file))
-        return parse_json(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except LocalEntryNotFoundError:  # no connection to the Hub, and no copy on disk
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return None  # of a model that was downloaded; the libraries take the file as missing too

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from pylate_fastmaxsim.diagnostics.injection import RANDOM, SPIKE, TARGETED, injected_tokens, injection_sweep
 from pylate_fastmaxsim.diagnostics.robustness import DEPTH, RECALLS, length_sweep, retrieval_metrics, values_by_query
+from pylate_fastmaxsim.files.replace import write_json
 from pylate_fastmaxsim.integrations.options import POOLINGS, pooling_from_text
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files import inputs_of, prepare_file, write_json
+from pylate_fastmaxsim.recipes.files import inputs_of, prepare_file
 from pylate_fastmaxsim.recipes.load import is_recipe
 from pylate_fastmaxsim.recipes.models.retriever import DenseRetriever, Encoded, NotFiniteError, Retriever, retriever_of
 from pylate_fastmaxsim.recipes.robustness.lengthen import Lengthened, encode

@@ -13,12 +13,12 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import ProgressCallback, Trainer, TrainerState
 
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace_folder
+from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace_folder, write_json
 from pylate_fastmaxsim.recipes.config.schema import Recipe, TrainingSection
 from pylate_fastmaxsim.recipes.data.collection import RecipeData
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate, metric_names
-from pylate_fastmaxsim.recipes.files import hold_lock, inputs_of, require_outputs, write_json
+from pylate_fastmaxsim.recipes.files import hold_lock, inputs_of, require_output
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.load import HostModel, kind_of, load_model, load_trained
 from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin
@@ -84,7 +84,8 @@ def train(
     arguments = training_arguments(recipe, kind)
     directory = Path(recipe.output_dir)
     inputs = inputs_of(recipe.model, recipe.data, recipe.evaluation)
-    require_outputs("output_dir", directory, (RESULT_FILE, RECIPE_FILE), inputs)
+    for name in (RESULT_FILE, RECIPE_FILE):
+        require_output("output_dir", directory / name, inputs)
     taken = (
         f"output_dir: {directory} is being trained in by another command; wait until it ends, or choose another folder."
     )
