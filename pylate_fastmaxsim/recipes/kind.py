@@ -61,8 +61,8 @@ class Kind:
         """The KL divergence of a teacher's scores from a model's, both ``[N, n]`` in float64, as the host computes it."""
         return kl_divergence(scores, teacher)
 
-    def count(self, trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Numbers of ``documents``, of their ``live`` tokens, and of ``query_tokens`` of a batch."""
+    def count(self, model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Numbers of a batch: :func:`~pylate_fastmaxsim.comparison.trainer.count_tokens`."""
         raise NotImplementedError
 
     def counted_module(self, model: Any) -> nn.Module | None:

@@ -78,7 +78,7 @@ def measure(
     with plugin_of(recipe.fast):
         try:
             trainer = kind.build_trainer(recipe.loss, model, data.train, arguments)
-            measure_steps(trainer, gate, partial(kind.count, trainer), kind.counted_module(model))
+            measure_steps(trainer, gate, partial(kind.count, model), kind.counted_module(model))
             trainer.train()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -40,6 +39,7 @@ class ColBERT(TextKind):
     recipe_trainer = RecipeTrainer
     nano_beir_evaluator = NanoBEIREvaluator
     score_attribute = "score_metric"
+    pads_queries = True
 
     def load(self, section: ColBERTSection, device: torch.device | str, key: str, base: str) -> models.ColBERT:
         model = self.from_encoder(section, device)
@@ -104,11 +104,6 @@ class ColBERT(TextKind):
             lowest, highest = scores.aminmax(dim=1, keepdim=True)
             scores = (scores - lowest) / (highest - lowest + 1e-8)
         return kl_divergence(scores, teacher)
-
-    def count(self, trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
-        (queries, *_), _ = trainer.collect_features(inputs)
-        # Also those of expansion, which are masked.
-        return super().count(trainer, inputs) | {"query_tokens": queries["input_ids"].numel()}
 
     def counted_module(self, model: models.ColBERT) -> nn.Module:
         return model[0].auto_model

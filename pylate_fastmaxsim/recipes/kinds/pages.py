@@ -165,7 +165,7 @@ class Pages(Kind):
             temperature=None,
         )
 
-    def count(self, trainer: PageTrainer, inputs: dict[str, Any]) -> dict[str, Any]:
+    def count(self, model: PageModel, inputs: dict[str, Any]) -> dict[str, Any]:
         """Numbers of tokens; stock and fast, every page is padded to the longest of its batch."""
         return count_tokens(inputs)
 

@@ -11,6 +11,7 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
+from pylate_fastmaxsim.comparison.trainer import count_tokens
 from pylate_fastmaxsim.integrations.sparse_encoder.names import Router
 from pylate_fastmaxsim.losses import Matryoshka
 from pylate_fastmaxsim.pooling import Max
@@ -34,6 +35,7 @@ class TextKind(Kind):
 
     recipe_trainer: type[Trainer]  # that of the host, which saves, resumes and returns whole models
     score_attribute: str  # of late interaction, the attribute of a loss that computes its scores
+    pads_queries = False  # whether they are encoded with padding; otherwise it counts as that of documents
 
     def gradient_logger(self, recipe: Recipe, trainer: Trainer) -> LogGradientConcentration:
         """The callback of ``training.log_gradient_concentration``, on the first rows of the training data.
@@ -91,34 +93,14 @@ class TextKind(Kind):
         """The callbacks that a loss needs."""
         return None
 
-    def count(self, trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
-        (queries, *documents), _ = trainer.collect_features(inputs)
-        return {
-            "query_tokens": _tokens(queries),
-            "documents": sum(map(_texts, documents)),
-            "live": sum(map(_tokens, documents)),
-        }
+    def count(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+        return count_tokens(inputs, padded=self.pads_queries, encoded=False)
 
 
 def _over_pooled_documents(section: LossSection, loss: nn.Module) -> nn.Module:
     if section.pool_factors is None:
         return loss
     return Matryoshka(loss.model, loss, pool_factors=section.pool_factors, pool_weights=section.pool_weights)
-
-
-def _texts(column: dict[str, Any]) -> int:
-    """The number of texts of a column, which with FlashAttention Sentence Transformers writes one after the other."""
-    return len(column["cu_seq_lens_q"]) - 1 if "cu_seq_lens_q" in column else len(column["input_ids"])
-
-
-def _tokens(column: dict[str, Any]) -> Tensor | int:
-    """The number of their tokens, those of query expansion included where the column says which these are."""
-    if "cu_seq_lens_q" in column:
-        return column["input_ids"].numel()
-    live = column["attention_mask"].bool()
-    if "query_expansion_positions" in column:
-        live = live | column["query_expansion_positions"].bool()
-    return live.sum()
 
 
 class SentenceTransformersKind(TextKind):
