@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from sentence_transformers import CrossEncoder
-from sentence_transformers.models import Dense
-from sentence_transformers.util import import_from_string, load_file_path
 from transformers import PretrainedConfig
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
@@ -24,6 +20,7 @@ from pylate_fastmaxsim.recipes.mining.resumable import Work, read_parts
 from pylate_fastmaxsim.recipes.models.load import (
     NO_TOKENIZER,
     encoder_of,
+    has_projection,
     has_special_tokens_only,
     load_model,
     model_failure,
@@ -80,9 +77,7 @@ def load_teacher(section: MiningSection, device: torch.device, kind: str = "colb
     if has_special_tokens_only(encoder.tokenizer):
         raise RecipeError(NO_TOKENIZER.format("mining.teacher", name))
     if drawn:
-        other = (
-            "set mining.teacher_type to colbert" if _has_projection(name, encoder.config) else "name a cross-encoder"
-        )
+        other = "set mining.teacher_type to colbert" if has_projection(name) else "name a cross-encoder"
         raise RecipeError(
             f"mining.teacher {name} must have a scoring head, as a cross-encoder has, but its checkpoint holds no "
             f"{drawn[0]}, so that its scores would be random; {other}."
@@ -113,26 +108,13 @@ def _missing_head_weights(encoder: CrossEncoder, name: str) -> list[str]:
 
 def _require_projection(name: str, config: PretrainedConfig) -> None:
     """Refuse a model to which PyLate would add a projection with random weights."""
-    if _has_projection(name, config):
+    if has_projection(name):
         return
     is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
     other = "set mining.teacher_type to cross_encoder" if is_classifier else "name a trained ColBERT"
     raise RecipeError(
         f"mining.teacher {name} must have a projection, as a ColBERT has, but its checkpoint holds none, so that its "
         f"scores would be random; {other}."
-    )
-
-
-def _has_projection(name: str, config: PretrainedConfig) -> bool:
-    """Tell whether a checkpoint has the projection of a ColBERT, by PyLate's own test."""
-    if (config.architectures or [None])[0] == "HF_ColBERT":  # Stanford's
-        return True
-    file = load_file_path(name, "modules.json")
-    modules = json.loads(Path(file).read_text(encoding="utf-8")) if file else []
-    # By name as well: PyLate's cannot be imported beside Sentence Transformers 6.
-    return any(
-        module["type"].rpartition(".")[2] == "Dense" or issubclass(import_from_string(module["type"]), Dense)
-        for module in modules
     )
 
 

@@ -294,6 +294,12 @@ def json_of(name: str, file: str) -> Any:
         return None
 
 
+def has_projection(name: str) -> bool:
+    """Tell whether a checkpoint has a projection, which Sentence Transformers also keeps of a SentenceTransformer."""
+    saved = [module["type"].rpartition(".")[2] for module in json_of(name, "modules.json") or []]
+    return "Dense" in saved or model_type(name) in ("MultiVectorEncoder", "ColBERT")
+
+
 def encoder_of(model: nn.Module) -> PreTrainedModel:
     """The model of transformers in a text encoder, also below the route of a Router."""
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
