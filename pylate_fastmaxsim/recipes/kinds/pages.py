@@ -26,10 +26,9 @@ from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.tables import require_text_columns
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
-from pylate_fastmaxsim.recipes.models.retriever import PageModel
-from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration
+from pylate_fastmaxsim.recipes.models.retriever import PageModel, retriever_of
+from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration, encode_pairs
 from pylate_fastmaxsim.recipes.trainers.sharded import WholeModelMixin
-from pylate_fastmaxsim.tokens import TokenBatch
 
 CLASSES = {
     "colpali": (models.ColPali, models.ColPaliProcessor),
@@ -148,18 +147,10 @@ class Pages(Kind):
         rows = [trainer.train_dataset[row] for row in range(min(MEASURED_PAIRS, len(trainer.train_dataset)))]
         queries = [row[ColPaliEngineDataset.QUERY_KEY] for row in rows]
         pages = [row[ColPaliEngineDataset.POS_TARGET_KEY][0] for row in rows]
-
-        def encode_pairs() -> tuple[TokenBatch, TokenBatch]:
-            model, processor = trainer.model.eval(), trainer.retriever.processor  # each step sets it to training again
-            batches = processor.process_queries(queries), processor.process_images(pages)
-            embeddings = (model(**batch.to(model.device)) for batch in batches)
-            # Rows of padding are zero.
-            return tuple(TokenBatch.from_padded(part, (part != 0).any(dim=-1)) for part in embeddings)
-
         loss = trainer.loss_func
         return LogGradientConcentration(
             trainer,
-            encode_pairs,
+            partial(encode_pairs, retriever_of(trainer.retriever), queries, pages),
             recipe.training.log_gradient_concentration,
             pooling=LogSumExp(loss.tau) if loss.use_smooth_max else Max(),
             temperature=None,

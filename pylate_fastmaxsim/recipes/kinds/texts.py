@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
@@ -21,8 +22,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.pooling import FollowSchedule
-from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration, encode_pairs
 
 # Read as teacher scores by the collators of Sentence Transformers, whatever the loss, or as the name of a data set.
 RESERVED = ("label", "labels", "score", "scores", "dataset_name", "return_loss")
@@ -45,19 +45,11 @@ class TextKind(Kind):
         """
         queries, documents, *_ = trainer.train_dataset[:MEASURED_PAIRS].values()
         documents = [one if isinstance(one, str) else one[0] for one in documents]
-
-        def encode_pairs() -> tuple[TokenBatch, TokenBatch]:
-            retriever = retriever_of(trainer.model)
-            return (
-                retriever.encode(queries, MEASURED_PAIRS, is_query=True),
-                retriever.encode(documents, MEASURED_PAIRS, is_query=False),
-            )
-
         pooled = recipe.loss.pooling is not None
         loss = trainer.loss.loss if recipe.loss.pool_factors else trainer.loss
         return LogGradientConcentration(
             trainer,
-            encode_pairs,
+            partial(encode_pairs, retriever_of(trainer.model), queries, documents),
             recipe.training.log_gradient_concentration,
             pooling=(lambda: getattr(loss, self.score_attribute).pooling) if pooled else Max(),
             temperature=None if recipe.loss.name == "distillation" else recipe.loss.temperature or 1.0,
@@ -67,11 +59,12 @@ class TextKind(Kind):
         self, loss: LossSection, model: nn.Module, rows: Dataset, arguments: SentenceTransformerTrainingArguments
     ) -> Trainer:
         collator, function = self.build_collator(model, rows), self.build_loss(loss, model)
+        factors = {"pool_factors": loss.pool_factors, "pool_weights": loss.pool_weights}
         trainer = self.recipe_trainer(
             model=model,
             args=arguments,
             train_dataset=rows,
-            loss=_over_pooled_documents(loss, function),
+            loss=function if loss.pool_factors is None else Matryoshka(model, function, **factors),
             data_collator=collator,
             callbacks=self.callbacks(loss, function),
         )
@@ -95,12 +88,6 @@ class TextKind(Kind):
 
     def count(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
         return count_tokens(inputs, padded=self.pads_queries, encoded=False)
-
-
-def _over_pooled_documents(section: LossSection, loss: nn.Module) -> nn.Module:
-    if section.pool_factors is None:
-        return loss
-    return Matryoshka(loss.model, loss, pool_factors=section.pool_factors, pool_weights=section.pool_weights)
 
 
 class SentenceTransformersKind(TextKind):
