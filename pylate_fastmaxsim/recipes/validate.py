@@ -23,16 +23,15 @@ from pylate_fastmaxsim.recipes.files import ENDINGS, file_type
 
 def check(recipe: Recipe) -> None:
     """Raise RecipeError if keys contradict each other, or if a file or package is missing."""
-    parts = [_problems_of_model(recipe.model), _problems_of_rows(recipe.data, "data")]
     further = {f"data.more[{place}]": section for place, section in enumerate(recipe.data.more or ())}
-    for section, data in {**further, "evaluation.data": recipe.evaluation.data}.items():
-        parts += [_problems_of_rows(data, section), _problems_of_further(recipe, data, section)]
-    if (mining := recipe.mining) is not None:
-        parts += [
-            _problems_of_rows(mining.pairs, "mining.pairs"),
-            _problems_of_rows(mining.corpus, "mining.corpus"),
-        ]
-    parts += [
+    further["evaluation.data"] = recipe.evaluation.data
+    rows = {"data": recipe.data, **further}
+    if recipe.mining is not None:
+        rows |= {"mining.pairs": recipe.mining.pairs, "mining.corpus": recipe.mining.corpus}
+    parts = [
+        _problems_of_model(recipe.model),
+        *(_problems_of_rows(data, section) for section, data in rows.items()),
+        *(_problems_of_further(recipe, data, section) for section, data in further.items()),
         _problems_of_data(recipe),
         _problems_of_loss(recipe),
         _problems_of_pooling(recipe),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -177,16 +177,6 @@ class Clock:
         finally:
             self._switch(outer)
 
-    def iterate(self, task: str, items: Iterable[Encoded]) -> Iterator[Encoded]:
-        """Iterate over items; the seconds to get each of them are those of a task."""
-        iterator = iter(items)
-        while True:
-            with self.during(task):
-                item = next(iterator, self)
-            if item is self:
-                return
-            yield item
-
     def _switch(self, task: str | None) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -341,10 +331,14 @@ class Search:
         batches = encode_sample(self.model, corpus, self.options.batch_size)
         return self._with_progress(ENCODE_SAMPLE, batches, min(len(corpus), SAMPLE_DOCUMENTS))
 
-    def _with_progress(self, task: str, batches: Iterable[Encoded], total: int, done: int = 0) -> Iterator[Encoded]:
+    def _with_progress(self, task: str, batches: Iterator[Encoded], total: int, done: int = 0) -> Iterator[Encoded]:
         """Time batches and tell the progress; each is done when it has been written or searched."""
         encoded = self.progress(task, total, done)
-        for batch in self.clock.iterate(task, batches):
+        while True:
+            with self.clock.during(task):
+                batch = next(batches, None)
+            if batch is None:
+                return
             yield batch
             encoded(len(batch))
 
