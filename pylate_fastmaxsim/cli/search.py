@@ -58,32 +58,31 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_encoding(parser: argparse.ArgumentParser, place: str = "", compared: str = "") -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--index",
         type=path,
         metavar="DIR",
         help=f"keep the encoded documents here{place}: an interrupted command goes on, a further one encodes none",
     )
-    parser.add_argument(
+    add(
         "--format",
         help="of token embeddings in the index: float32 (the default), bfloat16, float16, int8, fp8, residual-1, residual-2 or "
         "residual-4",
     )
-    parser.add_argument(
+    add(
         "--exact",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="rank a static model by MaxSim, or by the upper bounds of its sparse vectors",
     )
-    parser.add_argument(
+    add(
         "--first-stage",
         metavar="STAGE",
         help=f"score with late interaction only the candidates of this search: bm25, sparse:MODEL or static:MODEL{compared}",
     )
-    parser.add_argument(
-        "--candidates", type=at_least(1), metavar="N", help="documents of each query that the first stage finds (1000)"
-    )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
+    add("--candidates", type=at_least(1), metavar="N", help="documents of each query that the first stage finds (1000)")
+    add("--trust-remote-code", action="store_true", help="run code that comes with a model")
 
 
 def kept_documents(index: Path | None) -> str:
