@@ -37,6 +37,13 @@ class KeptWarnings(logging.Handler):
         self.messages.append(record.getMessage())
 
 
+def keep_warnings() -> list[str]:
+    """The warnings of this package from now on, one by one."""
+    handler = KeptWarnings()
+    logging.getLogger("pylate_fastmaxsim").addHandler(handler)
+    return handler.messages
+
+
 class Gate:
     """Lets the steps of a process through while it has its turn, and reports each block of them.
 

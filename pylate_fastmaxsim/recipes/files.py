@@ -97,20 +97,21 @@ def require_output(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> 
 
 
 @contextmanager
-def hold_lock(key: str, directory: Path, name: str, sentence: str) -> Iterator[None]:
-    """Hold the lock file ``name`` in ``directory``, which is made if need be; ``sentence`` is the error where it is held.
+def hold_lock(key: str, file: Path, doing: str) -> Iterator[None]:
+    """Hold a lock file, whose folder is made if need be; ``doing`` begins the error where another command holds it.
 
     The file stays, except after an error in a folder that was made for it and holds nothing else.
     """
-    with made_directory(key, directory) as made, ExitStack() as held:
+    sentence = f"{key}: {doing} by another command; wait until it ends, or choose another folder."
+    with made_directory(key, file.parent) as made, ExitStack() as held:
         try:
-            held.enter_context(locked(directory, sentence, name))
+            held.enter_context(locked(file.parent, sentence, file.name))
         except ValueError as error:
             raise RecipeError(str(error)) from error
         try:
             yield
         except BaseException:
             with suppress(OSError):
-                if made and os.listdir(directory) == [name]:
-                    (directory / name).unlink()
+                if made and os.listdir(file.parent) == [file.name]:
+                    file.unlink()
             raise

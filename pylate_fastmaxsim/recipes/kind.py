@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from sentence_transformers.evaluation import NanoBEIREvaluator
     from torch import Tensor, nn
-    from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
 class Kind:
@@ -40,10 +40,6 @@ class Kind:
     def from_encoder(self, section: ModelSection, device: torch.device | str) -> Any:
         """The host's model class with the values of a section."""
         raise NotImplementedError
-
-    def tokenizer_of(self, model: Any) -> PreTrainedTokenizerBase:
-        """The tokenizer that a model was loaded with; of pages that of its queries."""
-        return model.tokenizer
 
     def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         """Rows under names that the host's collator knows; refuse columns that do not fit it or the loss."""

@@ -68,10 +68,10 @@ def compare(recipe: Recipe, batch_sizes: Sequence[int] = ()) -> dict[str, Any]:
     inputs = inputs_of(recipe.model, recipe.data, recipe.evaluation)
     for suffix in SUFFIXES:
         require_output("output_dir", (directory / RESULT_FILE).with_suffix(suffix), inputs)
-    taken = f"output_dir: another command compares in {directory}; wait until it ends, or choose another folder."
     # In one form for the runs and for compare.json.
     text = dump_recipe(recipe)
-    with hold_lock("output_dir", directory, LOCK_FILE, taken), tempfile.TemporaryDirectory() as scratch:
+    lock = hold_lock("output_dir", directory / LOCK_FILE, f"{directory} is being compared in")
+    with lock, tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "recipe.yaml")
         file.write_text(text, encoding="utf-8")
         return _compare(directory, file, sorted(set(batch_sizes)), begun)

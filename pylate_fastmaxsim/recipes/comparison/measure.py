@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 import time
@@ -16,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.comparison.gate import Gate, KeptWarnings
+from pylate_fastmaxsim.comparison.gate import Gate, keep_warnings
 from pylate_fastmaxsim.comparison.trainer import measure_steps
 from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY
 from pylate_fastmaxsim.comparison.verdict import NO_BATCH
@@ -55,8 +54,7 @@ def measure(
     seconds a step, metrics of the evaluation, ``untrained`` with the same metrics and ``untrained_seconds``, how long they
     took, ``prepare_seconds``, the ``warnings`` of the package, its ``decisions`` about padding, and the environment.
     """
-    warnings = KeptWarnings()
-    logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
+    warnings = keep_warnings()
     run = _recipe_of_run(recipe, batch_size)
     kind = kind_of(recipe.model)
     arguments = training_arguments(run, kind, **ONLY_STEPS)
@@ -74,7 +72,7 @@ def measure(
             f"--sweep: batch_size must be at most {rows}, as many rows as the data has, got {largest_batch}."
         )
     model = load_model(recipe.model, arguments.device, recipe.training.seed)
-    result |= {"warnings": warnings.messages, "environment": environment(arguments.device)}
+    result |= {"warnings": warnings, "environment": environment(arguments.device)}
     with plugin_of(recipe.fast):
         try:
             trainer = kind.build_trainer(recipe.loss, model, data.train, arguments)

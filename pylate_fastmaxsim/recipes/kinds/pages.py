@@ -17,7 +17,7 @@ from datasets import Dataset, Image
 from peft import LoraConfig, PeftModel, get_peft_model
 from sentence_transformers import SentenceTransformerTrainingArguments
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from pylate_fastmaxsim.comparison.trainer import count_tokens
 from pylate_fastmaxsim.pooling import LogSumExp, Max
@@ -97,9 +97,6 @@ class Pages(Kind):
         elif adapted:
             model = PeftModel.from_pretrained(model, section.name_or_path)
         return PageModel(model.to(device), processor)
-
-    def tokenizer_of(self, model: PageModel) -> PreTrainedTokenizerBase:
-        return model.processor.tokenizer
 
     def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         """Refuse columns other than a query, its page and, for losses with negatives, equally many of them in each row."""

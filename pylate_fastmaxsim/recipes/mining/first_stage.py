@@ -64,11 +64,8 @@ def find_candidates(
         # BM25 counts the tokens of its tokenizer.
         **({"model": common["model"]} if first.kind == "bm25" else {}),
     }
-    step = section.documents_per_part
-    settings = made | {"mining.documents_per_part": step}
-    files = work.parts(
-        "sparse", settings, "Encoding for the first stage", " documents", documents, step, encode_documents
-    )
+    title = "Encoding for the first stage"
+    files = work.parts("sparse", made, title, " documents", documents, "documents_per_part", encode_documents)
 
     @functools.cache
     def index() -> SparseIndex:
@@ -80,10 +77,8 @@ def find_candidates(
         bar.update(len(queries))
         return found.int().cpu().numpy()
 
-    step = section.rows_per_part
-    settings = made | {"mining.first_stage": asdict(first), "mining.rows_per_part": step}
-    title = "Searching the first stage"
-    files = work.parts("candidates", settings, title, " queries", len(pairs.queries), step, search)
+    settings, title = made | {"mining.first_stage": asdict(first)}, "Searching the first stage"
+    files = work.parts("candidates", settings, title, " queries", len(pairs.queries), "rows_per_part", search)
     candidates = read_parts(files)
     needed = min(documents_kept(pairs, section), documents)
     few = int(((candidates >= 0).sum(1) < needed).sum())

@@ -71,8 +71,7 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     for name in OWN_FILES:
         require_output("data.name", output / name, inputs_of(section, recipe.model))
     unfinished = output.with_name(output.name + ".unfinished")
-    mined = f"data.name: {output} is being mined by another command; wait until it ends, or choose another folder."
-    lock = hold_lock("data.name", output.parent, output.name + LOCK_ENDING, mined)
+    lock = hold_lock("data.name", output.with_name(output.name + LOCK_ENDING), f"{output} is being mined")
     with lock if processes.is_main_process else nullcontext():
         if processes.is_main_process:
             remove_scratch(output.parent, output.name)
@@ -116,7 +115,7 @@ def _mine(
     teacher = load_teacher(section, device, recipe.model.kind)
     if processes.is_main_process and not resume:
         _start_over(output, unfinished)
-    work = Work(unfinished, processes)
+    work = Work(unfinished, processes, section)
     common = {
         "mining.pairs or mining.corpus": pairs.digest,
         "model": settings["model"],

@@ -90,23 +90,21 @@ class DocumentSearch:
 
     def lowest_positive_scores(self) -> list[float]:
         """The score of the worst positive of each query."""
-        pairs, step = np.array(self.pairs.rows), self.section.rows_per_part
+        pairs = np.array(self.pairs.rows)
 
         def compute(part: slice, bar: Progress) -> np.ndarray:
             return self._scores_of_pairs(*pairs[part].T, part, bar)
 
-        settings = self.common | {"mining.rows_per_part": step}
-        files = self.work.parts("positives", settings, "Scoring positives", " pairs", len(pairs), step, compute)
+        title, per = "Scoring positives", "rows_per_part"
+        files = self.work.parts("positives", self.common, title, " pairs", len(pairs), per, compute)
         lowest = np.full(len(self.pairs.queries), np.inf, dtype=np.float32)
         np.minimum.at(lowest, pairs[:, 0], read_parts(files))
         return lowest.tolist()
 
     def _search_parts(self, settings: dict[str, Any], compute: Compute) -> list[Path]:
-        step = self.section.documents_per_part
-        settings |= {"mining.range_max": self.section.range_max, "mining.documents_per_part": step}
-        return self.work.parts(
-            "search", self.common | settings, "Searching", " documents", len(self.pairs.documents), step, compute
-        )
+        settings = self.common | settings | {"mining.range_max": self.section.range_max}
+        documents, per = len(self.pairs.documents), "documents_per_part"
+        return self.work.parts("search", settings, "Searching", " documents", documents, per, compute)
 
     def _scores_of_pairs(self, queries: np.ndarray, documents: np.ndarray, part: slice, bar: Progress) -> np.ndarray:
         """MaxSim of pairs ``[P]`` of numbers of a query and a document, each document of which is encoded once."""
@@ -135,7 +133,7 @@ class DocumentSearch:
             return {name: getattr(codec, name).cpu().numpy() for name in given}
 
         if needs_codec(format):
-            (file,) = self.work.parts("codec", self.common, "Training the codec", " codecs", 1, 1, train)
+            (file,) = self.work.parts("codec", self.common, "Training the codec", " codecs", 1, None, train)
             with np.load(file) as arrays:
                 codec = ResidualCodec(**{name: torch.from_numpy(arrays[name]) for name in arrays})
             return compressor(key, codec.to(self.model.device))

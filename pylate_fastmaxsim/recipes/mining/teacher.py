@@ -12,18 +12,17 @@ from sentence_transformers import CrossEncoder
 from transformers import PretrainedConfig
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.recipes.config.kinds import MODELS, ColBERTSection
+from pylate_fastmaxsim.recipes.config.kinds import MODELS
 from pylate_fastmaxsim.recipes.config.schema import MiningSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_parts
 from pylate_fastmaxsim.recipes.models.load import (
-    NO_TOKENIZER,
     encoder_of,
     has_projection,
-    has_special_tokens_only,
     load_model,
     model_failure,
+    require_tokenizer,
 )
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
 from pylate_fastmaxsim.reporting.progress import Progress
@@ -73,9 +72,8 @@ def load_teacher(section: MiningSection, device: torch.device, kind: str = "colb
         encoder = CrossEncoder(name, device="cpu")
         drawn = _missing_head_weights(encoder, name)
     except Exception as error:  # as in load_model
-        raise model_failure("mining.teacher", ColBERTSection(name_or_path=name), error) from error
-    if has_special_tokens_only(encoder.tokenizer):
-        raise RecipeError(NO_TOKENIZER.format("mining.teacher", name))
+        raise model_failure("mining.teacher", name, error) from error
+    require_tokenizer(encoder.tokenizer, "mining.teacher", name)
     if drawn:
         other = "set mining.teacher_type to colbert" if has_projection(name) else "name a cross-encoder"
         raise RecipeError(
@@ -135,9 +133,7 @@ def grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: Mining
     settings = {
         "mining.teacher": section.teacher,
         "mining.teacher_type": section.teacher_type,
-        "mining.rows_per_part": section.rows_per_part,
         "the negatives": hashlib.sha256(pairs.digest.encode() + rows.tobytes()).hexdigest(),
     }
-    step = section.rows_per_part
-    files = work.parts("teacher", settings, "Asking the teacher", " queries", len(candidates), step, compute)
-    return read_parts(files)
+    title, unit = "Asking the teacher", " queries"
+    return read_parts(work.parts("teacher", settings, title, unit, len(candidates), "rows_per_part", compute))

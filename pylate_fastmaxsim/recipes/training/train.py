@@ -86,10 +86,7 @@ def train(
     inputs = inputs_of(recipe.model, recipe.data, recipe.evaluation)
     for name in (RESULT_FILE, RECIPE_FILE):
         require_output("output_dir", directory / name, inputs)
-    taken = (
-        f"output_dir: {directory} is being trained in by another command; wait until it ends, or choose another folder."
-    )
-    lock = hold_lock("output_dir", directory, LOCK_FILE, taken)
+    lock = hold_lock("output_dir", directory / LOCK_FILE, f"{directory} is being trained in")
     with lock if arguments.should_save else nullcontext():
         if arguments.should_save:
             require_own_checkpoints(directory, inputs)
