@@ -71,7 +71,7 @@ class ColBERT(TextKind):
     def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         dataset = query_named(dataset)
         check_names(dataset.column_names)
-        return fit_to_loss(recipe, dataset, [name for name in dataset.column_names if name in COLLATED_LABELS])
+        return fit_to_loss(recipe, dataset, COLLATED_LABELS)
 
     def build_trainer(
         self,
