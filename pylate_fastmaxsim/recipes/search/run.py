@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, get_args
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from pylate_fastmaxsim import enabled
@@ -102,8 +103,6 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
     _check_options(options, model)
     task = Search(name, model, collection, options, progress)
     found = task.ranking()
-    if options.run is not None:
-        write_run(options.run, found)
     names = [name for name, depth in METRICS_BY_DEPTH.items() if depth <= options.k]
 
     def metrics(found: Ranking) -> dict[str, float] | None:
@@ -204,7 +203,7 @@ class Search:
         self.positions: Tensor | None = None
 
     def ranking(self) -> Ranking:
-        """The ``k`` best documents of each query."""
+        """The ``k`` best documents of each query, which are written to ``options.run`` as well."""
         # A static model encodes without a library.
         plugin = nullcontext() if self.model.kind == StaticRetriever.kind else enabled()
         try:
@@ -222,7 +221,10 @@ class Search:
             raise RecipeError(
                 f"--batch-size of {self.options.batch_size} is more than fits into memory; lower it{kept}."
             ) from error
-        return ranking(self.collection, scores, self.positions, self.options.k)
+        found = ranking(self.collection, scores, self.positions, self.options.k)
+        if self.options.run is not None:
+            write_run(self.options.run, found)
+        return found
 
     def summary(self) -> dict[str, Any]:
         """Names and numbers of a search that is done, and ``seconds`` of each task."""
@@ -313,16 +315,17 @@ class Search:
         corpus = self.collection.corpus
         if begin == len(corpus):
             return
-        batches = encode_corpus(self.model, corpus, self.options.batch_size, begin)
-        for batch in self._with_progress(ENCODE_DOCUMENTS, batches, len(corpus), begin):
+        for batch in self._encode(corpus.select(range(begin, len(corpus))), begin):
             yield batch
-            self.encoded += len(batch)
             if self.model.has_token_embeddings:
                 self.vectors += int(batch.lengths.sum())
 
     def _encode_chosen(self, positions: Tensor) -> Iterator[Encoded]:
-        batches = encode_corpus(self.model, self.collection.corpus.select(positions), self.options.batch_size)
-        for batch in self._with_progress(ENCODE_DOCUMENTS, batches, len(positions)):
+        return self._encode(self.collection.corpus.select(positions))
+
+    def _encode(self, documents: Dataset, done: int = 0) -> Iterator[Encoded]:
+        batches = encode_corpus(self.model, documents, self.options.batch_size)
+        for batch in self._with_progress(ENCODE_DOCUMENTS, batches, done + len(documents), done):
             yield batch
             self.encoded += len(batch)
 
