@@ -20,6 +20,11 @@ from pylate_fastmaxsim.recipes.data.docstrings import package_directory
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import ENDINGS, file_type
 
+NANO_BEIR_SETS = (
+    *("climatefever", "dbpedia", "fever", "fiqa2018", "hotpotqa", "msmarco", "nfcorpus", "nq", "quoraretrieval"),
+    *("scidocs", "arguana", "scifact", "touche2020"),
+)
+
 
 def check(recipe: Recipe) -> None:
     """Raise RecipeError if keys contradict each other, or if a file or package is missing."""
@@ -215,11 +220,12 @@ def _problems_of_evaluation(evaluation: EvaluationSection) -> Iterator[str]:
         yield "evaluation must have at most one of rows, data, beir and nano_beir."
     if evaluation.corpus_format is not None and evaluation.beir is None:
         yield "evaluation.corpus_format applies to evaluation.beir, which is missing."
-    if evaluation.nano_beir is not None:
-        # Imports datasets, which takes seconds.
-        from pylate_fastmaxsim.recipes.evaluation.evaluate import check_nano_beir
-
-        check_nano_beir(evaluation.nano_beir)
+    sets = evaluation.nano_beir or []
+    for name in sets:  # in upper or lower case, as for the libraries
+        if name.lower() not in NANO_BEIR_SETS:
+            yield f"evaluation.nano_beir must name sets out of {', '.join(NANO_BEIR_SETS)}, got {name!r}."
+    if len({name.lower() for name in sets}) < len(sets):
+        yield f"evaluation.nano_beir must name each set once, got {', '.join(sets)}."
 
 
 def _problems_of_run(recipe: Recipe) -> Iterator[str]:
