@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset, Features, Value
 from datasets import Image as ImageFeature
+from sentence_transformers.evaluation import InformationRetrievalEvaluator
 from torch import Tensor
 
 from pylate_fastmaxsim.ops.pooled import pooled_scores
@@ -33,9 +34,6 @@ from pylate_fastmaxsim.recipes.models.retriever import Encoded, NotFiniteError, 
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.sparse import SparseBatch
 from pylate_fastmaxsim.tokens import TokenBatch
-
-if TYPE_CHECKING:
-    from sentence_transformers.evaluation import InformationRetrievalEvaluator
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import functools
 import logging
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,18 +17,16 @@ from pylate_fastmaxsim.recipes.evaluation.first_stage import FirstStage, load_fi
 from pylate_fastmaxsim.recipes.mining.negatives import documents_kept
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_parts
+from pylate_fastmaxsim.recipes.models.load import HostModel
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE
 from pylate_fastmaxsim.reporting.progress import Progress
 from pylate_fastmaxsim.retrieval.sparse.index import SparseIndex
 from pylate_fastmaxsim.sparse import SparseBatch
 
-if TYPE_CHECKING:
-    from pylate.models import ColBERT
-
 logger = logging.getLogger(__name__)
 
 
-def load_mining_stage(section: MiningSection, model: ColBERT, pairs: Pairs, device: torch.device) -> FirstStage:
+def load_mining_stage(section: MiningSection, model: HostModel, pairs: Pairs, device: torch.device) -> FirstStage:
     """Load what ``mining.first_stage`` names; its ``k`` must leave enough negatives."""
     first, needed = section.first_stage, documents_kept(pairs, section)
     if first.k < needed:

@@ -7,7 +7,7 @@ import functools
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +19,11 @@ from pylate_fastmaxsim.recipes.config.schema import MiningSection
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Compute, Work, read_part, read_parts
 from pylate_fastmaxsim.recipes.mining.teacher import require_finite_scores
+from pylate_fastmaxsim.recipes.models.load import HostModel
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
 from pylate_fastmaxsim.reporting.progress import Progress
 from pylate_fastmaxsim.retrieval.search import pair_scores, search
 from pylate_fastmaxsim.tokens import TokenBatch
-
-if TYPE_CHECKING:
-    from pylate.models import ColBERT
 
 
 class DocumentSearch:
@@ -36,7 +34,7 @@ class DocumentSearch:
     """
 
     def __init__(
-        self, model: ColBERT, pairs: Pairs, section: MiningSection, work: Work, common: dict[str, Any]
+        self, model: HostModel, pairs: Pairs, section: MiningSection, work: Work, common: dict[str, Any]
     ) -> None:
         self.model, self.pairs, self.section, self.work = model, pairs, section, work
         self.common = common | {f"mining.{key}": getattr(section, key) for key in ("corpus_format", "pool_factor")}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_parts
 from pylate_fastmaxsim.recipes.models.load import (
+    HostModel,
     encoder_of,
     has_projection,
     load_model,
@@ -26,9 +26,6 @@ from pylate_fastmaxsim.recipes.models.load import (
 )
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
 from pylate_fastmaxsim.reporting.progress import Progress
-
-if TYPE_CHECKING:
-    from pylate.models import ColBERT
 
 # Rows of a query and its documents, by their numbers.
 Candidates = list[tuple[int, list[int]]]
@@ -41,7 +38,7 @@ def require_finite_scores(source: str, scores: np.ndarray) -> None:
         raise RecipeError(f"{source} must give scores that are finite numbers, but some of them are NaN or infinite.")
 
 
-def colbert_scores(model: ColBERT, pairs: Pairs, candidates: Candidates, batch_size: int) -> np.ndarray:
+def colbert_scores(model: HostModel, pairs: Pairs, candidates: Candidates, batch_size: int) -> np.ndarray:
     """MaxSim of the candidates of each query, ``[N, K]``."""
     used = {document: place for place, document in enumerate(dict.fromkeys(d for _, row in candidates for d in row))}
     retriever = retriever_of(model)

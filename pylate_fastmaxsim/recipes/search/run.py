@@ -15,12 +15,11 @@ from datasets import Dataset
 from torch import Tensor
 
 from pylate_fastmaxsim import enabled
-from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import SAMPLE_DOCUMENTS
 from pylate_fastmaxsim.recipes.config.schema import CompressedFormat, FirstStageSection
 from pylate_fastmaxsim.recipes.data.collection import Collection, corpus_digest, document_texts
-from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
+from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error, within_memory
 from pylate_fastmaxsim.recipes.evaluation.first_stage import (
     best_candidates,
     first_stage_named,
@@ -206,21 +205,15 @@ class Search:
         """The ``k`` best documents of each query, which are written to ``options.run`` as well."""
         # A static model encodes without a library.
         plugin = nullcontext() if self.model.kind == StaticRetriever.kind else enabled()
+        kept = ", and the same command goes on from what is in the index" if self.options.index is not None else ""
         try:
-            with plugin:
+            with plugin, within_memory("--batch-size", self.options.batch_size, f"lower it{kept}"):
                 search = self._search if self.options.first_stage is None else self._search_candidates
                 scores, self.positions = search()
         except NotFiniteError:
             raise RecipeError(
                 f"MODEL {self.name}: some embeddings are NaN or infinite, as after a training that diverged."
             ) from None
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            kept = ", and the same command goes on from what is in the index" if self.options.index is not None else ""
-            raise RecipeError(
-                f"--batch-size of {self.options.batch_size} is more than fits into memory; lower it{kept}."
-            ) from error
         found = ranking(self.collection, scores, self.positions, self.options.k)
         if self.options.run is not None:
             write_run(self.options.run, found)
