@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from transformers import ModernBertModel, PreTrainedModel
+import torch
+from datasets import Dataset
+from sentence_transformers import SentenceTransformerTrainingArguments
+from sentence_transformers.evaluation import NanoBEIREvaluator
+from torch import Tensor, nn
+from transformers import ModernBertModel, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from pylate_fastmaxsim.recipes.config.schema import LossSection, ModelSection, Recipe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-    from datasets import Dataset
-    from sentence_transformers.evaluation import NanoBEIREvaluator
-    from torch import Tensor, nn
-    from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
 class Kind:
     """A kind of model that recipes train: how it is made, given rows, trained, and counted in a comparison."""
 
     host: str  # the library that trains it, by its name; on PyPI with hyphens for spaces
-    arguments_class: type[TrainingArguments]
+    arguments_class: type[TrainingArguments] = SentenceTransformerTrainingArguments
     arguments: dict[str, Any] = {}  # that the host needs
-    writes_card = True  # whether the host's card of a saved model says something of its training
-    card_metadata: dict[str, str] = {}  # of its card, where the host writes none or another
-    card_tags: tuple[str, ...] = ()
+    own_card: dict[str, Any] | None = None  # metadata of a card, where that of the host says nothing of the training
     nano_beir_evaluator: Callable[..., NanoBEIREvaluator]  # of which only queries, documents and judgements are used
     encoder_class: type[PreTrainedModel] = ModernBertModel  # of a model from scratch
 

@@ -9,9 +9,8 @@ import torch
 from datasets import Dataset
 from pylate import losses, models, utils
 from pylate.evaluation import NanoBEIREvaluator
-from sentence_transformers import SentenceTransformerTrainingArguments
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTLoss, ColBERTSection
 from pylate_fastmaxsim.recipes.config.schema import Recipe
@@ -35,7 +34,6 @@ class ColBERT(TextKind):
     """``model.kind: colbert``."""
 
     host = "PyLate"
-    arguments_class = SentenceTransformerTrainingArguments
     recipe_trainer = RecipeTrainer
     nano_beir_evaluator = NanoBEIREvaluator
     score_attribute = "score_metric"
@@ -74,11 +72,7 @@ class ColBERT(TextKind):
         return fit_to_loss(recipe, dataset, COLLATED_LABELS)
 
     def build_trainer(
-        self,
-        loss: ColBERTLoss,
-        model: models.ColBERT,
-        rows: Dataset,
-        arguments: SentenceTransformerTrainingArguments,
+        self, loss: ColBERTLoss, model: models.ColBERT, rows: Dataset, arguments: TrainingArguments
     ) -> Trainer:
         # The columns of distillation end with the scores.
         scaled = loss.name == "distillation" and loss.normalize_scores is not False

@@ -15,7 +15,6 @@ from colpali_engine.data import ColPaliEngineDataset
 from colpali_engine.trainer.contrastive_trainer import ContrastiveTrainer
 from datasets import Dataset, Image
 from peft import LoraConfig, PeftModel, get_peft_model
-from sentence_transformers import SentenceTransformerTrainingArguments
 from torch import Tensor
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -69,13 +68,13 @@ class Pages(Kind):
     """``model.kind: colpali`` and ``colqwen2``."""
 
     host = "colpali-engine"
-    arguments_class = SentenceTransformerTrainingArguments
     # The collator needs the images; with adapters the inputs of a layer have no gradient.
     arguments = {"remove_unused_columns": False, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    # colpali-engine's cards say nothing of the training or the evaluation.
-    writes_card = False
-    card_metadata = {"library_name": "colpali", "pipeline_tag": "visual-document-retrieval"}
-    card_tags = ("colpali", "late-interaction")
+    own_card = {
+        "library_name": "colpali",
+        "pipeline_tag": "visual-document-retrieval",
+        "tags": ["colpali", "late-interaction"],
+    }
 
     def load(self, section: PagesSection, device: torch.device | str, key: str, base: str) -> PageModel:
         model_class, processor_class = CLASSES[section.kind]
