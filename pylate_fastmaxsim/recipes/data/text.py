@@ -14,7 +14,7 @@ from datasets import Sequence as List
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.lists import is_list, list_lengths
-from pylate_fastmaxsim.recipes.data.tables import require_text_columns
+from pylate_fastmaxsim.recipes.data.tables import require_text_columns, require_utf8
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 # Read as teacher scores by PyLate's or Sentence Transformers' collator, whatever the loss, or called so in a file.
@@ -221,7 +221,4 @@ def _require_values(lists: pa.ChunkedArray, column: str, wanted: str, *allowed: 
         raise RecipeError(f"data.columns: {column!r} must hold {wanted}, but some are missing.")
     if pa.types.is_floating(values.type) and not pc.all(pc.is_finite(values)).as_py():
         raise RecipeError(f"data.columns: {column!r} must hold {wanted}, but some are nan or infinite.")
-    try:
-        values.validate(full=True)
-    except pa.ArrowInvalid:
-        raise RecipeError(f"data.columns: {column!r} must hold {wanted} in UTF-8, but some are not.") from None
+    require_utf8(f"data.columns: {column!r}", values)

@@ -65,7 +65,7 @@ DISTILLATION = r"""
     | data.columns: 'scores' must hold lists of finite numbers, but it holds lists of string.$
 {query: q, documents: [1, 2], scores: [2.0, 1.0]} | |
     | data.columns: 'documents' must hold lists of texts, but it holds lists of int64.$
-| {documents: [a, b, "caf\udce9"]} | | data.columns: 'documents' must hold texts in UTF-8, but some are not.$
+| {documents: [a, b, "caf\udce9"]} | | data.columns: 'documents' must hold text in UTF-8, but some rows do not.$
 {query: q, label: l, scores: [1.0]} | | data.columns=[query,label,scores]
     | data.columns must be \[query, documents, scores\] for distillation, got
 | | data.negatives_per_query=2 | data.negatives_per_query does not apply to the distillation
