@@ -22,7 +22,7 @@ from pylate_fastmaxsim.recipes.mining.teacher import require_finite_scores
 from pylate_fastmaxsim.recipes.models.load import HostModel
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
 from pylate_fastmaxsim.reporting.progress import Progress
-from pylate_fastmaxsim.retrieval.search import pair_scores, search
+from pylate_fastmaxsim.retrieval.search import ordered, pair_scores, search
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
@@ -58,8 +58,7 @@ class DocumentSearch:
                 scores, found = (torch.from_numpy(arrays[name]) for name in ("scores", "found"))
             if best is not None:
                 scores, found = (torch.cat(columns, dim=1) for columns in zip(best, (scores, found), strict=True))
-            scores, order = scores.sort(dim=1, descending=True, stable=True)
-            best = scores[:, :k], found.gather(1, order[:, :k])
+            best = ordered(scores, found, k)
         return best
 
     def best_candidates(self, candidates: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +67,6 @@ class DocumentSearch:
         Only candidates are encoded.
         """
         digest = hashlib.blake2b(candidates.data, digest_size=16).hexdigest()
-        candidates = np.sort(candidates, axis=1)  # of equal scores the lower document comes first
         scores = np.full(candidates.shape, -np.inf, dtype=np.float32)
         step = self.section.documents_per_part
 
@@ -82,9 +80,8 @@ class DocumentSearch:
         files = self._search_parts({"the candidates of mining.first_stage": digest}, compute)
         for begin, file in zip(range(0, len(self.pairs.documents), step), files, strict=True):
             scores[inside(begin)] = read_part(file)
-        scores, order = torch.from_numpy(scores).sort(dim=1, descending=True, stable=True)
-        order = order[:, : documents_kept(self.pairs, self.section)]
-        return scores[:, : order.shape[1]], torch.from_numpy(candidates).gather(1, order)
+        kept = documents_kept(self.pairs, self.section)
+        return ordered(torch.from_numpy(scores), torch.from_numpy(candidates), kept)
 
     def lowest_positive_scores(self) -> list[float]:
         """The score of the worst positive of each query."""
