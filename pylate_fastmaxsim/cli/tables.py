@@ -1,7 +1,5 @@
 """Results of commands as tables for the terminal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pylate_fastmaxsim.recipes.search.run import (

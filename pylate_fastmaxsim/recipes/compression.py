@@ -1,7 +1,5 @@
 """Formats of compressed documents by the names that recipes and options have for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """The error of a recipe that cannot be run, and what other libraries' errors say."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

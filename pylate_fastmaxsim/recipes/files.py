@@ -1,7 +1,5 @@
 """Files that commands read and write: what rows are read from, and what may be replaced."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """The interface of a kind of model. Each kind is a file in ``kinds``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shipped recipes come with the package: in its wheel, or beside it in a checkout.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Sequence

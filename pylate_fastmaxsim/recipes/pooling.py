@@ -1,7 +1,5 @@
 """The pooling of a recipe's scores: its value at each step, and scores with it in PyLate's losses."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The models that the command line names, and the collection on which they are evaluated."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Problems of a recipe as a whole: keys that contradict each other, missing files and packages, a sentence each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain

@@ -1,7 +1,5 @@
 """Train a recipe stock and fast, and compare time, memory and quality."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

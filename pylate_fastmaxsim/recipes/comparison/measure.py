@@ -1,7 +1,5 @@
 """One of the two runs of a recipe that is compared, in a process of its own."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

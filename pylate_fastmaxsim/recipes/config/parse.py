@@ -1,7 +1,5 @@
 """Plain values to the sections of a recipe. Each key is checked by itself, and against the selector of its section."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import operator

@@ -1,7 +1,5 @@
 """Rows with lists of positives and of negatives, made to rows with one text in each column."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """The rows of a recipe: texts or pages, in columns that fit its loss."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

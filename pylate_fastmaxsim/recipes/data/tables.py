@@ -1,7 +1,5 @@
 """Tables from the Hub, from a copy of a Hub data set on disk, or from plain files, of which .csv and .tsv are read as text."""
 
-from __future__ import annotations
-
 import csv
 import glob
 import gzip

@@ -1,7 +1,5 @@
 """Columns of texts. PyLate's collator tells queries, documents and scores apart by their names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Evaluate a model on what its recipe names, by exact search."""
 
-from __future__ import annotations
-
 import logging
 from hashlib import sha256
 from typing import Any

@@ -1,7 +1,5 @@
 """PyLate's ColBERT models."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

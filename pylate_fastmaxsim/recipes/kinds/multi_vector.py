@@ -1,7 +1,5 @@
 """MultiVectorEncoders: late interaction of Sentence Transformers 6."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

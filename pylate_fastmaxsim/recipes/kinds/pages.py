@@ -1,7 +1,5 @@
 """Models of pages of colpali-engine: ColPali and ColQwen2."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from functools import partial
 from typing import Any

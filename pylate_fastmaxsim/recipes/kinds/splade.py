@@ -1,7 +1,5 @@
 """SPLADE models: SparseEncoders of Sentence Transformers whose pooling is SpladePooling."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

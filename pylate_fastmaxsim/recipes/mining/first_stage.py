@@ -1,7 +1,5 @@
 """Candidates of each query by a sparse search, part by part, so that only they need be scored exactly."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from dataclasses import asdict

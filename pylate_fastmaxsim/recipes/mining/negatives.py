@@ -1,7 +1,5 @@
 """Hard negatives: the best documents of each query by exact search, without likely positives."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Scores of a query's documents by the teacher."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 

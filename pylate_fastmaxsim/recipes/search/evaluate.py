@@ -1,7 +1,5 @@
 """Evaluate models one after the other on a collection, and compare them."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """An encoded corpus on disk. An interrupted call goes on where it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path

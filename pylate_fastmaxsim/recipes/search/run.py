@@ -1,7 +1,5 @@
 """Search a collection with a model, exactly: rankings, metrics, and what took how long."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext

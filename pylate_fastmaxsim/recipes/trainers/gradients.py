@@ -1,7 +1,5 @@
 """The concentration of gradients on few document tokens, logged while a model is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any

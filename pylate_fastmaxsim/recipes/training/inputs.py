@@ -1,7 +1,5 @@
 """Rows that a recipe trains on, and what is made before: docstring pairs, a model from scratch or a token table."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """The recipe and the training in the card of a saved model."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory

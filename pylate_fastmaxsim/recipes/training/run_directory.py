@@ -1,7 +1,5 @@
 """The folder of a training run: its checkpoints, of which recipe they are, and whether a run goes on from them."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Train the model of a recipe with the Sentence Transformers trainer."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
