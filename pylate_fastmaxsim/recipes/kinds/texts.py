@@ -32,7 +32,7 @@ class TextKind(Kind):
 
     recipe_trainer: type[Trainer]  # that of the host, which saves, resumes and returns whole models
     score_attribute: str  # of late interaction, the attribute of a loss that computes its scores
-    pads_queries = False  # whether they are encoded with padding; otherwise it counts as that of documents
+    pads_queries = False  # whether queries are encoded with padding; if not, theirs counts as that of documents
 
     def gradient_logger(self, recipe: Recipe, trainer: Trainer) -> LogGradientConcentration:
         """The callback of ``training.log_gradient_concentration``, on the first rows of the training data.

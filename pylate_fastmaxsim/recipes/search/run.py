@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import torch
 from datasets import Dataset
@@ -60,10 +60,8 @@ METRICS_BY_DEPTH = {"ndcg@10": 10, "mrr@10": 10, "recall@100": 100, "recall@1000
 FORMATS = ("float32", "bfloat16", "float16", *get_args(CompressedFormat))
 
 
-class Progress(Protocol):
-    """Begin a task of ``total`` items, ``done`` of which are done, and return what is told how many more are."""
-
-    def __call__(self, task: str, total: int, done: int = 0) -> Callable[[int], None]: ...
+# Begins a task of so many items, of which some may be done, and returns what is told how many more are.
+Progress = Callable[..., Callable[[int], object]]
 
 
 @dataclass(frozen=True)
