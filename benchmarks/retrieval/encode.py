@@ -199,7 +199,7 @@ def _corpus(model, cell: dict, folder: str) -> dict:
     rows = Dataset.from_dict({"_id": [str(n) for n in range(len(texts))], "text": texts})
 
     def encoded(begin: int, end: int = len(texts)):
-        return encode_corpus(retriever_of(model), rows.select(range(end)), cell["batch"], begin)
+        return encode_corpus(retriever_of(model), rows.select(range(begin, end)), cell["batch"])
 
     alone = min(ALONE, len(texts))
     for _ in encoded(0, len(some)):

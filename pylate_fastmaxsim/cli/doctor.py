@@ -1,7 +1,6 @@
 """``fastmaxsim doctor``: this machine, and whether the texts of a model, a recipe or a script are packed, grouped or padded."""
 
 import argparse
-import logging
 import os
 import sys
 import tempfile
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from pylate_fastmaxsim.comparison.gate import KeptWarnings
+from pylate_fastmaxsim.comparison.gate import keep_warnings
 from pylate_fastmaxsim.comparison.script_child import patch_trainers
 from pylate_fastmaxsim.integrations.doctor import report
 from pylate_fastmaxsim.integrations.enable import disable, status
@@ -51,7 +50,7 @@ def run_doctor(options: argparse.Namespace) -> None:
     from pylate_fastmaxsim.cli.terminal import quiet_libraries
 
     quiet_libraries()
-    warnings = _kept_warnings()
+    warnings = keep_warnings()
     with tempfile.TemporaryDirectory() as scratch:
         decisions = _first_batch(options.target, options.overrides, scratch)
     _print_report(options.verbose, options.target, decisions, warnings)
@@ -67,7 +66,7 @@ def doctor_script(arguments: Sequence[str]) -> None:
     """Run a script as ``fastmaxsim run`` does until its first backward, print the report, and end the process."""
     parser = script_doctor_parser("fastmaxsim doctor")
     options, words, as_module = parse(parser, arguments)
-    verbose, warnings = options.pop("verbose"), _kept_warnings()
+    verbose, warnings = options.pop("verbose"), keep_warnings()
     scratch = tempfile.TemporaryDirectory()
 
     def end() -> NoReturn:
@@ -81,12 +80,6 @@ def doctor_script(arguments: Sequence[str]) -> None:
     torch.Tensor.backward = lambda *args, **kwargs: end()  # whatever has a gradient has been encoded
     run_or_exit(parser, words, as_module, options)
     end()
-
-
-def _kept_warnings() -> list[str]:
-    handler = KeptWarnings()
-    logging.getLogger("pylate_fastmaxsim").addHandler(handler)
-    return handler.messages
 
 
 def _print_report(verbose: bool, target: str, decisions: list[str], warnings: list[str]) -> None:

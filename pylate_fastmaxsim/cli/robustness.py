@@ -6,13 +6,17 @@ from pylate_fastmaxsim.cli.terminal import (
     add_collection,
     add_overrides,
     at_least,
+    from_arguments,
     plain,
     quiet_libraries,
     report_interruption,
+    several,
 )
 
 
 def add_robustness_arguments(parser: argparse.ArgumentParser) -> None:
+    from pylate_fastmaxsim.integrations.options import pooling_from_text
+
     add = parser.add_argument
     add(
         "target",
@@ -24,15 +28,32 @@ def add_robustness_arguments(parser: argparse.ArgumentParser) -> None:
     add_collection(parser, ", in place of the recipe's held-out data; a model needs one")
     add(
         "--pooling",
+        dest="poolings",
+        type=pooling_from_text,
         action="append",
         default=[],
+        metavar="POOLING",
         help="max, top_k=K, softmax=T or log_sum_exp=T; may be given several times, in place of the first four",
     )
-    add("--times", default="1,2,4,8", metavar="N,N,...", help="how many times as long documents become (%(default)s)")
-    add("--tokens", default="0,25,50,100,200,400", metavar="K,K,...", help="how many tokens are injected (%(default)s)")
+    add(
+        "--times",
+        type=several(at_least(1)),
+        default="1,2,4,8",
+        metavar="N,N,...",
+        help="how many times as long documents become (%(default)s)",
+    )
+    add(
+        "--tokens",
+        type=several(at_least(0)),
+        default="0,25,50,100,200,400",
+        metavar="K,K,...",
+        help="how many tokens are injected (%(default)s)",
+    )
     add(
         "--append",
+        choices=["auto", "text", "tokens"],
         default="auto",
+        metavar="APPEND",
         help="what makes documents longer: text, tokens (embeddings), or auto for what the model can (%(default)s)",
     )
     add(
@@ -53,23 +74,19 @@ def add_robustness_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_robustness(options: argparse.Namespace) -> None:
-    from pylate_fastmaxsim.recipes.robustness.measure import robustness, settings_of
+    from pylate_fastmaxsim.recipes.robustness.measure import robustness
     from pylate_fastmaxsim.recipes.robustness.report import tables, write_robustness_page, write_robustness_png
+    from pylate_fastmaxsim.recipes.robustness.task import Settings
 
-    settings = settings_of(
-        options.pooling,
-        options.times,
-        options.tokens,
-        options.append,
-        options.noise,
-        seed=options.seed,
-        max_queries=options.max_queries,
-        max_documents=options.max_documents,
-    )
     quiet_libraries()
     with report_interruption(lambda: "the same command starts again"):
         result, pairs, file = robustness(
-            options.target, settings, options.overrides, options.beir, options.split, options.output
+            options.target,
+            from_arguments(Settings, options),
+            options.overrides,
+            options.beir,
+            options.split,
+            options.output,
         )
         for table in tables(result):
             plain.print(table)

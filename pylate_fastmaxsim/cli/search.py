@@ -15,6 +15,7 @@ from pylate_fastmaxsim.cli.terminal import (
     report_interruption,
     several,
 )
+from pylate_fastmaxsim.files.replace import write_json
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
@@ -57,32 +58,31 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_encoding(parser: argparse.ArgumentParser, place: str = "", compared: str = "") -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--index",
         type=path,
         metavar="DIR",
         help=f"keep the encoded documents here{place}: an interrupted command goes on, a further one encodes none",
     )
-    parser.add_argument(
+    add(
         "--format",
         help="of token embeddings in the index: float32 (the default), bfloat16, float16, int8, fp8, residual-1, residual-2 or "
         "residual-4",
     )
-    parser.add_argument(
+    add(
         "--exact",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="rank a static model by MaxSim, or by the upper bounds of its sparse vectors",
     )
-    parser.add_argument(
+    add(
         "--first-stage",
         metavar="STAGE",
         help=f"score with late interaction only the candidates of this search: bm25, sparse:MODEL or static:MODEL{compared}",
     )
-    parser.add_argument(
-        "--candidates", type=at_least(1), metavar="N", help="documents of each query that the first stage finds (1000)"
-    )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
+    add("--candidates", type=at_least(1), metavar="N", help="documents of each query that the first stage finds (1000)")
+    add("--trust-remote-code", action="store_true", help="run code that comes with a model")
 
 
 def kept_documents(index: Path | None) -> str:
@@ -94,7 +94,7 @@ def kept_documents(index: Path | None) -> str:
 
 def run_search(options: argparse.Namespace) -> None:
     from pylate_fastmaxsim.cli.tables import search_table
-    from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
+    from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file
     from pylate_fastmaxsim.recipes.search.run import Options, search
     from pylate_fastmaxsim.recipes.targets import load_searched_collection
 
@@ -154,7 +154,7 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_evaluate(options: argparse.Namespace) -> None:
     from pylate_fastmaxsim.cli.tables import metrics_table, pairs_table
-    from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file, write_json
+    from pylate_fastmaxsim.recipes.files import files_of_collection, prepare_file
     from pylate_fastmaxsim.recipes.search.evaluate import evaluate
     from pylate_fastmaxsim.recipes.search.run import Options
     from pylate_fastmaxsim.recipes.targets import find_collection, find_targets

@@ -1,7 +1,5 @@
 """Results of commands as tables for the terminal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pylate_fastmaxsim.recipes.search.run import (
@@ -107,7 +105,9 @@ def _plaid_rows(plaid: dict[str, Any]) -> Rows:
 
 
 def metrics_table(result: dict[str, Any]) -> Table:
-    metrics, shares = list(result["models"][0]["metrics"]), list(_shares(result["models"]))
+    metrics = list(result["models"][0]["metrics"])
+    # Of the best of an exhaustive search, what share is found behind a first stage.
+    shares = dict.fromkeys(name for model in result["models"] for name in model if name.startswith("overlap@"))
     found = [f"of the top {name.removeprefix('overlap@')}" for name in shares]
     pooled = any(model["pool_factor"] > 1 for model in result["models"])
     names = (METRICS[name] for name in metrics)
@@ -125,11 +125,6 @@ def metrics_table(result: dict[str, Any]) -> Table:
             )
         )
     return Table(f"{result['collection']}: {result['documents']:,} documents, {result['queries']:,} queries", rows)
-
-
-def _shares(models: list[dict[str, Any]]) -> dict[str, None]:
-    """The names of what share of an exhaustive search's best is found behind a first stage."""
-    return dict.fromkeys(name for model in models for name in model if name.startswith("overlap@"))
 
 
 def pairs_table(result: dict[str, Any]) -> Table:

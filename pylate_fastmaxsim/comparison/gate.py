@@ -26,15 +26,13 @@ VARIABLE = "FASTMAXSIM_GATE"
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
-class KeptWarnings(logging.Handler):
-    """Keeps the warnings of a logger, which a comparison shows: ``messages``."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+def keep_warnings() -> list[str]:
+    """A list to which each warning that this package logs from now on is added."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("pylate_fastmaxsim").addHandler(handler)
+    return messages
 
 
 class Gate:

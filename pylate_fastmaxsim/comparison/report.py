@@ -1,6 +1,5 @@
 """The result of a comparison: rows and sentences, a table for the terminal, a picture and a page."""
 
-import json
 import math
 import sys
 from collections.abc import Iterable
@@ -12,7 +11,7 @@ from pylate_fastmaxsim.comparison import figures
 from pylate_fastmaxsim.comparison.figures import LABELS
 from pylate_fastmaxsim.comparison.turns import FINISHED
 from pylate_fastmaxsim.comparison.verdict import FAST, PHASES
-from pylate_fastmaxsim.files.replace import replace_file
+from pylate_fastmaxsim.files.replace import write_json
 from pylate_fastmaxsim.reporting.figures import write_png
 from pylate_fastmaxsim.reporting.numbers import METRICS, format_bytes, format_number
 from pylate_fastmaxsim.reporting.page import Section, write_page
@@ -233,7 +232,7 @@ def publish(comparison: dict[str, Any], file: Path) -> None:
         show(Table("against batch size", sweep_rows(points), left=0))
     for warning in labelled_warnings(comparison):
         print(warning, file=sys.stderr)
-    write_comparison(comparison, file)
+    write_json(file, comparison)
     try:
         write_pictures(comparison, file)
     except ModuleNotFoundError as error:
@@ -241,11 +240,6 @@ def publish(comparison: dict[str, Any], file: Path) -> None:
         print(file)
     else:
         print(*(file.with_suffix(suffix) for suffix in SUFFIXES), sep="\n")
-
-
-def write_comparison(comparison: dict[str, Any], file: Path) -> None:
-    """Write ``compare.json``."""
-    replace_file(file, (json.dumps(comparison, indent=2, allow_nan=False) + "\n").encode())
 
 
 def write_pictures(comparison: dict[str, Any], file: Path) -> None:

@@ -5,7 +5,6 @@ first is gate. The process is ended behind the last measured step, so that the s
 """
 
 import argparse
-import logging
 import math
 import os
 import random
@@ -23,7 +22,7 @@ import torch
 from torch.optim import optimizer as optimizers
 
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.comparison.gate import Gate, KeptWarnings, current_device
+from pylate_fastmaxsim.comparison.gate import Gate, current_device, keep_warnings
 from pylate_fastmaxsim.comparison.trainer import count_tokens, embeddings_of, measure_steps
 from pylate_fastmaxsim.comparison.turns import FINISHED, OUT_OF_MEMORY
 from pylate_fastmaxsim.comparison.verdict import FAST, STOCK
@@ -211,11 +210,9 @@ def main() -> None:
     folder = Path(folder)
     options, words, as_module = parse(script_comparison_parser("fastmaxsim compare"), arguments)
     steps, _ = options.pop("steps"), options.pop("output")
-    warnings = KeptWarnings()
-    if mode == FAST:
-        logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
+    warnings = keep_warnings() if mode == FAST else []
     os.environ["PYLATE_FASTMAXSIM"] = "1" if mode == FAST else "0"
-    gate = ScriptGate.from_environment(words[0], steps, warnings.messages)
+    gate = ScriptGate.from_environment(words[0], steps, warnings)
     loop = LoopWatch(gate)
 
     def measure(trainer: Any) -> None:

@@ -76,18 +76,27 @@ def embeddings_of(model: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def count_tokens(inputs: Any, padded: bool = True, encoded: bool = True) -> dict[str, Any]:
-    """Numbers of a batch from the masks of its columns, of which the first are queries, encoded with padding if ``padded``.
+    """Numbers of a batch from its columns of tokens, of which the first are queries, encoded with padding if ``padded``.
 
-    ``encoded``: what the encoder is given is as long as the masks; else it is counted elsewhere.
+    ``encoded``: what the encoder is given is as long as the columns; else it is counted elsewhere.
     """
-    columns = inputs if isinstance(inputs, Mapping) else {}  # a collator of the user's own may return a list
-    masks = [mask for name, mask in columns.items() if name.endswith("attention_mask")]
-    if len(masks) < 2:
+    inputs = inputs if isinstance(inputs, Mapping) else {}  # a collator of the user's own may return a list
+    columns = [name.removesuffix("input_ids") for name in inputs if name.endswith("input_ids")]
+    counted = [numbers for column in columns if (numbers := _count_column(inputs, column)) is not None]
+    if len(counted) < 2:
         return {}
-    queries, *documents = masks
-    expanded = any(name.endswith("query_expansion_positions") for name in columns)
-    return {
-        "documents": sum(mask.shape[:-1].numel() for mask in documents),
-        "live": sum(mask.sum() for mask in documents),
-        "query_tokens": queries.numel() if padded or expanded else queries.sum(),
-    } | ({"encoded": sum(mask.numel() for mask in masks)} if encoded else {})
+    texts, live, sizes = zip(*counted, strict=True)
+    numbers = {"documents": sum(texts[1:]), "live": sum(live[1:]), "query_tokens": sizes[0] if padded else live[0]}
+    return numbers | ({"encoded": sum(sizes)} if encoded else {})
+
+
+def _count_column(inputs: Mapping[str, Any], column: str) -> tuple[int, Any, int] | None:
+    """Numbers of texts, of their tokens, those of query expansion included, and of tokens with padding; None without masks."""
+    ids = inputs[f"{column}input_ids"]
+    if f"{column}cu_seq_lens_q" in inputs:  # with FlashAttention Sentence Transformers writes one text after the other
+        return len(inputs[f"{column}cu_seq_lens_q"]) - 1, ids.numel(), ids.numel()
+    if (live := inputs.get(f"{column}attention_mask")) is None:
+        return None
+    if (expanded := inputs.get(f"{column}query_expansion_positions")) is not None:
+        live = live.bool() | expanded.bool()
+    return live.shape[:-1].numel(), live.sum(), live.numel()

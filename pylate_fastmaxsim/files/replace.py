@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import glob
+import json
 import os
 import re
 import secrets
@@ -47,6 +48,11 @@ def replace_file(file: Path, content: bytes | Callable[[str], Any]) -> None:
         raise
     with naming(file):
         sync(file.parent)
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Replace a file by one that holds a value without NaN and infinity."""
+    replace_file(file, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:

@@ -1,7 +1,5 @@
 """Formats of compressed documents by the names that recipes and options have for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch
@@ -45,18 +43,13 @@ def train_codec(key: str, name: str, batches: Iterable[TokenBatch]) -> ResidualC
         return ResidualCodec.train(torch.cat(some), bits=int(name.removeprefix(RESIDUAL)))
 
 
-def unchanged(batch: TokenBatch) -> TokenBatch:
-    """Documents as they were encoded."""
-    return batch
-
-
 def compressor(key: str, format: str | ResidualCodec | None) -> Compress:
-    """A function that brings a batch into a format, or leaves it :func:`unchanged` where that is None.
+    """A function that brings a batch into a format, or leaves it as it is where that is None.
 
     It raises RecipeError if an embedding is NaN or infinite.
     """
     if format is None:
-        return unchanged
+        return lambda batch: batch
 
     def compressed(batch: TokenBatch) -> CompressedBatch:
         with as_recipe_error(key):

@@ -1,9 +1,9 @@
 """The error of a recipe that cannot be run, and what other libraries' errors say."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from pylate_fastmaxsim._memory import is_out_of_memory
 
 
 class RecipeError(ValueError):
@@ -23,11 +23,25 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def as_recipe_error(where: str, types: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
-    """Context in which errors of these types, ValueError by default, become RecipeErrors that begin with ``where``."""
+def as_recipe_error(
+    where: str, types: tuple[type[Exception], ...] = (ValueError,), named: bool = False
+) -> Iterator[None]:
+    """Context in which errors of these types become RecipeErrors that begin with ``where``, and the type if ``named``."""
     try:
         yield
     except RecipeError:
         raise
     except types as error:
-        raise RecipeError(f"{where}: {first_line(error)}") from error
+        kind = f"{type(error).__name__}: " if named else ""
+        raise RecipeError(f"{where}: {kind}{first_line(error)}") from error
+
+
+@contextmanager
+def within_memory(key: str, size: int, advice: str) -> Iterator[None]:
+    """Context in which an error that memory is full becomes a RecipeError about ``key``, a size of batches."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RecipeError(f"{key} of {size} is more than fits into memory; {advice}.") from error

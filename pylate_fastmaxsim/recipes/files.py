@@ -1,17 +1,14 @@
 """Files that commands read and write: what rows are read from, and what may be replaced."""
 
-from __future__ import annotations
-
 import dataclasses
-import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from pylate_fastmaxsim.files.lock import locked
-from pylate_fastmaxsim.files.replace import reason_against_replacing, replace_file
+from pylate_fastmaxsim.files.replace import reason_against_replacing
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 # Files of rows by their endings, with the names that datasets has for their types.
@@ -78,12 +75,6 @@ def prepare_file(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> No
         raise RecipeError(f"{key} {file} cannot be written: {file.parent} is read-only.")
 
 
-def require_outputs(key: str, folder: Path, names: Sequence[str], inputs: Sequence[Path]) -> None:
-    """Refuse files in a folder as :func:`require_output`."""
-    for name in names:
-        require_output(key, folder / name, inputs)
-
-
 def require_output(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> None:
     """Refuse a file that is no regular one, is one of ``inputs`` or lies in a folder of them. Errors name ``key``."""
     try:
@@ -104,33 +95,21 @@ def require_output(key: str, file: Path, inputs: Iterable[Path | None] = ()) -> 
 
 
 @contextmanager
-def hold_lock(key: str, directory: Path, name: str, sentence: str) -> Iterator[None]:
-    """Hold the lock file ``name`` in ``directory``, which is made if need be; ``sentence`` is the error where it is held.
+def hold_lock(key: str, file: Path, doing: str) -> Iterator[None]:
+    """Hold a lock file, whose folder is made if need be; ``doing`` begins the error where another command holds it.
 
     The file stays, except after an error in a folder that was made for it and holds nothing else.
     """
-    with made_directory(key, directory) as made, ExitStack() as held:
+    sentence = f"{key}: {doing} by another command; wait until it ends, or choose another folder."
+    with made_directory(key, file.parent) as made, ExitStack() as held:
         try:
-            held.enter_context(locked(directory, sentence, name))
+            held.enter_context(locked(file.parent, sentence, file.name))
         except ValueError as error:
             raise RecipeError(str(error)) from error
         try:
             yield
         except BaseException:
             with suppress(OSError):
-                if made and os.listdir(directory) == [name]:
-                    (directory / name).unlink()
+                if made and os.listdir(file.parent) == [file.name]:
+                    file.unlink()
             raise
-
-
-def parse_json(text: str) -> Any:
-    """:func:`json.loads`, with ValueError as well for lists in lists that are too deep for it."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("its lists or objects are too deep inside of each other") from None
-
-
-def write_json(file: Path, value: Any) -> None:
-    """Write a value without NaN and infinity; the file appears when it is complete."""
-    replace_file(file, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())

@@ -1,7 +1,5 @@
 """A JSON schema of recipes, with which editors complete and check them."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import typing

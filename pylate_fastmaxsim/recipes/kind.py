@@ -1,32 +1,25 @@
 """The interface of a kind of model. Each kind is a file in ``kinds``."""
 
-from __future__ import annotations
+from collections.abc import Callable
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
-from transformers import ModernBertModel, PreTrainedModel
+import torch
+from datasets import Dataset
+from sentence_transformers import SentenceTransformerTrainingArguments
+from sentence_transformers.evaluation import NanoBEIREvaluator
+from torch import Tensor, nn
+from transformers import ModernBertModel, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from pylate_fastmaxsim.recipes.config.schema import LossSection, ModelSection, Recipe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-    from datasets import Dataset
-    from sentence_transformers.evaluation import NanoBEIREvaluator
-    from torch import Tensor, nn
-    from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
 
 class Kind:
     """A kind of model that recipes train: how it is made, given rows, trained, and counted in a comparison."""
 
     host: str  # the library that trains it, by its name; on PyPI with hyphens for spaces
-    arguments_class: type[TrainingArguments]
+    arguments_class: type[TrainingArguments] = SentenceTransformerTrainingArguments
     arguments: dict[str, Any] = {}  # that the host needs
-    writes_card = True  # whether the host's card of a saved model says something of its training
-    card_metadata: dict[str, str] = {}  # of its card, where the host writes none or another
-    card_tags: tuple[str, ...] = ()
+    own_card: dict[str, Any] | None = None  # metadata of a card, where that of the host says nothing of the training
     nano_beir_evaluator: Callable[..., NanoBEIREvaluator]  # of which only queries, documents and judgements are used
     encoder_class: type[PreTrainedModel] = ModernBertModel  # of a model from scratch
 
@@ -40,10 +33,6 @@ class Kind:
     def from_encoder(self, section: ModelSection, device: torch.device | str) -> Any:
         """The host's model class with the values of a section."""
         raise NotImplementedError
-
-    def tokenizer_of(self, model: Any) -> PreTrainedTokenizerBase:
-        """The tokenizer that a model was loaded with; of pages that of its queries."""
-        return model.tokenizer
 
     def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         """Rows under names that the host's collator knows; refuse columns that do not fit it or the loss."""
@@ -61,8 +50,8 @@ class Kind:
         """The KL divergence of a teacher's scores from a model's, both ``[N, n]`` in float64, as the host computes it."""
         return kl_divergence(scores, teacher)
 
-    def count(self, trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Numbers of ``documents``, of their ``live`` tokens, and of ``query_tokens`` of a batch."""
+    def count(self, model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Numbers of a batch: :func:`~pylate_fastmaxsim.comparison.trainer.count_tokens`."""
         raise NotImplementedError
 
     def counted_module(self, model: Any) -> nn.Module | None:

@@ -3,11 +3,8 @@
 Shipped recipes come with the package: in its wheel, or beside it in a checkout.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -206,9 +203,8 @@ def copy_recipe(name: str, folder: Path) -> Path:
     copy = folder / file.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Refuses a file that is there, which may have been edited; so nothing is replaced.
-        with open(file, "rb") as source, open(copy, "xb") as target:
-            shutil.copyfileobj(source, target)
+        with open(copy, "xb") as target:  # refuses a file that is there, which may have been edited
+            target.write(file.read_bytes())
     except OSError as error:
         raise RecipeError(f"{copy} cannot be written: {error.strerror}.") from error
     return copy

@@ -1,7 +1,5 @@
 """The plugin as the section ``fast`` of a recipe switches it."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 

@@ -1,7 +1,5 @@
 """The pooling of a recipe's scores: its value at each step, and scores with it in PyLate's losses."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -57,15 +55,12 @@ class PlainPooledScores:
         live_documents = (documents_embeddings != 0).any(dim=-1)
         if documents_mask is not None:
             live_documents &= documents_mask.bool()
+        products = "ash,ath->ast" if self.own_documents else "ash,bth->abst"
+        counts = queries_mask if self.own_documents else queries_mask[:, None]
         groups = []
         for documents, live in zip(documents_embeddings.unbind(1), live_documents.unbind(1), strict=True):
-            if self.own_documents:
-                similarities, live = torch.einsum("ash,ath->ast", queries_embeddings, documents), live[:, None]
-                counts = queries_mask
-            else:
-                similarities, live = torch.einsum("ash,bth->abst", queries_embeddings, documents), live[None, :, None]
-                counts = queries_mask[:, None]
-            groups.append((self.pooling.of(similarities, live) * counts).sum(dim=-1))
+            similarities = torch.einsum(products, queries_embeddings, documents)
+            groups.append((self.pooling.of(similarities, live[:, None]) * counts).sum(dim=-1))
         scores = torch.stack(groups, dim=-1)
         return scores if self.own_documents else scores.flatten(1)
 

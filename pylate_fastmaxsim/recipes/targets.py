@@ -1,14 +1,15 @@
 """The models that the command line names, and the collection on which they are evaluated."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from datasets import Dataset
 
 from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
@@ -20,10 +21,6 @@ from pylate_fastmaxsim.recipes.models.load import HostModel, load_retriever, loa
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.recipes.training.run_directory import MODEL_DIRECTORY
-
-if TYPE_CHECKING:
-    import torch
-    from datasets import Dataset
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Arguments of the trainer that stand in a recipe under their own names, checked against the dataclass of its library."""
 
-from __future__ import annotations
-
 import typing
 from dataclasses import fields, replace
 from enum import Enum

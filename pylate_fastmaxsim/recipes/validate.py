@@ -1,7 +1,5 @@
 """Problems of a recipe as a whole: keys that contradict each other, missing files and packages, a sentence each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -20,19 +18,23 @@ from pylate_fastmaxsim.recipes.data.docstrings import package_directory
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import ENDINGS, file_type
 
+NANO_BEIR_SETS = (
+    *("climatefever", "dbpedia", "fever", "fiqa2018", "hotpotqa", "msmarco", "nfcorpus", "nq", "quoraretrieval"),
+    *("scidocs", "arguana", "scifact", "touche2020"),
+)
+
 
 def check(recipe: Recipe) -> None:
     """Raise RecipeError if keys contradict each other, or if a file or package is missing."""
-    parts = [_problems_of_model(recipe.model), _problems_of_rows(recipe.data, "data")]
     further = {f"data.more[{place}]": section for place, section in enumerate(recipe.data.more or ())}
-    for section, data in {**further, "evaluation.data": recipe.evaluation.data}.items():
-        parts += [_problems_of_rows(data, section), _problems_of_further(recipe, data, section)]
-    if (mining := recipe.mining) is not None:
-        parts += [
-            _problems_of_rows(mining.pairs, "mining.pairs"),
-            _problems_of_rows(mining.corpus, "mining.corpus"),
-        ]
-    parts += [
+    further["evaluation.data"] = recipe.evaluation.data
+    rows = {"data": recipe.data, **further}
+    if recipe.mining is not None:
+        rows |= {"mining.pairs": recipe.mining.pairs, "mining.corpus": recipe.mining.corpus}
+    parts = [
+        _problems_of_model(recipe.model),
+        *(_problems_of_rows(data, section) for section, data in rows.items()),
+        *(_problems_of_further(recipe, data, section) for section, data in further.items()),
         _problems_of_data(recipe),
         _problems_of_loss(recipe),
         _problems_of_pooling(recipe),
@@ -216,11 +218,12 @@ def _problems_of_evaluation(evaluation: EvaluationSection) -> Iterator[str]:
         yield "evaluation must have at most one of rows, data, beir and nano_beir."
     if evaluation.corpus_format is not None and evaluation.beir is None:
         yield "evaluation.corpus_format applies to evaluation.beir, which is missing."
-    if evaluation.nano_beir is not None:
-        # Imports datasets, which takes seconds.
-        from pylate_fastmaxsim.recipes.evaluation.evaluate import check_nano_beir
-
-        check_nano_beir(evaluation.nano_beir)
+    sets = evaluation.nano_beir or []
+    for name in sets:  # in upper or lower case, as for the libraries
+        if name.lower() not in NANO_BEIR_SETS:
+            yield f"evaluation.nano_beir must name sets out of {', '.join(NANO_BEIR_SETS)}, got {name!r}."
+    if len({name.lower() for name in sets}) < len(sets):
+        yield f"evaluation.nano_beir must name each set once, got {', '.join(sets)}."
 
 
 def _problems_of_run(recipe: Recipe) -> Iterator[str]:

@@ -1,7 +1,5 @@
 """The progress of tasks that take minutes: a bar on a terminal, elsewhere a line now and then."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any, TextIO

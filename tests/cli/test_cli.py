@@ -61,8 +61,6 @@ doctor FOLDER --set fast.compil=true | fast.compil
 compare RECIPE --sweep batch_size=8,x | --sweep batch_size=8,x: write it as batch_size=64,256,1024
 compare RECIPE --sweep batch_size=0 | --sweep batch_size=0: write it as
 robustness RECIPE | RECIPE: there is no model in
-robustness RECIPE --pooling mean | --pooling must be max, top_k=K
-robustness RECIPE --times 0,2 | --times 0,2: write it as
 robustness ./nowhere --beir data | MODEL: there is no folder ./nowhere
 robustness a/model | a/model needs held-out data
 robustness a/model --beir data --set name=a | --set overrides a key of a recipe

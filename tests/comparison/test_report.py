@@ -10,9 +10,10 @@ from rich.console import Console
 
 from pylate_fastmaxsim.comparison import report
 from pylate_fastmaxsim.comparison.figures import draw_sweep
-from pylate_fastmaxsim.comparison.report import caption, comparison_table, headline, sweep_rows, write_comparison
+from pylate_fastmaxsim.comparison.report import caption, comparison_table, headline, sweep_rows
 from pylate_fastmaxsim.comparison.turns import Run, Turns
 from pylate_fastmaxsim.comparison.verdict import MODES, contrast, summarize_steps, summarize_turns, verdict
+from pylate_fastmaxsim.files.replace import write_json
 from pylate_fastmaxsim.reporting.figures import svg
 from pylate_fastmaxsim.reporting.numbers import without_nan
 from tests.support.comparisons import Page, run_of_blocks, steps
@@ -75,7 +76,7 @@ def test_a_loss_that_is_not_a_number_is_seen(modes, lost, tmp_path):
     comparison = compared(**runs)
     assert math.isnan(comparison["summary"]["largest_loss_difference"])
     assert comparison["summary"]["loss_difference_nan_from"] == 2
-    write_comparison(without_nan(comparison), tmp_path / "compare.json")
+    write_json(tmp_path / "compare.json", without_nan(comparison))
     comparison = json.loads((tmp_path / "compare.json").read_text(), parse_constant=pytest.fail)
     assert comparison["runs"][modes[0]]["losses"] == [1.5, None, 0.1, None, 0.3, None]
     assert comparison["summary"]["largest_loss_difference"] is None

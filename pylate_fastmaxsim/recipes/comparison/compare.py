@@ -1,7 +1,5 @@
 """Train a recipe stock and fast, and compare time, memory and quality."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -14,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from pylate_fastmaxsim.comparison.report import RESULT_FILE, SUFFIXES, write_comparison
+from pylate_fastmaxsim.comparison.report import RESULT_FILE, SUFFIXES
 from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY, ROUNDS, Child, ChildFailed, Turns, python, take_turns
 from pylate_fastmaxsim.comparison.verdict import (
     FAST,
@@ -25,9 +23,10 @@ from pylate_fastmaxsim.comparison.verdict import (
     summarize_turns,
     timed_steps,
 )
+from pylate_fastmaxsim.files.replace import write_json
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files import hold_lock, inputs_of, make_directory, require_outputs
+from pylate_fastmaxsim.recipes.files import hold_lock, inputs_of, make_directory, require_output
 from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.reporting.numbers import without_nan
 
@@ -64,12 +63,13 @@ def compare(recipe: Recipe, batch_sizes: Sequence[int] = ()) -> dict[str, Any]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError("compare measures on one device; start it without a distributed launcher.")
     directory = Path(recipe.output_dir)
-    outputs = [str(Path(RESULT_FILE).with_suffix(suffix)) for suffix in SUFFIXES]
-    require_outputs("output_dir", directory, outputs, inputs_of(recipe.model, recipe.data, recipe.evaluation))
-    taken = f"output_dir: another command compares in {directory}; wait until it ends, or choose another folder."
+    inputs = inputs_of(recipe.model, recipe.data, recipe.evaluation)
+    for suffix in SUFFIXES:
+        require_output("output_dir", (directory / RESULT_FILE).with_suffix(suffix), inputs)
     # In one form for the runs and for compare.json.
     text = dump_recipe(recipe)
-    with hold_lock("output_dir", directory, LOCK_FILE, taken), tempfile.TemporaryDirectory() as scratch:
+    lock = hold_lock("output_dir", directory / LOCK_FILE, f"{directory} is being compared in")
+    with lock, tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "recipe.yaml")
         file.write_text(text, encoding="utf-8")
         return _compare(directory, file, sorted(set(batch_sizes)), begun)
@@ -98,7 +98,7 @@ def _compare(directory: Path, recipe_file: Path, batch_sizes: list[int], begun: 
         comparison["summary"]["wall_seconds"]["whole"] = time.perf_counter() - begun
         # As in the file, so that the terminal and the file show the same.
         comparison = without_nan(comparison)
-        write_comparison(comparison, directory / RESULT_FILE)
+        write_json(directory / RESULT_FILE, comparison)
     return comparison
 
 

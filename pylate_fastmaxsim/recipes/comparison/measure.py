@@ -1,8 +1,5 @@
 """One of the two runs of a recipe that is compared, in a process of its own."""
 
-from __future__ import annotations
-
-import logging
 import math
 import sys
 import time
@@ -16,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.comparison.gate import Gate, KeptWarnings
+from pylate_fastmaxsim.comparison.gate import Gate, keep_warnings
 from pylate_fastmaxsim.comparison.trainer import measure_steps
 from pylate_fastmaxsim.comparison.turns import OUT_OF_MEMORY
 from pylate_fastmaxsim.comparison.verdict import NO_BATCH
@@ -55,8 +52,7 @@ def measure(
     seconds a step, metrics of the evaluation, ``untrained`` with the same metrics and ``untrained_seconds``, how long they
     took, ``prepare_seconds``, the ``warnings`` of the package, its ``decisions`` about padding, and the environment.
     """
-    warnings = KeptWarnings()
-    logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
+    warnings = keep_warnings()
     run = _recipe_of_run(recipe, batch_size)
     kind = kind_of(recipe.model)
     arguments = training_arguments(run, kind, **ONLY_STEPS)
@@ -74,11 +70,11 @@ def measure(
             f"--sweep: batch_size must be at most {rows}, as many rows as the data has, got {largest_batch}."
         )
     model = load_model(recipe.model, arguments.device, recipe.training.seed)
-    result |= {"warnings": warnings.messages, "environment": environment(arguments.device)}
+    result |= {"warnings": warnings, "environment": environment(arguments.device)}
     with plugin_of(recipe.fast):
         try:
             trainer = kind.build_trainer(recipe.loss, model, data.train, arguments)
-            measure_steps(trainer, gate, partial(kind.count, trainer), kind.counted_module(model))
+            measure_steps(trainer, gate, partial(kind.count, model), kind.counted_module(model))
             trainer.train()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

@@ -1,7 +1,5 @@
 """The phases of a training step, measured in a few extra steps so that the compared run is not slowed down."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

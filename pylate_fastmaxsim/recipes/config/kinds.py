@@ -1,7 +1,5 @@
 """The keys of a recipe that depend on ``model.kind``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Literal, get_type_hints
 

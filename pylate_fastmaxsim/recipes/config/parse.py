@@ -1,7 +1,5 @@
 """Plain values to the sections of a recipe. Each key is checked by itself, and against the selector of its section."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import operator
@@ -96,13 +94,11 @@ def convert(value: Any, hint: Any, limits: Limits, path: str, whose: str = "") -
     if value is None and type(None) in options:
         return None
     kinds = [option for option in options if option is not type(None)]
-    section = section_of(kinds[0])
-    if section is not None and section is not kinds[0] and isinstance(value, list) and value:
-        return [build(section, each, f"{path}[{place}]", whose) for place, each in enumerate(value)]
-    if section is kinds[0]:
-        return build(section, value, path, whose)
-    if kinds[0] == list[float] and isinstance(value, list) and value:
-        return [convert(each, float, limits, f"{path}[{place}]") for place, each in enumerate(value)]
+    if dataclasses.is_dataclass(kinds[0]):
+        return build(kinds[0], value, path, whose)
+    item = next((typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is list), None)
+    if item is not None and isinstance(value, list) and value:
+        return [convert(each, item, limits, f"{path}[{place}]", whose) for place, each in enumerate(value)]
     if float in kinds and str not in kinds and isinstance(value, (int, str)) and not isinstance(value, bool):
         with suppress(ValueError, OverflowError):
             value = float(value)
@@ -126,9 +122,7 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
 def _is_a(value: Any, kind: Any) -> bool:
     if typing.get_origin(kind) is Literal:
         return value in typing.get_args(kind)
-    if kind == list[str]:
-        return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
-    if section_of(kind) is not None or kind == list[float]:
+    if typing.get_origin(kind) is list:
         return False
     if kind == dict[str, Any]:
         return isinstance(value, dict) and all(isinstance(item, str) for item in value)

@@ -1,7 +1,5 @@
 """Collections in BEIR's layout: a corpus, queries, and judgements (qrels), the grades of documents for queries."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

@@ -3,8 +3,6 @@
 A docstring opens with one sentence that says what the object is for, the query. The rest explains it: the document.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect

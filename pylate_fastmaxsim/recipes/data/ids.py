@@ -4,8 +4,6 @@ The texts stay on disk. Ids are turned into row numbers once, in a table that ``
 own texts from memory-mapped files.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rows with lists of positives and of negatives, made to rows with one text in each column."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -71,6 +69,13 @@ def list_lengths(column: pa.ChunkedArray, where: str) -> pa.ChunkedArray:
     return pc.fill_null(pc.list_value_length(column), 0)
 
 
+def names_of_rows(columns: int) -> list[str]:
+    """The columns of triples, as those of MS MARCO and ColBERT."""
+    if columns <= 3:
+        return ["query", "positive", "negative"][:columns]
+    return ["query", "positive", *(f"negative_{number}" for number in range(1, columns - 1))]
+
+
 class Spread:
     """Turns a batch of rows with lists or passages into columns of one text each; ``first`` is the first row."""
 
@@ -96,8 +101,7 @@ class Spread:
 
     def names(self) -> list[str]:
         """The columns of the result."""
-        numbers = range(1, self.count + 1)
-        documents = ["positive", *(["negative"] if self.count == 1 else [f"negative_{n}" for n in numbers])]
+        documents = names_of_rows(2 + self.count)[1:]
         return ["query" if self.query in documents else self.query, *documents]
 
     def negatives(self, number: int, row: dict[str, Any]) -> list[str]:

@@ -1,7 +1,6 @@
 """The rows of a recipe: texts or pages, in columns that fit its loss."""
 
-from __future__ import annotations
-
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +18,14 @@ from pylate_fastmaxsim.recipes.data.lists import (
     TEXT_KEYS,
     Spread,
     asks_for_negatives,
+    names_of_rows,
     spread_lists,
     text_key_of,
 )
 from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, loading, open_text, require_text_columns
-from pylate_fastmaxsim.recipes.data.text import check_first, is_id_column
+from pylate_fastmaxsim.recipes.data.text import check_first, is_id_column, require_columns_of_loss
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type, parse_json
+from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type
 from pylate_fastmaxsim.recipes.kind import Kind
 
 # Streamed rows are shuffled within it, with ``data.seed``.
@@ -91,18 +91,9 @@ def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:
     key, place = (
         ("data.files", ", ".join(Path(file).name for file in data.files)) if data.files else ("data.name", data.name)
     )
-    if recipe.loss.name == "distillation":
-        if len(rows.column_names) != 3:
-            raise RecipeError(
-                f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(rows.column_names)}]."
-            )
-        names = ["query", "documents", "scores"]
-    else:
-        if len(rows.column_names) < 2:
-            raise RecipeError(
-                f"data.columns must be the query, its positive and any negatives, got {', '.join(rows.column_names)}."
-            )
-        names = names_of_rows(len(rows.column_names))
+    require_columns_of_loss(recipe, rows.column_names)
+    distilled = recipe.loss.name == "distillation"
+    names = ["query", "documents", "scores"] if distilled else names_of_rows(len(rows.column_names))
     if data.queries is None:
         require_text_columns(rows, rows.column_names[:1], "data")
     queries, documents = (
@@ -153,13 +144,6 @@ def _open_rows(data: RowsSection, section: str) -> Dataset | IterableDataset:
         names = names_of_texts if section == "mining.corpus" else names_of_rows
         return load_files(key, {"train": data.files}, names=names, columns=data.columns, streaming=data.streaming)
     return load_table(f"{section}.name", data.name, data.config, data.split or "train", data.streaming)
-
-
-def names_of_rows(columns: int) -> list[str]:
-    """The columns of triples, as those of MS MARCO and ColBERT."""
-    if columns <= 3:
-        return ["query", "positive", "negative"][:columns]
-    return ["query", "positive", *(f"negative_{number}" for number in range(1, columns - 1))]
 
 
 def names_of_texts(columns: int) -> list[str]:
@@ -226,7 +210,7 @@ def _read_triples(data: RowsSection, section: str) -> Dataset | None:
     key, files = f"{section}.files", data.files
     try:
         with open_text(files[0]) as lines:
-            first = parse_json(next(lines, ""))
+            first = json.loads(next(lines, ""))
     except (OSError, ValueError):  # datasets say what is wrong
         return None
     if not isinstance(first, list) or not first or isinstance(first[0], dict):  # an array of rows, perhaps
@@ -249,7 +233,7 @@ def _rows(key: str, files: list[str], scored: bool, status: Any) -> Iterator[dic
         with open_text(file) as lines:
             for number, line in enumerate(lines, 1):
                 try:
-                    query, *documents = parse_json(line)
+                    query, *documents = json.loads(line)
                     if scored:
                         ids, scores = zip(*documents, strict=True)
                         row = {

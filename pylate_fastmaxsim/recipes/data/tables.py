@@ -1,13 +1,11 @@
 """Tables from the Hub, from a copy of a Hub data set on disk, or from plain files, of which .csv and .tsv are read as text."""
 
-from __future__ import annotations
-
 import csv
 import glob
 import gzip
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -19,7 +17,7 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.table import CastError
 from huggingface_hub import metadata_load
 
-from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
 from pylate_fastmaxsim.recipes.files import FILE_TYPES, file_type
 
 # What datasets says of a table without rows. For an empty file it raises StopIteration.
@@ -114,15 +112,10 @@ def _require_readable(key: str, folder: Path) -> None:
         )
 
 
-@contextmanager
-def loading(key: str) -> Iterator[None]:
+def loading(key: str) -> AbstractContextManager[None]:
     """Context in which any error is a RecipeError that says that the value of ``key`` cannot be loaded."""
-    try:
-        yield
-    except RecipeError:
-        raise
-    except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
-        raise RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
+    # datasets raises its own, the Hub client's and pyarrow's errors alike.
+    return as_recipe_error(f"{key} cannot be loaded", (Exception,), named=True)
 
 
 def _files_of_folder(path: str, subset: str | None) -> dict[str, list[str]]:

@@ -1,19 +1,18 @@
 """Columns of texts. PyLate's collator tells queries, documents and scores apart by their names."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Sequence, Value
+from datasets import Dataset, Value
+from datasets import Sequence as List
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.lists import is_list, list_lengths
-from pylate_fastmaxsim.recipes.data.tables import require_text_columns
+from pylate_fastmaxsim.recipes.data.tables import require_text_columns, require_utf8
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 # Read as teacher scores by PyLate's or Sentence Transformers' collator, whatever the loss, or called so in a file.
@@ -81,22 +80,14 @@ def check_names(columns: list[str]) -> None:
         )
 
 
-def fit_to_loss(recipe: Recipe, dataset: Dataset, labels: list[str]) -> Dataset:
-    """Refuse columns that do not fit the loss; ``labels`` are those that the collator reads as scores, which become floats."""
-    columns = dataset.column_names
+def require_columns_of_loss(recipe: Recipe, columns: list[str], labels: list[str] | None = None) -> None:
+    """Refuse columns that the loss does not take, where it is known which are ``labels``."""
     if recipe.loss.name == "distillation":
-        query, *others = columns
-        if len(others) != 2 or labels != others[1:]:
+        if len(columns) != 3 or labels not in (None, columns[2:]):
             raise RecipeError(
                 f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
             )
-        require_text_columns(dataset, [query], "data")
-        require_a_score_each(dataset, *others)
-        scores = others[1]
-        if "int" in dataset.features[scores].feature.dtype:  # on which PyLate's loss fails
-            dataset = dataset.cast_column(scores, Sequence(Value("float32")))
-        return dataset
-    if len(columns) < 2:
+    elif len(columns) < 2:
         raise RecipeError(
             f"data.columns must be the query, its positive and any negatives, got [{', '.join(columns)}]; "
             + (
@@ -105,6 +96,19 @@ def fit_to_loss(recipe: Recipe, dataset: Dataset, labels: list[str]) -> Dataset:
                 else "a column with _id in its name counts as an id."
             )
         )
+
+
+def fit_to_loss(recipe: Recipe, dataset: Dataset, labels: Sequence[str]) -> Dataset:
+    """Refuse columns that do not fit the loss; those of ``labels`` the collator reads as scores, which become floats."""
+    columns = dataset.column_names
+    require_columns_of_loss(recipe, columns, [column for column in columns if column in labels])
+    if recipe.loss.name == "distillation":
+        query, documents, scores = columns
+        require_text_columns(dataset, [query], "data")
+        require_a_score_each(dataset, documents, scores)
+        if "int" in dataset.features[scores].feature.dtype:  # on which PyLate's loss fails
+            dataset = dataset.cast_column(scores, List(Value("float32")))
+        return dataset
     require_text_columns(dataset, columns, "data")
     return dataset
 
@@ -215,7 +219,4 @@ def _require_values(lists: pa.ChunkedArray, column: str, wanted: str, *allowed: 
         raise RecipeError(f"data.columns: {column!r} must hold {wanted}, but some are missing.")
     if pa.types.is_floating(values.type) and not pc.all(pc.is_finite(values)).as_py():
         raise RecipeError(f"data.columns: {column!r} must hold {wanted}, but some are nan or infinite.")
-    try:
-        values.validate(full=True)
-    except pa.ArrowInvalid:
-        raise RecipeError(f"data.columns: {column!r} must hold {wanted} in UTF-8, but some are not.") from None
+    require_utf8(f"data.columns: {column!r}", values)

@@ -1,15 +1,14 @@
 """Evaluate a model on what its recipe names, by exact search."""
 
-from __future__ import annotations
-
 import logging
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset, Features, Value
 from datasets import Image as ImageFeature
+from sentence_transformers.evaluation import InformationRetrievalEvaluator
 from torch import Tensor
 
 from pylate_fastmaxsim.ops.pooled import pooled_scores
@@ -17,7 +16,6 @@ from pylate_fastmaxsim.pooling import Pooling
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.collection import PAGES, Collection, RecipeData
 from pylate_fastmaxsim.recipes.data.tables import loading
-from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.ranking import (
     DEPTH,
     METRICS,
@@ -27,7 +25,6 @@ from pylate_fastmaxsim.recipes.evaluation.ranking import (
     evaluate_collection,
     metrics_of,
     ranking,
-    with_progress_bar,
 )
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.load import HostModel, kind_of
@@ -36,16 +33,7 @@ from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.sparse import SparseBatch
 from pylate_fastmaxsim.tokens import TokenBatch
 
-if TYPE_CHECKING:
-    from sentence_transformers.evaluation import InformationRetrievalEvaluator
-
 logger = logging.getLogger(__name__)
-
-NANO_BEIR = "evaluation.nano_beir"
-NANO_BEIR_SETS = (
-    *("climatefever", "dbpedia", "fever", "fiqa2018", "hotpotqa", "msmarco", "nfcorpus", "nq", "quoraretrieval"),
-    *("scidocs", "arguana", "scifact", "touche2020"),
-)
 
 
 def evaluate(recipe: Recipe, model: HostModel, data: RecipeData) -> dict[str, float | None]:
@@ -93,10 +81,8 @@ def evaluate_held_out(recipe: Recipe, model: Retriever, rows: Dataset) -> dict[s
     batch_size, pooling = recipe.evaluation.batch_size, final_pooling(recipe.loss.pooling)
     collection = collection_of(recipe, rows)
     queries = model.encode(list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
-    encoded = with_progress_bar(
-        encode_corpus(model, collection.corpus, batch_size), len(collection.corpus), "Encoding documents"
-    )
-    documents, sparsity = list(encoded), Sparsity(queries)
+    documents = list(encode_corpus(model, collection.corpus, batch_size, "Encoding documents"))
+    sparsity = Sparsity(queries)
     found = ranking(collection, *model.search(queries, sparsity.counted(documents), DEPTH, pooling), DEPTH)
     metrics = metrics_of(found, collection, ["ndcg@10"])
     if (name := metric_of_rows(recipe, rows)) is not None:
@@ -194,18 +180,9 @@ def positions_of_rows(recipe: Recipe, rows: Dataset, collection: Collection) -> 
     )
 
 
-def check_nano_beir(names: list[str]) -> None:
-    """Refuse unknown names and repeated sets. Upper and lower case are the same, as for the libraries."""
-    for name in names:
-        if name.lower() not in NANO_BEIR_SETS:
-            raise RecipeError(f"{NANO_BEIR} must name sets out of {', '.join(NANO_BEIR_SETS)}, got {name!r}.")
-    if len({name.lower() for name in names}) < len(names):
-        raise RecipeError(f"{NANO_BEIR} must name each set once, got {', '.join(names)}.")
-
-
 def load_nano_beir(recipe: Recipe, kind: Kind) -> list[Collection]:
     """The collections of ``evaluation.nano_beir``, loaded by the evaluator that the library of the model has for them."""
-    with loading(NANO_BEIR):
+    with loading("evaluation.nano_beir"):
         evaluator = kind.nano_beir_evaluator(
             recipe.evaluation.nano_beir, precision_recall_at_k=[100], show_progress_bar=True, write_csv=False
         )

@@ -1,7 +1,5 @@
 """A first stage: a sparse search for the candidates of each query, of which late interaction scores the best."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

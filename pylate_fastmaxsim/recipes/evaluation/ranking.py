@@ -69,38 +69,28 @@ def retrieve(
     """
     key, format = f"evaluation.corpus_format {corpus_format}", corpus_format
     if needs_codec(format):
-        sample = encode_sample(model, collection.corpus, batch_size)
-        format = train_codec(
-            key, format, with_progress_bar(sample, len(sampled(len(collection.corpus))), "Encoding a sample")
-        )
+        format = train_codec(key, format, encode_sample(model, collection.corpus, batch_size, "Encoding a sample"))
     queries = model.encode(list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
-    documents = map(compressor(key, format), encode_corpus(model, collection.corpus, batch_size))
+    documents = map(compressor(key, format), encode_corpus(model, collection.corpus, batch_size, "Searching"))
     sparsity = Sparsity(queries)
-    documents = sparsity.counted(with_progress_bar(documents, len(collection.corpus), "Searching"))
+    documents = sparsity.counted(documents)
     return ranking(collection, *model.search(queries, documents, DEPTH + 1, pooling), DEPTH), sparsity
 
 
-def encode_corpus(model: Retriever, corpus: Dataset, batch_size: int, begin: int = 0) -> Iterator[Encoded]:
-    """The documents of a corpus from the one at ``begin`` on, in batches that are encoded as they are asked for."""
+def encode_corpus(model: Retriever, corpus: Dataset, batch_size: int, title: str | None = None) -> Iterator[Encoded]:
+    """The documents of a corpus, in batches that are encoded as they are asked for; with a title under a progress bar."""
     pages = is_of_pages(corpus)
     # Of pages one batch, because an image takes megabytes.
-    for rows in corpus.select(range(begin, len(corpus))).iter(batch_size if pages else BATCHES_AT_ONCE * batch_size):
-        yield model.encode(rows[PAGES] if pages else document_texts(rows), batch_size, is_query=False)
-
-
-def encode_sample(model: Retriever, corpus: Dataset, batch_size: int) -> Iterator[Encoded]:
-    """Documents of a corpus that a codec is trained on, in batches that are encoded as they are asked for."""
-    return encode_corpus(model, corpus.select(sampled(len(corpus))), batch_size)
-
-
-def with_progress_bar(
-    batches: Iterator[Encoded | CompressedBatch], documents: int, title: str
-) -> Iterator[Encoded | CompressedBatch]:
-    """Show a progress bar while batches go by."""
-    with Progress(title, documents, unit=" documents") as progress:
-        for batch in batches:
+    with Progress(title or "", len(corpus), unit=" documents", disable=title is None) as progress:
+        for rows in corpus.iter(batch_size if pages else BATCHES_AT_ONCE * batch_size):
+            batch = model.encode(rows[PAGES] if pages else document_texts(rows), batch_size, is_query=False)
             yield batch
             progress.update(len(batch))
+
+
+def encode_sample(model: Retriever, corpus: Dataset, batch_size: int, title: str | None = None) -> Iterator[Encoded]:
+    """Documents of a corpus that a codec is trained on, as those of :func:`encode_corpus`."""
+    return encode_corpus(model, corpus.select(sampled(len(corpus))), batch_size, title)
 
 
 def ranking(collection: Collection, scores: Tensor, positions: Tensor, depth: int) -> Ranking:

@@ -1,18 +1,14 @@
 """PyLate's ColBERT models."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
-from typing import Any
 
 import torch
 from datasets import Dataset
 from pylate import losses, models, utils
 from pylate.evaluation import NanoBEIREvaluator
-from sentence_transformers import SentenceTransformerTrainingArguments
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTLoss, ColBERTSection
 from pylate_fastmaxsim.recipes.config.schema import Recipe
@@ -36,10 +32,10 @@ class ColBERT(TextKind):
     """``model.kind: colbert``."""
 
     host = "PyLate"
-    arguments_class = SentenceTransformerTrainingArguments
     recipe_trainer = RecipeTrainer
     nano_beir_evaluator = NanoBEIREvaluator
     score_attribute = "score_metric"
+    pads_queries = True
 
     def load(self, section: ColBERTSection, device: torch.device | str, key: str, base: str) -> models.ColBERT:
         model = self.from_encoder(section, device)
@@ -71,14 +67,10 @@ class ColBERT(TextKind):
     def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         dataset = query_named(dataset)
         check_names(dataset.column_names)
-        return fit_to_loss(recipe, dataset, [name for name in dataset.column_names if name in COLLATED_LABELS])
+        return fit_to_loss(recipe, dataset, COLLATED_LABELS)
 
     def build_trainer(
-        self,
-        loss: ColBERTLoss,
-        model: models.ColBERT,
-        rows: Dataset,
-        arguments: SentenceTransformerTrainingArguments,
+        self, loss: ColBERTLoss, model: models.ColBERT, rows: Dataset, arguments: TrainingArguments
     ) -> Trainer:
         # The columns of distillation end with the scores.
         scaled = loss.name == "distillation" and loss.normalize_scores is not False
@@ -104,11 +96,6 @@ class ColBERT(TextKind):
             lowest, highest = scores.aminmax(dim=1, keepdim=True)
             scores = (scores - lowest) / (highest - lowest + 1e-8)
         return kl_divergence(scores, teacher)
-
-    def count(self, trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
-        (queries, *_), _ = trainer.collect_features(inputs)
-        # Also those of expansion, which are masked.
-        return super().count(trainer, inputs) | {"query_tokens": queries["input_ids"].numel()}
 
     def counted_module(self, model: models.ColBERT) -> nn.Module:
         return model[0].auto_model

@@ -1,7 +1,5 @@
 """MultiVectorEncoders: late interaction of Sentence Transformers 6."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from pylate_fastmaxsim.recipes.config.kinds import MultiVectorLoss, MultiVectorS
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import kl_divergence
 from pylate_fastmaxsim.recipes.kinds.texts import SentenceTransformersKind
-from pylate_fastmaxsim.recipes.models.load import encoder_of, json_of, model_type
+from pylate_fastmaxsim.recipes.models.load import encoder_of, has_projection, model_type
 from pylate_fastmaxsim.recipes.pooling import score_metric
 from pylate_fastmaxsim.recipes.trainers.sharded import TextTrainerMixin
 
@@ -62,7 +60,7 @@ class MultiVector(SentenceTransformersKind):
             options["model_kwargs"] = {"attn_implementation": section.attn_implementation}
         name = section.name_or_path
         model = MultiVectorEncoder(name, device=str(device), trust_remote_code=section.trust_remote_code, **options)
-        if section.embedding_size is not None and not _has_projection(name):
+        if section.embedding_size is not None and not has_projection(name):
             for projection in _projections(model):  # the one that was added, of another size
                 projection.linear = nn.Linear(
                     projection.in_features, section.embedding_size, bias=False, device=model.device
@@ -96,12 +94,6 @@ class MultiVector(SentenceTransformersKind):
 
 
 KIND = MultiVector()
-
-
-def _has_projection(name: str) -> bool:
-    """True if a checkpoint has a projection, which Sentence Transformers also keeps of a SentenceTransformer."""
-    saved = [module["type"].rpartition(".")[2] for module in json_of(name, "modules.json") or []]
-    return "Dense" in saved or model_type(name) in ("MultiVectorEncoder", "ColBERT")
 
 
 def _projections(model: MultiVectorEncoder) -> list[nn.Module]:

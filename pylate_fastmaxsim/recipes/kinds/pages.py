@@ -1,7 +1,5 @@
 """Models of pages of colpali-engine: ColPali and ColQwen2."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -15,9 +13,8 @@ from colpali_engine.data import ColPaliEngineDataset
 from colpali_engine.trainer.contrastive_trainer import ContrastiveTrainer
 from datasets import Dataset, Image
 from peft import LoraConfig, PeftModel, get_peft_model
-from sentence_transformers import SentenceTransformerTrainingArguments
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from pylate_fastmaxsim.comparison.trainer import count_tokens
 from pylate_fastmaxsim.pooling import LogSumExp, Max
@@ -26,10 +23,9 @@ from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.tables import require_text_columns
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
-from pylate_fastmaxsim.recipes.models.retriever import PageModel
-from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration
+from pylate_fastmaxsim.recipes.models.retriever import PageModel, retriever_of
+from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration, encode_pairs
 from pylate_fastmaxsim.recipes.trainers.sharded import WholeModelMixin
-from pylate_fastmaxsim.tokens import TokenBatch
 
 CLASSES = {
     "colpali": (models.ColPali, models.ColPaliProcessor),
@@ -70,13 +66,13 @@ class Pages(Kind):
     """``model.kind: colpali`` and ``colqwen2``."""
 
     host = "colpali-engine"
-    arguments_class = SentenceTransformerTrainingArguments
     # The collator needs the images; with adapters the inputs of a layer have no gradient.
     arguments = {"remove_unused_columns": False, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    # colpali-engine's cards say nothing of the training or the evaluation.
-    writes_card = False
-    card_metadata = {"library_name": "colpali", "pipeline_tag": "visual-document-retrieval"}
-    card_tags = ("colpali", "late-interaction")
+    own_card = {
+        "library_name": "colpali",
+        "pipeline_tag": "visual-document-retrieval",
+        "tags": ["colpali", "late-interaction"],
+    }
 
     def load(self, section: PagesSection, device: torch.device | str, key: str, base: str) -> PageModel:
         model_class, processor_class = CLASSES[section.kind]
@@ -98,9 +94,6 @@ class Pages(Kind):
         elif adapted:
             model = PeftModel.from_pretrained(model, section.name_or_path)
         return PageModel(model.to(device), processor)
-
-    def tokenizer_of(self, model: PageModel) -> PreTrainedTokenizerBase:
-        return model.processor.tokenizer
 
     def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
         """Refuse columns other than a query, its page and, for losses with negatives, equally many of them in each row."""
@@ -148,24 +141,16 @@ class Pages(Kind):
         rows = [trainer.train_dataset[row] for row in range(min(MEASURED_PAIRS, len(trainer.train_dataset)))]
         queries = [row[ColPaliEngineDataset.QUERY_KEY] for row in rows]
         pages = [row[ColPaliEngineDataset.POS_TARGET_KEY][0] for row in rows]
-
-        def encode_pairs() -> tuple[TokenBatch, TokenBatch]:
-            model, processor = trainer.model.eval(), trainer.retriever.processor  # each step sets it to training again
-            batches = processor.process_queries(queries), processor.process_images(pages)
-            embeddings = (model(**batch.to(model.device)) for batch in batches)
-            # Rows of padding are zero.
-            return tuple(TokenBatch.from_padded(part, (part != 0).any(dim=-1)) for part in embeddings)
-
         loss = trainer.loss_func
         return LogGradientConcentration(
             trainer,
-            encode_pairs,
+            partial(encode_pairs, retriever_of(trainer.retriever), queries, pages),
             recipe.training.log_gradient_concentration,
             pooling=LogSumExp(loss.tau) if loss.use_smooth_max else Max(),
             temperature=None,
         )
 
-    def count(self, trainer: PageTrainer, inputs: dict[str, Any]) -> dict[str, Any]:
+    def count(self, model: PageModel, inputs: dict[str, Any]) -> dict[str, Any]:
         """Numbers of tokens; stock and fast, every page is padded to the longest of its batch."""
         return count_tokens(inputs)
 

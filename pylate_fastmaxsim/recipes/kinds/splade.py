@@ -1,7 +1,5 @@
 """SPLADE models: SparseEncoders of Sentence Transformers whose pooling is SpladePooling."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -11,7 +9,7 @@ from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import Spla
 from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator
 from sentence_transformers.sparse_encoder.evaluation import SparseNanoBEIREvaluator
 from torch import Tensor, nn
-from transformers import ModernBertForMaskedLM, Trainer, TrainerCallback
+from transformers import ModernBertForMaskedLM, TrainerCallback
 
 from pylate_fastmaxsim.integrations.sparse_encoder.names import (
     MaskedLanguageModel,
@@ -98,11 +96,9 @@ class Splade(SentenceTransformersKind):
             return losses.CachedSpladeLoss(model, main, **options, **cached)
         return losses.SpladeLoss(model, main, **options)
 
-    def count(self, trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The padding of queries counts as that of documents."""
-        found = super().count(trainer, inputs)
+    def count(self, model: SparseEncoder, inputs: dict[str, Any]) -> dict[str, Any]:
         # Below a route for queries the encoder sees none.
-        return found | {"query_tokens": 0} if isinstance(trainer.model[0], Router) else found
+        return super().count(model, inputs) | ({"query_tokens": 0} if isinstance(model[0], Router) else {})
 
     def counted_module(self, model: SparseEncoder) -> nn.Module:
         # Below the head, which the plugin passes over.

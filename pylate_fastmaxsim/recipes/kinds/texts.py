@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
@@ -11,20 +12,17 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
+from pylate_fastmaxsim.comparison.trainer import count_tokens
 from pylate_fastmaxsim.integrations.sparse_encoder.names import Router
 from pylate_fastmaxsim.losses import Matryoshka
 from pylate_fastmaxsim.pooling import Max
 from pylate_fastmaxsim.recipes.config.schema import LossSection, Recipe
-from pylate_fastmaxsim.recipes.data.text import fit_to_loss
-from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.data.text import LABEL_COLUMNS, fit_to_loss
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.pooling import FollowSchedule
-from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration, encode_pairs
 
-# Read as teacher scores by the collators of Sentence Transformers, whatever the loss, or as the name of a data set.
-RESERVED = ("label", "labels", "score", "scores", "dataset_name", "return_loss")
 # Pairs of which gradients are measured: few, so that it costs less than a step.
 MEASURED_PAIRS = 32
 
@@ -34,6 +32,7 @@ class TextKind(Kind):
 
     recipe_trainer: type[Trainer]  # that of the host, which saves, resumes and returns whole models
     score_attribute: str  # of late interaction, the attribute of a loss that computes its scores
+    pads_queries = False  # whether queries are encoded with padding; if not, theirs counts as that of documents
 
     def gradient_logger(self, recipe: Recipe, trainer: Trainer) -> LogGradientConcentration:
         """The callback of ``training.log_gradient_concentration``, on the first rows of the training data.
@@ -43,19 +42,11 @@ class TextKind(Kind):
         """
         queries, documents, *_ = trainer.train_dataset[:MEASURED_PAIRS].values()
         documents = [one if isinstance(one, str) else one[0] for one in documents]
-
-        def encode_pairs() -> tuple[TokenBatch, TokenBatch]:
-            retriever = retriever_of(trainer.model)
-            return (
-                retriever.encode(queries, MEASURED_PAIRS, is_query=True),
-                retriever.encode(documents, MEASURED_PAIRS, is_query=False),
-            )
-
         pooled = recipe.loss.pooling is not None
         loss = trainer.loss.loss if recipe.loss.pool_factors else trainer.loss
         return LogGradientConcentration(
             trainer,
-            encode_pairs,
+            partial(encode_pairs, retriever_of(trainer.model), queries, documents),
             recipe.training.log_gradient_concentration,
             pooling=(lambda: getattr(loss, self.score_attribute).pooling) if pooled else Max(),
             temperature=None if recipe.loss.name == "distillation" else recipe.loss.temperature or 1.0,
@@ -65,11 +56,12 @@ class TextKind(Kind):
         self, loss: LossSection, model: nn.Module, rows: Dataset, arguments: SentenceTransformerTrainingArguments
     ) -> Trainer:
         collator, function = self.build_collator(model, rows), self.build_loss(loss, model)
+        factors = {"pool_factors": loss.pool_factors, "pool_weights": loss.pool_weights}
         trainer = self.recipe_trainer(
             model=model,
             args=arguments,
             train_dataset=rows,
-            loss=_over_pooled_documents(loss, function),
+            loss=function if loss.pool_factors is None else Matryoshka(model, function, **factors),
             data_collator=collator,
             callbacks=self.callbacks(loss, function),
         )
@@ -91,34 +83,8 @@ class TextKind(Kind):
         """The callbacks that a loss needs."""
         return None
 
-    def count(self, trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
-        (queries, *documents), _ = trainer.collect_features(inputs)
-        return {
-            "query_tokens": _tokens(queries),
-            "documents": sum(map(_texts, documents)),
-            "live": sum(map(_tokens, documents)),
-        }
-
-
-def _over_pooled_documents(section: LossSection, loss: nn.Module) -> nn.Module:
-    if section.pool_factors is None:
-        return loss
-    return Matryoshka(loss.model, loss, pool_factors=section.pool_factors, pool_weights=section.pool_weights)
-
-
-def _texts(column: dict[str, Any]) -> int:
-    """The number of texts of a column, which with FlashAttention Sentence Transformers writes one after the other."""
-    return len(column["cu_seq_lens_q"]) - 1 if "cu_seq_lens_q" in column else len(column["input_ids"])
-
-
-def _tokens(column: dict[str, Any]) -> Tensor | int:
-    """The number of their tokens, those of query expansion included where the column says which these are."""
-    if "cu_seq_lens_q" in column:
-        return column["input_ids"].numel()
-    live = column["attention_mask"].bool()
-    if "query_expansion_positions" in column:
-        live = live | column["query_expansion_positions"].bool()
-    return live.sum()
+    def count(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+        return count_tokens(inputs, padded=self.pads_queries, encoded=False)
 
 
 class SentenceTransformersKind(TextKind):
@@ -141,14 +107,7 @@ class SentenceTransformersKind(TextKind):
         return EachDocument(collator)
 
     def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
-        """Refuse columns that do not fit the loss, or that the collator would not take as texts."""
-        reserved = [column for column in dataset.column_names if column in RESERVED]
-        if reserved and recipe.loss.name != "distillation":
-            raise RecipeError(
-                f"data.columns: {reserved[0]!r} is no text for Sentence Transformers; name only the query, its positive and "
-                "any negatives, and rename the column if it holds texts."
-            )
-        return fit_to_loss(recipe, dataset, reserved)
+        return fit_to_loss(recipe, dataset, LABEL_COLUMNS)
 
 
 @dataclass

@@ -1,12 +1,10 @@
 """Candidates of each query by a sparse search, part by part, so that only they need be scored exactly."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,18 +15,16 @@ from pylate_fastmaxsim.recipes.evaluation.first_stage import FirstStage, load_fi
 from pylate_fastmaxsim.recipes.mining.negatives import documents_kept
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_parts
+from pylate_fastmaxsim.recipes.models.load import HostModel
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE
 from pylate_fastmaxsim.reporting.progress import Progress
 from pylate_fastmaxsim.retrieval.sparse.index import SparseIndex
 from pylate_fastmaxsim.sparse import SparseBatch
 
-if TYPE_CHECKING:
-    from pylate.models import ColBERT
-
 logger = logging.getLogger(__name__)
 
 
-def load_mining_stage(section: MiningSection, model: ColBERT, pairs: Pairs, device: torch.device) -> FirstStage:
+def load_mining_stage(section: MiningSection, model: HostModel, pairs: Pairs, device: torch.device) -> FirstStage:
     """Load what ``mining.first_stage`` names; its ``k`` must leave enough negatives."""
     first, needed = section.first_stage, documents_kept(pairs, section)
     if first.k < needed:
@@ -64,11 +60,8 @@ def find_candidates(
         # BM25 counts the tokens of its tokenizer.
         **({"model": common["model"]} if first.kind == "bm25" else {}),
     }
-    step = section.documents_per_part
-    settings = made | {"mining.documents_per_part": step}
-    files = work.parts(
-        "sparse", settings, "Encoding for the first stage", " documents", documents, step, encode_documents
-    )
+    title = "Encoding for the first stage"
+    files = work.parts("sparse", made, title, " documents", documents, "documents_per_part", encode_documents)
 
     @functools.cache
     def index() -> SparseIndex:
@@ -80,10 +73,8 @@ def find_candidates(
         bar.update(len(queries))
         return found.int().cpu().numpy()
 
-    step = section.rows_per_part
-    settings = made | {"mining.first_stage": asdict(first), "mining.rows_per_part": step}
-    title = "Searching the first stage"
-    files = work.parts("candidates", settings, title, " queries", len(pairs.queries), step, search)
+    settings, title = made | {"mining.first_stage": asdict(first)}, "Searching the first stage"
+    files = work.parts("candidates", settings, title, " queries", len(pairs.queries), "rows_per_part", search)
     candidates = read_parts(files)
     needed = min(documents_kept(pairs, section), documents)
     few = int(((candidates >= 0).sum(1) < needed).sum())

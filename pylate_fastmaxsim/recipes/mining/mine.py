@@ -16,12 +16,11 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
 
-from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.files.record import read_record, write_record
 from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace_file, replace_folder
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files import hold_lock, inputs_of, make_directory, require_outputs
+from pylate_fastmaxsim.recipes.errors import RecipeError, within_memory
+from pylate_fastmaxsim.recipes.files import hold_lock, inputs_of, make_directory, require_output
 from pylate_fastmaxsim.recipes.mining.first_stage import find_candidates, load_mining_stage
 from pylate_fastmaxsim.recipes.mining.negatives import DocumentSearch, hard_negatives
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs, load_pairs
@@ -68,23 +67,18 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     output = Path(recipe.data.name)
     if output.is_symlink():  # a folder cannot be renamed to a link
         output = output.resolve()
-    require_outputs("data.name", output, OWN_FILES, inputs_of(section, recipe.model))
+    for name in OWN_FILES:
+        require_output("data.name", output / name, inputs_of(section, recipe.model))
     unfinished = output.with_name(output.name + ".unfinished")
-    mined = f"data.name: {output} is being mined by another command; wait until it ends, or choose another folder."
-    lock = hold_lock("data.name", output.parent, output.name + LOCK_ENDING, mined)
+    lock = hold_lock("data.name", output.with_name(output.name + LOCK_ENDING), f"{output} is being mined")
     with lock if processes.is_main_process else nullcontext():
         if processes.is_main_process:
             remove_scratch(output.parent, output.name)
             make_directory("data.name", unfinished)
+        advice = "what is done is kept, and the same command with a smaller one goes on from there"
         try:
-            return _mine(recipe, resume, device, processes, output, unfinished)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise RecipeError(
-                f"mining.batch_size of {section.batch_size} is more than fits into memory; what is done is kept, and "
-                "the same command with a smaller one goes on from there."
-            ) from error
+            with within_memory("mining.batch_size", section.batch_size, advice):
+                return _mine(recipe, resume, device, processes, output, unfinished)
         finally:
             if processes.is_main_process:
                 with suppress(OSError):
@@ -115,7 +109,7 @@ def _mine(
     teacher = load_teacher(section, device, recipe.model.kind)
     if processes.is_main_process and not resume:
         _start_over(output, unfinished)
-    work = Work(unfinished, processes)
+    work = Work(unfinished, processes, section)
     common = {
         "mining.pairs or mining.corpus": pairs.digest,
         "model": settings["model"],

@@ -1,13 +1,11 @@
 """Hard negatives: the best documents of each query by exact search, without likely positives."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +17,11 @@ from pylate_fastmaxsim.recipes.config.schema import MiningSection
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Compute, Work, read_part, read_parts
 from pylate_fastmaxsim.recipes.mining.teacher import require_finite_scores
+from pylate_fastmaxsim.recipes.models.load import HostModel
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
 from pylate_fastmaxsim.reporting.progress import Progress
-from pylate_fastmaxsim.retrieval.search import pair_scores, search
+from pylate_fastmaxsim.retrieval.search import ordered, pair_scores, search
 from pylate_fastmaxsim.tokens import TokenBatch
-
-if TYPE_CHECKING:
-    from pylate.models import ColBERT
 
 
 class DocumentSearch:
@@ -36,7 +32,7 @@ class DocumentSearch:
     """
 
     def __init__(
-        self, model: ColBERT, pairs: Pairs, section: MiningSection, work: Work, common: dict[str, Any]
+        self, model: HostModel, pairs: Pairs, section: MiningSection, work: Work, common: dict[str, Any]
     ) -> None:
         self.model, self.pairs, self.section, self.work = model, pairs, section, work
         self.common = common | {f"mining.{key}": getattr(section, key) for key in ("corpus_format", "pool_factor")}
@@ -60,8 +56,7 @@ class DocumentSearch:
                 scores, found = (torch.from_numpy(arrays[name]) for name in ("scores", "found"))
             if best is not None:
                 scores, found = (torch.cat(columns, dim=1) for columns in zip(best, (scores, found), strict=True))
-            scores, order = scores.sort(dim=1, descending=True, stable=True)
-            best = scores[:, :k], found.gather(1, order[:, :k])
+            best = ordered(scores, found, k)
         return best
 
     def best_candidates(self, candidates: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +65,6 @@ class DocumentSearch:
         Only candidates are encoded.
         """
         digest = hashlib.blake2b(candidates.data, digest_size=16).hexdigest()
-        candidates = np.sort(candidates, axis=1)  # of equal scores the lower document comes first
         scores = np.full(candidates.shape, -np.inf, dtype=np.float32)
         step = self.section.documents_per_part
 
@@ -84,29 +78,26 @@ class DocumentSearch:
         files = self._search_parts({"the candidates of mining.first_stage": digest}, compute)
         for begin, file in zip(range(0, len(self.pairs.documents), step), files, strict=True):
             scores[inside(begin)] = read_part(file)
-        scores, order = torch.from_numpy(scores).sort(dim=1, descending=True, stable=True)
-        order = order[:, : documents_kept(self.pairs, self.section)]
-        return scores[:, : order.shape[1]], torch.from_numpy(candidates).gather(1, order)
+        kept = documents_kept(self.pairs, self.section)
+        return ordered(torch.from_numpy(scores), torch.from_numpy(candidates), kept)
 
     def lowest_positive_scores(self) -> list[float]:
         """The score of the worst positive of each query."""
-        pairs, step = np.array(self.pairs.rows), self.section.rows_per_part
+        pairs = np.array(self.pairs.rows)
 
         def compute(part: slice, bar: Progress) -> np.ndarray:
             return self._scores_of_pairs(*pairs[part].T, part, bar)
 
-        settings = self.common | {"mining.rows_per_part": step}
-        files = self.work.parts("positives", settings, "Scoring positives", " pairs", len(pairs), step, compute)
+        title, per = "Scoring positives", "rows_per_part"
+        files = self.work.parts("positives", self.common, title, " pairs", len(pairs), per, compute)
         lowest = np.full(len(self.pairs.queries), np.inf, dtype=np.float32)
         np.minimum.at(lowest, pairs[:, 0], read_parts(files))
         return lowest.tolist()
 
     def _search_parts(self, settings: dict[str, Any], compute: Compute) -> list[Path]:
-        step = self.section.documents_per_part
-        settings |= {"mining.range_max": self.section.range_max, "mining.documents_per_part": step}
-        return self.work.parts(
-            "search", self.common | settings, "Searching", " documents", len(self.pairs.documents), step, compute
-        )
+        settings = self.common | settings | {"mining.range_max": self.section.range_max}
+        documents, per = len(self.pairs.documents), "documents_per_part"
+        return self.work.parts("search", settings, "Searching", " documents", documents, per, compute)
 
     def _scores_of_pairs(self, queries: np.ndarray, documents: np.ndarray, part: slice, bar: Progress) -> np.ndarray:
         """MaxSim of pairs ``[P]`` of numbers of a query and a document, each document of which is encoded once."""
@@ -135,7 +126,7 @@ class DocumentSearch:
             return {name: getattr(codec, name).cpu().numpy() for name in given}
 
         if needs_codec(format):
-            (file,) = self.work.parts("codec", self.common, "Training the codec", " codecs", 1, 1, train)
+            (file,) = self.work.parts("codec", self.common, "Training the codec", " codecs", 1, None, train)
             with np.load(file) as arrays:
                 codec = ResidualCodec(**{name: torch.from_numpy(arrays[name]) for name in arrays})
             return compressor(key, codec.to(self.model.device))

@@ -15,6 +15,7 @@ from accelerate import PartialState
 
 from pylate_fastmaxsim.files.record import read_record, write_record
 from pylate_fastmaxsim.files.replace import replace_file
+from pylate_fastmaxsim.recipes.config.schema import MiningSection
 from pylate_fastmaxsim.reporting.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -28,10 +29,11 @@ Compute = Callable[[slice, Progress], np.ndarray | dict[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class Work:
-    """Parts of work, each a file in ``folder``, which ``processes`` share."""
+    """Parts of the work of a section, each a file in ``folder``, which ``processes`` share."""
 
     folder: Path
     processes: PartialState
+    section: MiningSection
 
     def parts(
         self,
@@ -40,13 +42,16 @@ class Work:
         title: str,
         unit: str,
         total: int,
-        step: int,
+        per: str | None,
         compute: Compute,
     ) -> list[Path]:
-        """Compute the missing files of a stage for ``total`` items, ``step`` in each, and return all of them.
+        """Compute the missing files of a stage for ``total`` items, and return all of them.
 
-        Files of other ``settings`` are removed.
+        ``per`` is the key of the section that says how many items a file has; None for one file. Files of other
+        ``settings`` are removed.
         """
+        step = total if per is None else getattr(self.section, per)
+        settings = settings if per is None else settings | {f"mining.{per}": step}
         if self.processes.is_main_process:
             # As JSON, where a tuple is a list.
             self._keep_only(stage, json.loads(json.dumps(settings)))

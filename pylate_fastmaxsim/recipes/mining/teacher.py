@@ -1,38 +1,29 @@
 """Scores of a query's documents by the teacher."""
 
-from __future__ import annotations
-
 import hashlib
-import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from sentence_transformers import CrossEncoder
-from sentence_transformers.models import Dense
-from sentence_transformers.util import import_from_string, load_file_path
 from transformers import PretrainedConfig
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.recipes.config.kinds import MODELS, ColBERTSection
+from pylate_fastmaxsim.recipes.config.kinds import MODELS
 from pylate_fastmaxsim.recipes.config.schema import MiningSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work, read_parts
 from pylate_fastmaxsim.recipes.models.load import (
-    NO_TOKENIZER,
+    HostModel,
     encoder_of,
-    has_special_tokens_only,
+    has_projection,
     load_model,
     model_failure,
+    require_tokenizer,
 )
 from pylate_fastmaxsim.recipes.models.retriever import BATCHES_AT_ONCE, retriever_of
 from pylate_fastmaxsim.reporting.progress import Progress
-
-if TYPE_CHECKING:
-    from pylate.models import ColBERT
 
 # Rows of a query and its documents, by their numbers.
 Candidates = list[tuple[int, list[int]]]
@@ -45,7 +36,7 @@ def require_finite_scores(source: str, scores: np.ndarray) -> None:
         raise RecipeError(f"{source} must give scores that are finite numbers, but some of them are NaN or infinite.")
 
 
-def colbert_scores(model: ColBERT, pairs: Pairs, candidates: Candidates, batch_size: int) -> np.ndarray:
+def colbert_scores(model: HostModel, pairs: Pairs, candidates: Candidates, batch_size: int) -> np.ndarray:
     """MaxSim of the candidates of each query, ``[N, K]``."""
     used = {document: place for place, document in enumerate(dict.fromkeys(d for _, row in candidates for d in row))}
     retriever = retriever_of(model)
@@ -76,13 +67,10 @@ def load_teacher(section: MiningSection, device: torch.device, kind: str = "colb
         encoder = CrossEncoder(name, device="cpu")
         drawn = _missing_head_weights(encoder, name)
     except Exception as error:  # as in load_model
-        raise model_failure("mining.teacher", ColBERTSection(name_or_path=name), error) from error
-    if has_special_tokens_only(encoder.tokenizer):
-        raise RecipeError(NO_TOKENIZER.format("mining.teacher", name))
+        raise model_failure("mining.teacher", name, error) from error
+    require_tokenizer(encoder.tokenizer, "mining.teacher", name)
     if drawn:
-        other = (
-            "set mining.teacher_type to colbert" if _has_projection(name, encoder.config) else "name a cross-encoder"
-        )
+        other = "set mining.teacher_type to colbert" if has_projection(name) else "name a cross-encoder"
         raise RecipeError(
             f"mining.teacher {name} must have a scoring head, as a cross-encoder has, but its checkpoint holds no "
             f"{drawn[0]}, so that its scores would be random; {other}."
@@ -113,26 +101,13 @@ def _missing_head_weights(encoder: CrossEncoder, name: str) -> list[str]:
 
 def _require_projection(name: str, config: PretrainedConfig) -> None:
     """Refuse a model to which PyLate would add a projection with random weights."""
-    if _has_projection(name, config):
+    if has_projection(name):
         return
     is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
     other = "set mining.teacher_type to cross_encoder" if is_classifier else "name a trained ColBERT"
     raise RecipeError(
         f"mining.teacher {name} must have a projection, as a ColBERT has, but its checkpoint holds none, so that its "
         f"scores would be random; {other}."
-    )
-
-
-def _has_projection(name: str, config: PretrainedConfig) -> bool:
-    """Tell whether a checkpoint has the projection of a ColBERT, by PyLate's own test."""
-    if (config.architectures or [None])[0] == "HF_ColBERT":  # Stanford's
-        return True
-    file = load_file_path(name, "modules.json")
-    modules = json.loads(Path(file).read_text(encoding="utf-8")) if file else []
-    # By name as well: PyLate's cannot be imported beside Sentence Transformers 6.
-    return any(
-        module["type"].rpartition(".")[2] == "Dense" or issubclass(import_from_string(module["type"]), Dense)
-        for module in modules
     )
 
 
@@ -153,9 +128,7 @@ def grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: Mining
     settings = {
         "mining.teacher": section.teacher,
         "mining.teacher_type": section.teacher_type,
-        "mining.rows_per_part": section.rows_per_part,
         "the negatives": hashlib.sha256(pairs.digest.encode() + rows.tobytes()).hexdigest(),
     }
-    step = section.rows_per_part
-    files = work.parts("teacher", settings, "Asking the teacher", " queries", len(candidates), step, compute)
-    return read_parts(files)
+    title, unit = "Asking the teacher", " queries"
+    return read_parts(work.parts("teacher", settings, title, unit, len(candidates), "rows_per_part", compute))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import zipfile
 from contextlib import suppress
@@ -24,8 +25,8 @@ from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.kinds import ColBERTSection
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error, first_line
-from pylate_fastmaxsim.recipes.files import parse_json
 from pylate_fastmaxsim.recipes.kind import Kind
+from pylate_fastmaxsim.recipes.models.retriever import PageModel, retriever_of
 from pylate_fastmaxsim.retrieval.static.files import DESCRIPTION_FILE as STATIC_FILE
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from model2vec import StaticModel
     from pylate.models import ColBERT
     from sentence_transformers import MultiVectorEncoder
-
-    from pylate_fastmaxsim.recipes.models.retriever import PageModel
 
 # A model that recipes train. As text, because not every library is installed.
 HostModel: TypeAlias = "ColBERT | MultiVectorEncoder | SparseEncoder | PageModel"
@@ -107,11 +106,10 @@ def load_model(
                 f"{key} {loaded.name_or_path} does not fit model.kind {section.kind}: it is a {found}, which model.kind "
                 f"{KIND_OF_CLASS[found]} trains."
             ) from error
-        raise model_failure(key, loaded, error) from error
+        raise model_failure(key, loaded.name_or_path, error, section.trust_remote_code) from error
     if not section.visual:
         require_positions(section, model)
-    if has_special_tokens_only(kind.tokenizer_of(model)):
-        raise RecipeError(NO_TOKENIZER.format(key, loaded.name_or_path))
+    require_tokenizer(retriever_of(model).tokenizer, key, loaded.name_or_path)
     if section.config_kwargs:
         config = encoder_of(model).config
         unknown = [name for name in section.config_kwargs if not hasattr(config, name)]
@@ -159,7 +157,7 @@ def load_retriever(
     try:
         model = host(section.name_or_path, device=str(device), trust_remote_code=trust_remote_code)
     except Exception as error:  # each library that reads the files has its own errors
-        raise model_failure(key, section, error) from error
+        raise model_failure(key, section.name_or_path, error, trust_remote_code) from error
     if host is SparseEncoder:
         require_inner_product(model, key, name)
     if host is SentenceTransformer and not dense and any(isinstance(each, nn.EmbeddingBag) for each in model.modules()):
@@ -198,7 +196,7 @@ def class_of(name: str, key: str = "MODEL") -> str | None:
     try:
         return model_type(name)
     except Exception as error:  # of the Hub's client, or of a file that is not JSON
-        raise model_failure(key, ColBERTSection(name_or_path=name), error) from error
+        raise model_failure(key, name, error) from error
 
 
 def require_inner_product(model: SparseEncoder, key: str, name: str) -> None:
@@ -215,9 +213,8 @@ def is_missing_folder(name: str) -> bool:
     return not path.is_dir() and (path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1)
 
 
-def model_failure(key: str, section: ModelSection, error: Exception) -> RecipeError:
+def model_failure(key: str, name: str, error: Exception, trust_remote_code: bool = False) -> RecipeError:
     """A RecipeError for an error that a library raised while it loaded the model of ``key``."""
-    name = section.name_or_path
     # The libraries call an unreadable file missing, or say that there is no tokenizer.
     files = [path for depth in ("*", "*/*") for path in Path(name).glob(depth) if path.suffix in MODEL_FILES]
     if file := next((path for path in files if not os.access(path, os.R_OK)), None):
@@ -228,7 +225,7 @@ def model_failure(key: str, section: ModelSection, error: Exception) -> RecipeEr
             f"{key} {name} cannot be loaded: {file} is not whole, as after a download that was cut short or a clone "
             "without Git LFS."
         )
-    if lacks_tokenizer(section):
+    if lacks_tokenizer(name, trust_remote_code):
         return RecipeError(NO_TOKENIZER.format(key, name))
     reason = repr(error) if isinstance(error, KeyError) else first_line(error)  # its text is only the key
     return RecipeError(f"{key} {name} cannot be loaded: {reason}")
@@ -241,29 +238,29 @@ def is_cut_short(file: Path) -> bool:
             with safe_open(file, framework="pt"):
                 return False
         if file.suffix == ".json":
-            return not isinstance(parse_json(file.read_text(encoding="utf-8")), (dict, list))
+            return not isinstance(json.loads(file.read_text(encoding="utf-8")), (dict, list))
     except (OSError, ValueError, SafetensorError):
         return True
     return file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file)
 
 
-def lacks_tokenizer(section: ModelSection) -> bool:
+def lacks_tokenizer(name: str, trust_remote_code: bool) -> bool:
     """True if the configuration can be loaded and the tokenizer cannot; transformers has no clear error for that."""
-    options = {"trust_remote_code": section.trust_remote_code}
     try:
-        AutoConfig.from_pretrained(section.name_or_path, **options)
+        AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception:
         return False
     try:
-        AutoTokenizer.from_pretrained(section.name_or_path, **options)
+        AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception:
         return True
     return False
 
 
-def has_special_tokens_only(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True if a tokenizer has only special tokens: transformers 5 makes up such a one for a model without any."""
-    return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+def require_tokenizer(tokenizer: PreTrainedTokenizerBase, key: str, name: str) -> None:
+    """Refuse a tokenizer with only special tokens: transformers 5 makes up such a one for a model without any."""
+    if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}:
+        raise RecipeError(NO_TOKENIZER.format(key, name))
 
 
 def model_type(name: str) -> str | None:
@@ -285,13 +282,19 @@ def json_of(name: str, file: str) -> Any:
     """The content of a JSON file of a model, or None if it has no such file."""
     try:
         path = Path(name, file) if Path(name).is_dir() else Path(hf_hub_download(name, file))
-        return parse_json(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except LocalEntryNotFoundError:  # no connection to the Hub, and no copy on disk
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return None  # of a model that was downloaded; the libraries take the file as missing too
         raise
     except (FileNotFoundError, EntryNotFoundError):
         return None
+
+
+def has_projection(name: str) -> bool:
+    """Tell whether a checkpoint has a projection, which Sentence Transformers also keeps of a SentenceTransformer."""
+    saved = [module["type"].rpartition(".")[2] for module in json_of(name, "modules.json") or []]
+    return "Dense" in saved or model_type(name) in ("MultiVectorEncoder", "ColBERT")
 
 
 def encoder_of(model: nn.Module) -> PreTrainedModel:

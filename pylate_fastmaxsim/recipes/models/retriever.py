@@ -68,6 +68,10 @@ class PageModel:
 
 
 Encoded = TokenBatch | SparseBatch | TokenIds
+# What is searched: a stream of batches, or an index.
+Documents = Iterable[Encoded | CompressedBatch] | Corpus | SparseIndex
+# Told how many documents have been scored since.
+Progress = Callable[[int], object]
 
 
 class NotFiniteError(Exception):
@@ -124,17 +128,12 @@ class Retriever:
             raise NotFiniteError
 
     def search(
-        self,
-        queries: Encoded,
-        documents: Iterable[Encoded | CompressedBatch] | Corpus | SparseIndex,
-        k: int,
-        pooling: Pooling = Max(),
-        progress: Callable[[int], object] | None = None,
+        self, queries: Encoded, documents: Documents, k: int, pooling: Pooling = Max(), progress: Progress | None = None
     ) -> tuple[Tensor, Tensor]:
         """Scores and positions ``[Nq, K]`` of the best documents of a stream of batches, or of an index.
 
-        K is ``k``; with late interaction no more than there are documents. ``progress`` is told how many documents have been
-        scored since, of sparse vectors those of an index.
+        K is ``k``; with late interaction no more than there are documents. ``progress`` is told of documents, of sparse
+        vectors of those of an index.
         """
         return search(queries, documents, k, pooling=pooling, progress=progress)
 
@@ -301,12 +300,7 @@ class SparseRetriever(SentenceTransformersRetriever):
         return self.document_transformer, "max_seq_length"
 
     def search(
-        self,
-        queries: Encoded,
-        documents: Iterable[Encoded] | SparseIndex,
-        k: int,
-        pooling: Pooling = Max(),
-        progress: Callable[[int], object] | None = None,
+        self, queries: Encoded, documents: Documents, k: int, pooling: Pooling = Max(), progress: Progress | None = None
     ) -> tuple[Tensor, Tensor]:
         if pooling != Max():
             raise RecipeError(
@@ -317,9 +311,7 @@ class SparseRetriever(SentenceTransformersRetriever):
             progress(len(documents))
         return found
 
-    def _search(
-        self, queries: SparseBatch, documents: Iterable[Encoded] | SparseIndex, k: int
-    ) -> tuple[Tensor, Tensor]:
+    def _search(self, queries: SparseBatch, documents: Documents, k: int) -> tuple[Tensor, Tensor]:
         if isinstance(documents, SparseIndex):
             return documents.search(queries, k)
         return sparse_search(queries, documents, k)
@@ -348,9 +340,7 @@ class StaticRetriever(SparseRetriever):
     def _batch(self, output: SparseBatch | TokenIds) -> SparseBatch | TokenIds:
         return output  # whose vectors are finite
 
-    def _search(
-        self, queries: SparseBatch | TokenIds, documents: Iterable[Encoded] | SparseIndex, k: int
-    ) -> tuple[Tensor, Tensor]:
+    def _search(self, queries: SparseBatch | TokenIds, documents: Documents, k: int) -> tuple[Tensor, Tensor]:
         if not self.has_vectors:
             documents = TokenIds.concatenate(list(documents))
         elif not isinstance(documents, SparseIndex):

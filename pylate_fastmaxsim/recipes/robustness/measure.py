@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from argparse import ArgumentTypeError
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.diagnostics.injection import RANDOM, SPIKE, TARGETED, injected_tokens, injection_sweep
 from pylate_fastmaxsim.diagnostics.robustness import DEPTH, RECALLS, length_sweep, retrieval_metrics, values_by_query
-from pylate_fastmaxsim.integrations.options import POOLINGS, pooling_from_text
+from pylate_fastmaxsim.files.replace import write_json
+from pylate_fastmaxsim.integrations.options import POOLINGS
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.pooling import LogSumExp, Max, Pooling, Softmax, TopK
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files import inputs_of, prepare_file, write_json
+from pylate_fastmaxsim.recipes.files import inputs_of, prepare_file
 from pylate_fastmaxsim.recipes.load import is_recipe
 from pylate_fastmaxsim.recipes.models.retriever import DenseRetriever, Encoded, NotFiniteError, Retriever, retriever_of
 from pylate_fastmaxsim.recipes.robustness.lengthen import Lengthened, encode
-from pylate_fastmaxsim.recipes.robustness.task import Append, Settings, Task, collection_task, trained_on
+from pylate_fastmaxsim.recipes.robustness.task import Settings, Task, collection_task, trained_on
 from pylate_fastmaxsim.recipes.search.run import best_device
 from pylate_fastmaxsim.recipes.search.significance import compare
 from pylate_fastmaxsim.recipes.targets import find_collection, find_targets
@@ -41,24 +41,6 @@ ATTACKS_OF_PAIRS = (TARGETED, SPIKE, RANDOM)
 METRICS = ("ndcg@10", *(f"recall@{k}" for k in RECALLS))
 COMPARED = ("gini", "ndcg@10", "recall@1")  # by the paired test
 RESULT_FILE = "robustness.json"
-
-
-def settings_of(poolings: Sequence[str], times: str, tokens: str, append: str, noise: float, **draws: int) -> Settings:
-    """The settings of a command line; ``draws`` are ``seed``, ``max_queries`` and ``max_documents``."""
-    try:
-        chosen = tuple(dict.fromkeys(map(pooling_from_text, poolings))) or None
-    except ArgumentTypeError as error:
-        raise RecipeError(f"--{error}") from None
-    if append not in get_args(Append):
-        raise RecipeError(f"--append must be {', '.join(get_args(Append))}, got {append!r}.")
-    return Settings(chosen, _numbers("--times", times, 1), _numbers("--tokens", tokens, 0), append, noise, **draws)
-
-
-def _numbers(option: str, text: str, least: int) -> list[int]:
-    values = [value.strip() for value in text.split(",")]
-    if not all(value.isdecimal() and int(value) >= least for value in values):
-        raise RecipeError(f"{option} {text}: write it as 1,2,4, with whole numbers from {least}.")
-    return sorted(set(map(int, values)))
 
 
 @dataclass(frozen=True)
@@ -198,7 +180,7 @@ def measure(
 def _poolings(settings: Settings, own: Pooling | None, has_tokens: bool) -> list[Pooling]:
     """The poolings of the settings or the default ones, that of the model first."""
     if not has_tokens:
-        if set(settings.poolings or ()) - {Max()}:
+        if set(settings.poolings) - {Max()}:
             raise RecipeError(
                 "--pooling must be max for a sparse or static model, which has no similarities of tokens to pool."
             )

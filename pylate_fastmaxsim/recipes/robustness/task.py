@@ -50,7 +50,7 @@ class Settings:
     Of more than ``max_queries`` or ``max_documents`` some are drawn; gold documents are always taken.
     """
 
-    poolings: Sequence[Pooling] | None = None
+    poolings: Sequence[Pooling] = ()
     times: Sequence[int] = TIMES
     tokens: Sequence[int] = COUNTS
     append: Append = "auto"

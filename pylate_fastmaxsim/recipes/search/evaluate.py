@@ -1,7 +1,5 @@
 """Evaluate models one after the other on a collection, and compare them."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json
@@ -14,7 +12,7 @@ from typing import Any
 from pylate_fastmaxsim.files.replace import replace_file
 from pylate_fastmaxsim.recipes.data.collection import Collection, is_of_pages
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_by_query, require_ids_of_one_word, write_run
+from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_by_query, require_ids_of_one_word
 from pylate_fastmaxsim.recipes.files import prepare_file
 from pylate_fastmaxsim.recipes.models.retriever import Retriever, retriever_of
 from pylate_fastmaxsim.recipes.search.plaid import overlap
@@ -144,8 +142,6 @@ def _evaluate(
         if exhaustive is not None:
             task.queries = exhaustive.queries
         found = task.ranking()
-        if run is not None:
-            write_run(run, found)
         by_query = metrics_by_query(found, collection, list(METRICS_BY_DEPTH))
         means = {metric: sum(values.values()) / len(values) for metric, values in by_query.items()}
         shares = {} if exhaustive is None else overlap(exhaustive.positions, task.positions)

@@ -1,7 +1,5 @@
 """An encoded corpus on disk. An interrupted call goes on where it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,14 +59,13 @@ def open_or_build(
     A finished index is only read: by several commands at once, and where the folder cannot be written. It must be of the
     same model and corpus.
     """
-    building = f"--index: {folder} is being built by another command; wait until it ends, or choose another folder."
     # A damaged file, or a number that does not fit the format.
     with as_recipe_error("--index"):
         if (folder / DESCRIPTION_FILE).exists():
             _require_same(folder, description)
             if (found := _finished(folder, description, device)) is not None:
                 return found
-        with hold_lock("--index", folder, LOCK_FILE, building):
+        with hold_lock("--index", folder / LOCK_FILE, f"{folder} is being built"):
             _describe(folder, description)
             if description.is_sparse:
                 return SparseIndex.build(encode_from, folder=folder / SPARSE_FOLDER, device=device)

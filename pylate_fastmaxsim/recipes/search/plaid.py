@@ -1,7 +1,5 @@
 """An index of PLAID in place of encoded documents, and what its own search finds of the best of them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager

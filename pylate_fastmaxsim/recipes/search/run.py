@@ -1,25 +1,23 @@
 """Search a collection with a model, exactly: rankings, metrics, and what took how long."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from pylate_fastmaxsim import enabled
-from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import SAMPLE_DOCUMENTS
 from pylate_fastmaxsim.recipes.config.schema import CompressedFormat, FirstStageSection
 from pylate_fastmaxsim.recipes.data.collection import Collection, corpus_digest, document_texts
-from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error
+from pylate_fastmaxsim.recipes.errors import RecipeError, as_recipe_error, within_memory
 from pylate_fastmaxsim.recipes.evaluation.first_stage import (
     best_candidates,
     first_stage_named,
@@ -62,10 +60,8 @@ METRICS_BY_DEPTH = {"ndcg@10": 10, "mrr@10": 10, "recall@100": 100, "recall@1000
 FORMATS = ("float32", "bfloat16", "float16", *get_args(CompressedFormat))
 
 
-class Progress(Protocol):
-    """Begin a task of ``total`` items, ``done`` of which are done, and return what is told how many more are."""
-
-    def __call__(self, task: str, total: int, done: int = 0) -> Callable[[int], None]: ...
+# Begins a task of so many items, of which some may be done, and returns what is told how many more are.
+Progress = Callable[..., Callable[[int], object]]
 
 
 @dataclass(frozen=True)
@@ -102,8 +98,6 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
     _check_options(options, model)
     task = Search(name, model, collection, options, progress)
     found = task.ranking()
-    if options.run is not None:
-        write_run(options.run, found)
     names = [name for name, depth in METRICS_BY_DEPTH.items() if depth <= options.k]
 
     def metrics(found: Ranking) -> dict[str, float] | None:
@@ -177,16 +171,6 @@ class Clock:
         finally:
             self._switch(outer)
 
-    def iterate(self, task: str, items: Iterable[Encoded]) -> Iterator[Encoded]:
-        """Iterate over items; the seconds to get each of them are those of a task."""
-        iterator = iter(items)
-        while True:
-            with self.during(task):
-                item = next(iterator, self)
-            if item is self:
-                return
-            yield item
-
     def _switch(self, task: str | None) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -214,25 +198,22 @@ class Search:
         self.positions: Tensor | None = None
 
     def ranking(self) -> Ranking:
-        """The ``k`` best documents of each query."""
+        """The ``k`` best documents of each query, which are written to ``options.run`` as well."""
         # A static model encodes without a library.
         plugin = nullcontext() if self.model.kind == StaticRetriever.kind else enabled()
+        kept = ", and the same command goes on from what is in the index" if self.options.index is not None else ""
         try:
-            with plugin:
+            with plugin, within_memory("--batch-size", self.options.batch_size, f"lower it{kept}"):
                 search = self._search if self.options.first_stage is None else self._search_candidates
                 scores, self.positions = search()
         except NotFiniteError:
             raise RecipeError(
                 f"MODEL {self.name}: some embeddings are NaN or infinite, as after a training that diverged."
             ) from None
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            kept = ", and the same command goes on from what is in the index" if self.options.index is not None else ""
-            raise RecipeError(
-                f"--batch-size of {self.options.batch_size} is more than fits into memory; lower it{kept}."
-            ) from error
-        return ranking(self.collection, scores, self.positions, self.options.k)
+        found = ranking(self.collection, scores, self.positions, self.options.k)
+        if self.options.run is not None:
+            write_run(self.options.run, found)
+        return found
 
     def summary(self) -> dict[str, Any]:
         """Names and numbers of a search that is done, and ``seconds`` of each task."""
@@ -323,16 +304,17 @@ class Search:
         corpus = self.collection.corpus
         if begin == len(corpus):
             return
-        batches = encode_corpus(self.model, corpus, self.options.batch_size, begin)
-        for batch in self._with_progress(ENCODE_DOCUMENTS, batches, len(corpus), begin):
+        for batch in self._encode(corpus.select(range(begin, len(corpus))), begin):
             yield batch
-            self.encoded += len(batch)
             if self.model.has_token_embeddings:
                 self.vectors += int(batch.lengths.sum())
 
     def _encode_chosen(self, positions: Tensor) -> Iterator[Encoded]:
-        batches = encode_corpus(self.model, self.collection.corpus.select(positions), self.options.batch_size)
-        for batch in self._with_progress(ENCODE_DOCUMENTS, batches, len(positions)):
+        return self._encode(self.collection.corpus.select(positions))
+
+    def _encode(self, documents: Dataset, done: int = 0) -> Iterator[Encoded]:
+        batches = encode_corpus(self.model, documents, self.options.batch_size)
+        for batch in self._with_progress(ENCODE_DOCUMENTS, batches, done + len(documents), done):
             yield batch
             self.encoded += len(batch)
 
@@ -341,10 +323,14 @@ class Search:
         batches = encode_sample(self.model, corpus, self.options.batch_size)
         return self._with_progress(ENCODE_SAMPLE, batches, min(len(corpus), SAMPLE_DOCUMENTS))
 
-    def _with_progress(self, task: str, batches: Iterable[Encoded], total: int, done: int = 0) -> Iterator[Encoded]:
+    def _with_progress(self, task: str, batches: Iterator[Encoded], total: int, done: int = 0) -> Iterator[Encoded]:
         """Time batches and tell the progress; each is done when it has been written or searched."""
         encoded = self.progress(task, total, done)
-        for batch in self.clock.iterate(task, batches):
+        while True:
+            with self.clock.during(task):
+                batch = next(batches, None)
+            if batch is None:
+                return
             yield batch
             encoded(len(batch))
 

@@ -1,7 +1,5 @@
 """Paired tests over queries: do the metrics of two models differ by more than chance?"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any

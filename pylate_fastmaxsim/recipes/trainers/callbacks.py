@@ -1,7 +1,5 @@
 """Callbacks of every training: an interrupted run loses nothing and goes on exactly, and epochs may be uneven."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from pathlib import Path

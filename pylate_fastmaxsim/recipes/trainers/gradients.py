@@ -1,9 +1,8 @@
 """The concentration of gradients on few document tokens, logged while a model is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,14 @@ from pylate_fastmaxsim.diagnostics.gradient_concentration import gradient_concen
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.models.retriever import Retriever
 from pylate_fastmaxsim.tokens import TokenBatch
+
+
+def encode_pairs(retriever: Retriever, queries: list[str], documents: list[Any]) -> tuple[TokenBatch, TokenBatch]:
+    """Token embeddings of queries and of their positives, each in one batch; leaves the model in evaluation."""
+    size = len(queries)
+    return retriever.encode(queries, size, is_query=True), retriever.encode(documents, size, is_query=False)
 
 
 class LogGradientConcentration(TrainerCallback):

@@ -1,7 +1,5 @@
 """Trainers that save and load whole models where FSDP or DeepSpeed shards them."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os

@@ -1,7 +1,5 @@
 """The trainer's arguments for a recipe, on a machine that can train with them."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

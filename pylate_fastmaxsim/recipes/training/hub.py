@@ -1,7 +1,5 @@
 """The trained model on the Hugging Face Hub: ``training.push_to_hub``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from huggingface_hub import HfApi

@@ -1,13 +1,12 @@
 """Rows that a recipe trains on, and what is made before: docstring pairs, a model from scratch or a token table."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
 import re
 from collections import Counter
 from dataclasses import asdict, replace
+from itertools import accumulate
 from pathlib import Path
 
 from datasets import Dataset, concatenate_datasets
@@ -148,13 +147,9 @@ def _split(dataset: Dataset, rows: int) -> tuple[Dataset, Dataset | None]:
         return dataset, None
     query = dataset.column_names[0]
     queries = dataset.select_columns([query])[:][query]
-    rows_of = Counter(queries)  # in the order of the rows
-    taken, held_out = 0, set()
-    for text, count in rows_of.items():
-        if taken >= rows:
-            break
-        held_out.add(text)
-        taken += count
+    counts = Counter(queries)  # in the order of the rows
+    before = accumulate(counts.values(), initial=0)
+    held_out = {text for text, taken in zip(counts, before, strict=False) if taken < rows}
     parts: tuple[list[int], list[int]] = ([], [])
     for row, text in enumerate(queries):
         parts[text in held_out].append(row)

@@ -1,7 +1,5 @@
 """The recipe and the training in the card of a saved model."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,13 +23,13 @@ CARD = "README.md"
 def append_recipe(folder: Path, recipe: Recipe) -> None:
     """Append recipe and versions to the card that the host library wrote into ``folder``, or to a new one; add tags."""
     kind, file = kind_of(recipe.model), folder / CARD
-    if not kind.writes_card:
+    if kind.own_card is not None:
         title = f"# {recipe.name}\n\nA model of document pages, trained with {kind.host}"
         file.write_text(f"{title} from `{recipe.model.name_or_path}`.\n", encoding="utf-8")
-    metadata = (metadata_load(file) or {}) | kind.card_metadata
-    if not kind.writes_card and not Path(recipe.model.name_or_path).is_dir():
+    metadata = (metadata_load(file) or {}) | (kind.own_card or {})
+    if kind.own_card is not None and not Path(recipe.model.name_or_path).is_dir():
         metadata["base_model"] = recipe.model.name_or_path
-    tags = dict.fromkeys([*(metadata.get("tags") or []), *kind.card_tags, "pylate-fastmaxsim"])
+    tags = dict.fromkeys([*(metadata.get("tags") or []), "pylate-fastmaxsim"])
     metadata_save(file, metadata | {"tags": list(tags)})
     given = to_yaml(plain_values(recipe, only_set=True))
     with open(file, "a", encoding="utf-8") as card:

@@ -1,7 +1,5 @@
 """The folder of a training run: its checkpoints, of which recipe they are, and whether a run goes on from them."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shutil
@@ -75,10 +73,15 @@ def open_run_directory(
     trained_with, state = recipe, None
     if checkpoint is not None:
         earlier = build_recipe(read_yaml(record))
-        _require_same_recipe(recipe, earlier)
+        longer = is_longer(lengths_of(recipe.training), lengths_of(earlier.training))
+        _require_same_recipe(recipe, earlier, longer)
         if writes:  # one process of several
             _warn_of_other_masking(recipe, earlier)
-            _warn_of_longer_run(recipe, earlier)
+            if longer:
+                logger.warning(
+                    "The run in %s is longer than it was begun for: from here on its learning rate follows the longer schedule.",
+                    recipe.output_dir,
+                )
         state = trained_state(checkpoint, recipe.training)
         if state is None or processes > 1:  # one process is enough to evaluate
             _require_same_processes(checkpoint, processes)
@@ -125,18 +128,10 @@ def lengths_of(training: TrainingSection) -> dict[str, float | None]:
     return {name: getattr(training, name) for name in LENGTHS}
 
 
-def _warn_of_longer_run(recipe: Recipe, earlier: Recipe) -> None:
-    if is_longer(lengths_of(recipe.training), lengths_of(earlier.training)):
-        logger.warning(
-            "The run in %s is longer than it was begun for: from here on its learning rate follows the longer schedule.",
-            recipe.output_dir,
-        )
-
-
-def _require_same_recipe(recipe: Recipe, earlier: Recipe) -> None:
+def _require_same_recipe(recipe: Recipe, earlier: Recipe, longer: bool) -> None:
     before, now = _flatten(plain_values(earlier)), _flatten(plain_values(recipe))
     free = set(FREE_TO_CHANGE)
-    if is_longer(lengths_of(recipe.training), lengths_of(earlier.training)):
+    if longer:
         free |= {f"training.{name}" for name in LENGTHS}
     changed = [
         f"{key} is {now.get(key)!r} and was {before.get(key)!r}"

@@ -1,7 +1,5 @@
 """What a training is going to do, and how fast it was."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

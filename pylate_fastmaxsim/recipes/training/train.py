@@ -1,7 +1,5 @@
 """Train the model of a recipe with the Sentence Transformers trainer."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,13 +10,12 @@ from typing import Any
 from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import ProgressCallback, Trainer, TrainerState
 
-from pylate_fastmaxsim._memory import is_out_of_memory
-from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace_folder
+from pylate_fastmaxsim.files.replace import remove_file, remove_scratch, replace_folder, write_json
 from pylate_fastmaxsim.recipes.config.schema import Recipe, TrainingSection
 from pylate_fastmaxsim.recipes.data.collection import RecipeData
-from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.errors import RecipeError, within_memory
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate, metric_names
-from pylate_fastmaxsim.recipes.files import hold_lock, inputs_of, require_outputs, write_json
+from pylate_fastmaxsim.recipes.files import hold_lock, inputs_of, require_output
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.load import HostModel, kind_of, load_model, load_trained
 from pylate_fastmaxsim.recipes.plugin import plugin_of, reason_against_plugin
@@ -84,11 +81,9 @@ def train(
     arguments = training_arguments(recipe, kind)
     directory = Path(recipe.output_dir)
     inputs = inputs_of(recipe.model, recipe.data, recipe.evaluation)
-    require_outputs("output_dir", directory, (RESULT_FILE, RECIPE_FILE), inputs)
-    taken = (
-        f"output_dir: {directory} is being trained in by another command; wait until it ends, or choose another folder."
-    )
-    lock = hold_lock("output_dir", directory, LOCK_FILE, taken)
+    for name in (RESULT_FILE, RECIPE_FILE):
+        require_output("output_dir", directory / name, inputs)
+    lock = hold_lock("output_dir", directory / LOCK_FILE, f"{directory} is being trained in")
     with lock if arguments.should_save else nullcontext():
         if arguments.should_save:
             require_own_checkpoints(directory, inputs)
@@ -136,7 +131,7 @@ def _train(
             trained = checkpoint.with_name(Path(best).name) if best else checkpoint
             with unsharded_loading(arguments):
                 begun, model = model, load_trained(prepared.model, trained, arguments.device)
-            if kind.writes_card:
+            if kind.own_card is None:
                 trainer = kind.build_trainer(trained_with.loss, model, data.train, arguments)
                 restore_card_metadata(trainer, state, begun)
             del begun
@@ -158,7 +153,7 @@ def _train(
             _write_result(folder, result)
             metrics = _evaluate_saved(prepared, model, data, folder)
             result |= metrics
-            if kind.writes_card:
+            if kind.own_card is None:
                 add_metrics(trained_with, model, metrics, folder, state)
             _write_result(folder, result)
             if repository is not None:
@@ -183,13 +178,8 @@ def _evaluates_first(recipe: Recipe, data: RecipeData, arguments: SentenceTransf
 
 def _evaluate(recipe: Recipe, model: HostModel, data: RecipeData, advice: str) -> dict[str, float | None]:
     """Evaluate; an error that memory is full says what to do or what is kept."""
-    try:
+    with within_memory("evaluation.batch_size", recipe.evaluation.batch_size, advice):
         return evaluate(recipe, model, data)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        size = recipe.evaluation.batch_size
-        raise RecipeError(f"evaluation.batch_size of {size} is more than fits into memory; {advice}.") from error
 
 
 def _evaluate_saved(recipe: Recipe, model: HostModel, data: RecipeData, folder: Path) -> dict[str, float | None]:

@@ -150,7 +150,7 @@ def test_a_comparison_that_is_ended_ends_its_run_and_until_then_no_other_may_beg
         wait_for((tmp_path / "out" / "compare" / "stock.log").exists)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         second = command("compare", file, "training.max_steps=1")
-        assert second.exit_code == 2 and "output_dir: another command compares in " in second.stderr
+        assert second.exit_code == 2 and " is being compared in by another command" in second.stderr
     finally:
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)

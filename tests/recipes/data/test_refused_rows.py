@@ -65,7 +65,7 @@ DISTILLATION = r"""
     | data.columns: 'scores' must hold lists of finite numbers, but it holds lists of string.$
 {query: q, documents: [1, 2], scores: [2.0, 1.0]} | |
     | data.columns: 'documents' must hold lists of texts, but it holds lists of int64.$
-| {documents: [a, b, "caf\udce9"]} | | data.columns: 'documents' must hold texts in UTF-8, but some are not.$
+| {documents: [a, b, "caf\udce9"]} | | data.columns: 'documents' must hold text in UTF-8, but some rows do not.$
 {query: q, label: l, scores: [1.0]} | | data.columns=[query,label,scores]
     | data.columns must be \[query, documents, scores\] for distillation, got
 | | data.negatives_per_query=2 | data.negatives_per_query does not apply to the distillation
@@ -81,7 +81,6 @@ COLBERT = r"""
 
 # As that of Sentence Transformers.
 SPLADE = r"""
-{a: q, return_loss: d} | | | data.columns: 'return_loss' is no text for Sentence Transformers; name only
 {a: q} | | | data.columns must be the query, its positive and any negatives, got \[a\]
 {a: q, b: 1} | | | data.columns: 'b' must hold text, but it holds Value
 """
@@ -145,7 +144,7 @@ def test_triples_that_do_not_fit(lines, overrides, sentence, tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("line", ["[1, 2, [3]]", "[" * 10**6, "[1]", '{"qid": 1}', "[1, 2", "[1, null, 3]"])
+@pytest.mark.parametrize("line", ["[1, 2, [3]]", "[1]", '{"qid": 1}', "[1, 2", "[1, null, 3]"])
 def test_a_line_of_triples_that_is_none_is_named(line, tmp_path):
     said = r"^data.files: line 2 of .*triples.jsonl must be \[qid, pid, pid, ...\], as the"
     with pytest.raises(RecipeError, match=said):

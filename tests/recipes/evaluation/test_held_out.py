@@ -14,11 +14,12 @@ from pylate_fastmaxsim import Softmax
 from pylate_fastmaxsim.cli.tables import training_table
 from pylate_fastmaxsim.recipes.data.collection import RecipeData, load_collection
 from pylate_fastmaxsim.recipes.evaluation import ranking
-from pylate_fastmaxsim.recipes.evaluation.evaluate import NANO_BEIR_SETS, collection_of, collection_of_set, evaluate
+from pylate_fastmaxsim.recipes.evaluation.evaluate import collection_of, collection_of_set, evaluate
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import kind_of, load_trained
 from pylate_fastmaxsim.recipes.training.inputs import load_data, prepare
 from pylate_fastmaxsim.recipes.training.train import train
+from pylate_fastmaxsim.recipes.validate import NANO_BEIR_SETS
 from tests.support.beir_folder import write_folder
 from tests.support.recipe_kinds import KINDS, LATE, tiny_of
 from tests.support.saved_models import host_scores

@@ -89,7 +89,7 @@ def test_the_command_says_what_is_mined_and_what_is_kept(recipe, tmp_path, monke
         with mock.patch.object(mining.DocumentSearch, "lowest_positive_scores", side_effect=error):
             done = command("mine", file)
         assert done.exit_code == exit_code and done.stderr.strip().splitlines()[-1].startswith(said)
-    with hold_lock("data.name", tmp_path, "mined" + mining.LOCK_ENDING, ""):
+    with hold_lock("data.name", tmp_path / f"mined{mining.LOCK_ENDING}", ""):
         done = command("mine", file)
     assert done.exit_code == 2 and "mined is being mined by another command" in done.stderr
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)

@@ -1,6 +1,7 @@
 import random
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -98,7 +99,8 @@ def search_parts(folder, seed=0) -> tuple[list, list[int]]:
         computed.append(part.start)
         return seed + np.arange(part.start, part.stop)
 
-    files = Work(folder, PartialState()).parts("search", {"seed": seed}, "", "", 10, 5, compute)
+    work = Work(folder, PartialState(), SimpleNamespace(rows_per_part=5))
+    files = work.parts("search", {"seed": seed}, "", "", 10, "rows_per_part", compute)
     assert np.concatenate(list(map(read_part, files))).tolist() == list(range(seed, seed + 10))
     return files, computed
 
