@@ -18,11 +18,14 @@ from pylate_fastmaxsim.losses import Matryoshka
 from pylate_fastmaxsim.pooling import Max
 from pylate_fastmaxsim.recipes.config.schema import LossSection, Recipe
 from pylate_fastmaxsim.recipes.data.text import LABEL_COLUMNS, fit_to_loss
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.models.retriever import retriever_of
 from pylate_fastmaxsim.recipes.pooling import FollowSchedule
 from pylate_fastmaxsim.recipes.trainers.gradients import LogGradientConcentration, encode_pairs
 
+# Read by the collators of Sentence Transformers as teacher scores, whatever the loss, or as the name of a data set.
+RESERVED = (*LABEL_COLUMNS, "dataset_name", "return_loss")
 # Pairs of which gradients are measured: few, so that it costs less than a step.
 MEASURED_PAIRS = 32
 
@@ -107,7 +110,13 @@ class SentenceTransformersKind(TextKind):
         return EachDocument(collator)
 
     def fit_columns(self, recipe: Recipe, dataset: Dataset) -> Dataset:
-        return fit_to_loss(recipe, dataset, LABEL_COLUMNS)
+        reserved = [column for column in dataset.column_names if column in RESERVED]
+        if reserved and recipe.loss.name != "distillation":
+            raise RecipeError(
+                f"data.columns: {reserved[0]!r} is no text for Sentence Transformers; name only the query, its positive and "
+                "any negatives, and rename the column if it holds texts."
+            )
+        return fit_to_loss(recipe, dataset, RESERVED)
 
 
 @dataclass

@@ -81,6 +81,7 @@ COLBERT = r"""
 
 # As that of Sentence Transformers.
 SPLADE = r"""
+{a: q, return_loss: d} | | | data.columns: 'return_loss' is no text for Sentence Transformers; name only
 {a: q} | | | data.columns must be the query, its positive and any negatives, got \[a\]
 {a: q, b: 1} | | | data.columns: 'b' must hold text, but it holds Value
 """
