@@ -133,11 +133,10 @@ class Corpus:
         A file cannot be opened or mapped.
     """
 
-    def __init__(self, folder: str | os.PathLike) -> None:
+    def __init__(self, folder: str | os.PathLike, *, _parts: list[Part] | None = None) -> None:
+        # `_parts` are those that are open already.
         folder = Path(folder)
-        self._set(folder, open_parts(folder))
-
-    def _set(self, folder: Path, parts: list[Part]) -> None:
+        parts = open_parts(folder) if _parts is None else _parts
         self.folder, self.parts = folder, parts
         stored = parts[0].format
         self.dim: int = stored.dim

@@ -182,16 +182,10 @@ def _require_empty(folder: Path, held: Held | None) -> None:
     raise ValueError(f"write_corpus: {folder} must be empty; choose another folder, or remove what it holds{on}.")
 
 
-def empty(folder: Path) -> None:
-    """Remove all documents of a folder, which from the first step on do not count."""
+def clear(folder: Path) -> None:
+    """Remove all documents of a folder, which from the first step on do not count. A journal stays, which says so."""
     write_record(folder / JOURNAL_FILE, {"format": FORMAT, "documents": 0})
     remove_file(folder / DESCRIPTION_FILE)
-    clear(folder)
-
-
-def clear(folder: Path) -> None:
-    """Remove what a :class:`Writer` has written to a folder without a corpus, but the journal, which says so first."""
-    write_record(folder / JOURNAL_FILE, {"format": FORMAT, "documents": 0})
     columns = map(file_of, ("values", "scales", "codes", "packed", "bounds", "ids"))
     checksums = (file.name for file in folder.glob("checksums-*.bin"))
     for name in (*columns, CODEC_FILE, *checksums):

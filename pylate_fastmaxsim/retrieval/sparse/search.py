@@ -169,7 +169,7 @@ def searchable(vocabulary: int, device: torch.device) -> HostBlocks | DeviceBloc
 
 
 def search_blocks(
-    blocks: HostBlocks | DeviceBlocks, queries: SparseBatch, k: int, first: int, at_least: Tensor | None = None
+    blocks: HostBlocks | DeviceBlocks, queries: SparseBatch, k: int, first: int = 0, at_least: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The best documents of blocks, the first of which begins at the position ``first``."""
     scores, positions = blocks.search(queries.offsets, queries.terms, queries.weights, k, at_least)
