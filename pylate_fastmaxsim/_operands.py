@@ -105,6 +105,18 @@ class CompressedOperands(NamedTuple):
         return self.d_starts.shape[0] if self.candidates is None else self.candidates.shape[1]
 
 
+class Texts(NamedTuple):
+    """Which rows see which keys: the arguments of :func:`~pylate_fastmaxsim.ops.encoder.attention.text_attention` behind vectors."""
+
+    cu_seqlens: Tensor
+    key_cu_seqlens: Tensor
+    max_length: int | SymInt
+    scale: float
+    reach: int
+    seed: Tensor | None = None
+    dropout: float = 0.0
+
+
 class SpladeOperands(NamedTuple):
     """Hidden states of N texts, the output embedding of V vocabulary rows, and what comes after the maximum.
 

@@ -130,6 +130,12 @@ class Operator:
         return call
 
 
+def fake_linear_gradients(x: Tensor, weight: Tensor, need_x: bool, need_weight: bool, need_bias: bool) -> Sequence:
+    """Gradients of the operands of ``linear``, of those that are needed, as a graph is traced with."""
+    shapes = (x.shape, need_x), (weight.shape, need_weight), (weight.shape[:1], need_bias)
+    return [weight.new_empty(shape) if need else None for shape, need in shapes]
+
+
 def differentiable(
     forward: Operator,
     results: Sequence[str],

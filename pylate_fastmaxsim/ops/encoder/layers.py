@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear
 
 from pylate_fastmaxsim.ops.operands import kernels, runs_kernels
-from pylate_fastmaxsim.ops.registered import Operator, differentiable
+from pylate_fastmaxsim.ops.registered import Operator, differentiable, fake_linear_gradients
 
 
 def geglu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,12 +60,8 @@ def _geglu_forward_fake(x, weight, bias):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-def _geglu_backward_fake(grad, x, weight, need_x, need_weight, need_bias):
-    return (
-        x.new_empty(x.shape) if need_x else None,
-        x.new_empty(weight.shape) if need_weight else None,
-        x.new_empty(weight.shape[0]) if need_bias else None,
-    )
+def _geglu_backward_fake(grad, x, weight, *needs):
+    return fake_linear_gradients(x, weight, *needs)
 
 
 differentiable(
