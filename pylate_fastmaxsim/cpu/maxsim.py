@@ -172,11 +172,7 @@ def _query_blocks(queries: Live, documents: Live, candidates: Tensor | None) -> 
             yield block[:, None], candidates[block].gather(1, slots), slots
 
 
-def forward(
-    operands: ScoringOperands,
-    want_winners: bool,
-    precision: str,
-) -> tuple[Tensor, Tensor | None]:
+def forward(operands: ScoringOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
     """Scores ``[Nq, P]`` and winners ``[P, Tq]`` (``None`` if not wanted); see :mod:`pylate_fastmaxsim.ops.maxsim`."""
     q_values, d_values = operands.q_values, operands.d_values
     dtype = sum_dtype(q_values.dtype)
@@ -305,12 +301,7 @@ def winning_tokens(
 
 
 def backward(
-    grad_scores: Tensor,
-    winners: Tensor,
-    operands: ScoringOperands,
-    precision: str,
-    need_q: bool,
-    need_d: bool,
+    grad_scores: Tensor, winners: Tensor, operands: ScoringOperands, need_q: bool, need_d: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``q_values`` and ``d_values`` (empty if not needed) from the winners of :func:`forward`."""
     q_values, d_values = operands.q_values, operands.d_values

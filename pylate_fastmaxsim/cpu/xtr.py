@@ -78,11 +78,7 @@ class _Maxima:
 
 
 def forward(
-    operands: ScoringOperands,
-    k: int,
-    count_retrieved: bool,
-    want_winners: bool,
-    precision: str,
+    operands: ScoringOperands, k: int, count_retrieved: bool, want_winners: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums, counts ``[Nq, P]`` and winners ``[P, Tq]`` (``[0, 0]`` unless wanted); see :mod:`pylate_fastmaxsim.ops.xtr`."""
     q_values, d_values, candidates = operands.q_values, operands.d_values, operands.candidates

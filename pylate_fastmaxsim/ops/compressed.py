@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
 from pylate_fastmaxsim.compressed import CompressedBatch, Fp8, Int8, Residual, rounded_queries
 from pylate_fastmaxsim.cpu import compressed as blocked
@@ -16,9 +15,9 @@ from pylate_fastmaxsim.ops.operands import (
     cast_by_autocast,
     check_candidates,
     check_numbers,
+    computed,
     fake_scores,
     kernels,
-    path,
     recording,
     refuse_meta,
     refuse_transforms,
@@ -72,11 +71,6 @@ def _stored(tokens: Int8 | Fp8 | Residual) -> tuple[Tensor | None, ...]:
     return tokens.packed, tokens.scales, tokens.codes, tokens.codec.centroids, tokens.codec.byte_values
 
 
-def _forward(operands: CompressedOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
-    values = operands.q_values
-    return path("compressed", blocked, values).forward(operands, want_winners, float32_precision(values.dtype))
-
-
 def _check(operands: CompressedOperands, want_winners: bool) -> None:
     check_numbers("maxsim", _of_vectors(operands), want_winners)
 
@@ -91,19 +85,15 @@ def _of_vectors(operands: CompressedOperands) -> ScoringOperands:
     )  # fmt: skip
 
 
-def _backward(grad_scores: Tensor, winners: Tensor, operands: CompressedOperands) -> Tensor:
-    return path("compressed", blocked, operands.q_values).backward(grad_scores, winners, operands)
-
-
 def _backward_fake(grad_scores, winners, operands):
     return torch.empty_like(operands.q_values, memory_format=torch.contiguous_format)
 
 
 _scores_and_winners = differentiable(
-    Operator("compressed_forward", _forward, fake_scores, check=_check),
+    Operator("compressed_forward", computed("compressed", blocked, "forward"), fake_scores, check=_check),
     ("scores", "winners"),
     ("q_values",),
-    Operator("compressed_backward", _backward, _backward_fake),
+    Operator("compressed_backward", computed("compressed", blocked, "backward"), _backward_fake),
     where="maxsim",
 )
 

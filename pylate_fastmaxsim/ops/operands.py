@@ -3,6 +3,7 @@
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
@@ -28,11 +29,23 @@ def runs_kernels(values: Tensor) -> bool:
 
 
 def path(name: str, blocked: ModuleType, values: Tensor) -> ModuleType:
-    """The module that computes an operator of such values: of its kernels, or ``blocked`` PyTorch.
-
-    Blocked PyTorch takes the precision of float32 products, but leaves it to PyTorch, which has the same settings.
-    """
+    """The module that computes an operator of such values: of its kernels, or ``blocked`` PyTorch."""
     return kernels(name) if runs_kernels(values) else blocked
+
+
+def computed(name: str, blocked: ModuleType, function: str) -> Callable:
+    """The function of this name of both modules of :func:`path`, which have one signature. The first tensor chooses.
+
+    That is a tensor of vectors, or the gradient of what was computed from them, which has another dtype, but float64 only
+    for float64.
+    """
+
+    @functools.wraps(getattr(blocked, function))
+    def call(first: Tensor | tuple[Tensor, ...], *arguments: object) -> object:
+        values = first if isinstance(first, Tensor) else first[0]
+        return getattr(path(name, blocked, values), function)(first, *arguments)
+
+    return call
 
 
 @functools.cache

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._checks import is_plain, require_tensor
-from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
+from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim._operands import SpladeOperands
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.cpu import splade as blocked
 from pylate_fastmaxsim.ops.operands import (
     KERNEL_DTYPES,
     cast_by_autocast,
-    path,
+    computed,
     raise_shared_rows,
     refuse_meta,
     refuse_transforms,
@@ -159,12 +159,6 @@ def _recording(operands: SpladeOperands) -> bool:
     return hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
 
 
-# The float32 precision is read where the products run, as torch does: in a compiled graph and in the backward too.
-def _forward(operands: SpladeOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
-    hidden = operands.hidden
-    return path("splade", blocked, hidden).forward(operands, want_winners, float32_precision(hidden.dtype))
-
-
 def _check_numbers(operands: SpladeOperands, want_winners: bool) -> None:
     hidden, starts, lengths, keep, *_ = operands
     if hidden.is_cpu:
@@ -180,15 +174,6 @@ def _forward_fake(operands, want_winners):
     return values, values.new_empty(shape, dtype=dtype)
 
 
-def _backward(
-    grad: Tensor, values: Tensor, winners: Tensor, operands: SpladeOperands,
-    need_hidden: bool, need_weight: bool, need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    gradients = path("splade", blocked, operands.hidden).backward
-    precision = float32_precision(operands.hidden.dtype)
-    return gradients(grad, values, winners, operands, precision, need_hidden, need_weight, need_bias)
-
-
 def _backward_fake(grad, values, winners, operands, need_hidden, need_weight, need_bias):
     hidden, weight = operands.hidden, operands.weight
     return (
@@ -199,9 +184,9 @@ def _backward_fake(grad, values, winners, operands, need_hidden, need_weight, ne
 
 
 _values_and_winners = differentiable(
-    Operator("splade_forward", _forward, _forward_fake, check=_check_numbers),
+    Operator("splade_forward", computed("splade", blocked, "forward"), _forward_fake, check=_check_numbers),
     ("values", "winners"),
     ("hidden", "weight", "bias"),
-    Operator("splade_backward", _backward, _backward_fake),
+    Operator("splade_backward", computed("splade", blocked, "backward"), _backward_fake),
     where="splade_pool",
 )

@@ -9,6 +9,7 @@ from pylate_fastmaxsim._checks import is_plain, require_count, require_integer
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.cpu import token_pooling as blocked
 from pylate_fastmaxsim.ops.operands import (
+    computed,
     path,
     raise_shared_rows,
     refuse_meta,
@@ -164,10 +165,6 @@ def _clusters_fake(values, starts, lengths, keep, max_length, factor, count, pro
     return starts.new_empty(values.shape[0]), torch.empty_like(starts), torch.empty_like(starts)
 
 
-def _means_forward(values: Tensor, rows: Tensor, count: int | SymInt) -> tuple[Tensor, Tensor]:
-    return path("token_pooling", blocked, values).means(values, rows, count)
-
-
 def _means_fake(values, rows, count):
     means = values.new_empty((count, values.shape[1]), dtype=sum_dtype(values.dtype))
     return means, rows.new_empty(count)
@@ -185,5 +182,8 @@ def _clusters(*arguments) -> tuple[Tensor, Tensor, Tensor]:
 
 _clusters_operator = Operator("token_clusters", _clusters_forward, _clusters_fake)
 _means = differentiable(
-    Operator("cluster_means", _means_forward, _means_fake), ("means", "sizes"), ("values",), _means_backward
+    Operator("cluster_means", computed("token_pooling", blocked, "means"), _means_fake),
+    ("means", "sizes"),
+    ("values",),
+    _means_backward,
 )

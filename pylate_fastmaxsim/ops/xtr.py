@@ -8,7 +8,6 @@ import torch
 from torch import SymInt, Tensor
 
 from pylate_fastmaxsim._checks import require_count
-from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.cpu import xtr as blocked
 from pylate_fastmaxsim.ops import maxsim as _maxsim  # noqa: F401  registers the backward
@@ -118,10 +117,8 @@ def _forward(
     operands: ScoringOperands, k: int | SymInt, count_retrieved: bool, want_winners: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scores, what their sums were divided by, and winners."""
-    values = operands.q_values
-    precision = float32_precision(values.dtype)
-    scored = path("xtr", blocked, values).forward(operands, k, count_retrieved, want_winners, precision)
-    sums, counts, winners = scored
+    module = path("xtr", blocked, operands.q_values)
+    sums, counts, winners = module.forward(operands, k, count_retrieved, want_winners)
     counts = counts.clamp_(min=_SMALLEST_COUNT)
     return sums.div_(counts), counts, winners
 

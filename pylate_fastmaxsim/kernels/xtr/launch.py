@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_layout
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles, documents_per_program, fitted, forward_row
@@ -72,11 +73,7 @@ def collect_tiles(arch: int, kind: str, dim: int, rows_in_all: int) -> CollectTi
 
 
 def forward(
-    operands: ScoringOperands,
-    k: int,
-    count_retrieved: bool,
-    want_winners: bool,
-    precision: str,
+    operands: ScoringOperands, k: int, count_retrieved: bool, want_winners: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums and counts ``[Nq, P]`` (float32) and winners ``[P, Tq]`` (``[0, 0]`` unless wanted)."""
     operands = contiguous(operands)
@@ -98,7 +95,7 @@ def forward(
     with on_device_of(q_values):
         documents = live_rows_of(operands.d_starts, operands.d_lengths, operands.d_keep, operands.max_d_length)
         thresholds, maxima = _thresholds_and_maxima(
-            operands, documents, k, token_winners, precision, zeros_compete=not count_retrieved
+            operands, documents, k, token_winners, zeros_compete=not count_retrieved
         )
         sums = torch.empty((num_queries, num_slots), dtype=torch.float32, device=device)
         counts = torch.empty_like(sums)
@@ -115,7 +112,7 @@ def forward(
 
 
 def _thresholds_and_maxima(
-    operands: ScoringOperands, documents: LiveRows, k: int, winners: Tensor, precision: str, zeros_compete: bool
+    operands: ScoringOperands, documents: LiveRows, k: int, winners: Tensor, zeros_compete: bool
 ) -> tuple[Tensor, Tensor]:
     """Thresholds ``[Tq]`` and maxima ``[Nd, Tq]`` of all live query rows; their tokens are written to `winners`.
 
@@ -129,6 +126,7 @@ def _thresholds_and_maxima(
     maxima = torch.empty((num_documents, num_rows), dtype=torch.float32, device=device)
     thresholds = torch.full((num_rows,), -torch.inf, dtype=torch.float32, device=device)
     most_rows, most_tokens = len(queries.rows), len(documents.rows)
+    precision = float32_precision(q_values.dtype)
     arch, kind = architecture(device), arithmetic(q_values.dtype, precision)
     tile = maxima_tiles(arch, kind, dim, most_rows)
     collect = collect_tiles(arch, kind, dim, most_rows)
