@@ -89,6 +89,13 @@ class CompressedOperands(NamedTuple):
     per_token: bool
     scale: float
 
+    d_gapless = False
+
+    @property
+    def d_values(self) -> Tensor:
+        """As many vectors as are stored, of which only the number is read."""
+        return self.q_values.new_empty(1, 1).expand(self.stored.shape[0], 1)
+
     @property
     def format(self) -> str:
         """``"int8"``, ``"fp8"`` or ``"residual"``."""

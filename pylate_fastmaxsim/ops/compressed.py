@@ -3,6 +3,7 @@
 And MaxSim over documents that only its backward keeps compressed.
 """
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -39,8 +40,7 @@ def compressed_scores(
 ) -> Tensor:
     """:func:`pylate_fastmaxsim.maxsim` for documents that are compressed."""
     operands = _prepared(as_batch("maxsim", "queries", queries, queries_mask), documents, candidates)
-    want_winners = operands.q_values.requires_grad and recording("maxsim", _of_vectors(operands))
-    scores, _ = _scores_and_winners(operands, want_winners)
+    scores, _ = _scores_and_winners(operands, recording("maxsim", operands))
     return scores
 
 
@@ -71,26 +71,17 @@ def _stored(tokens: Int8 | Fp8 | Residual) -> tuple[Tensor | None, ...]:
     return tokens.packed, tokens.scales, tokens.codes, tokens.codec.centroids, tokens.codec.byte_values
 
 
-def _check(operands: CompressedOperands, want_winners: bool) -> None:
-    check_numbers("maxsim", _of_vectors(operands), want_winners)
-
-
-def _of_vectors(operands: CompressedOperands) -> ScoringOperands:
-    """The operands with as many document vectors as are stored, of which only the number is read."""
-    vectors = operands.q_values.new_empty(1, 1).expand(operands.stored.shape[0], 1)
-    return ScoringOperands(
-        operands.q_values, operands.q_starts, operands.q_lengths, operands.q_keep,
-        vectors, operands.d_starts, operands.d_lengths, operands.d_keep, operands.candidates, None,
-        operands.max_q_length, operands.max_d_length, operands.q_gapless, False,
-    )  # fmt: skip
-
-
 def _backward_fake(grad_scores, winners, operands):
     return torch.empty_like(operands.q_values, memory_format=torch.contiguous_format)
 
 
 _scores_and_winners = differentiable(
-    Operator("compressed_forward", computed("compressed", blocked, "forward"), fake_scores, check=_check),
+    Operator(
+        "compressed_forward",
+        computed("compressed", blocked, "forward"),
+        fake_scores,
+        check=partial(check_numbers, "maxsim"),
+    ),
     ("scores", "winners"),
     ("q_values",),
     Operator("compressed_backward", computed("compressed", blocked, "backward"), _backward_fake),

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pylate_fastmaxsim._checks import inside_transform, is_plain, require_tensor
+from pylate_fastmaxsim._checks import has_numbers, inside_transform, require_tensor
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
-from pylate_fastmaxsim._winners import winner_layout
+from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch, share_rows
 
@@ -141,7 +141,7 @@ def _flattened(operator: str, num_queries: int, ways: int, name: str, value: obj
     return value.reshape(num_queries * ways, *value.shape[2:])
 
 
-def recording(operator: str, operands: ScoringOperands) -> bool:
+def recording(operator: str, operands: ScoringOperands | CompressedOperands) -> bool:
     """Say whether a backward needs winners.
 
     Raises ValueError where sequences share rows, which is checked on a CPU only: winners are kept for each row of the
@@ -150,25 +150,24 @@ def recording(operator: str, operands: ScoringOperands) -> bool:
     q_values, d_values = operands.q_values, operands.d_values
     if not torch.is_grad_enabled() or not (q_values.requires_grad or d_values.requires_grad):
         return False
-    gapless = operands.q_gapless and operands.d_gapless
-    if q_values.is_cpu and not gapless and is_plain(operands.q_starts, operands.d_starts):
-        _refuse_shared_rows(operator, operands, and_documents=d_values.requires_grad)
+    refuse_shared_rows(operator, "queries", operands.q_starts, operands.q_lengths, operands.q_gapless)
+    if d_values.requires_grad:
+        instead = "name documents more than once in candidates, or repeat the vectors"
+        refuse_shared_rows(
+            operator, "documents", operands.d_starts, operands.d_lengths, operands.d_gapless, instead=instead
+        )
     return True
 
 
-def _refuse_shared_rows(operator: str, operands: ScoringOperands, and_documents: bool) -> None:
-    if not operands.q_gapless and share_rows(operands.q_starts, operands.q_lengths):
-        raise_shared_rows(operator, "queries", "repeat the vectors")
-    if and_documents and not operands.d_gapless and share_rows(operands.d_starts, operands.d_lengths):
-        raise_shared_rows(operator, "documents", "name documents more than once in candidates, or repeat the vectors")
-
-
-def raise_shared_rows(operator: str, name: str, instead: str) -> None:
-    """Raise ValueError for sequences that share rows; ``instead`` is what to do."""
-    raise ValueError(
-        f"{operator}: {name} must not share rows of values where gradients are wanted, as they do after "
-        f"TokenBatch.select with a repeated index; {instead}."
-    )
+def refuse_shared_rows(
+    operator: str, name: str, starts: Tensor, lengths: Tensor, gapless: bool, instead: str = "repeat the vectors"
+) -> None:
+    """Raise ValueError where sequences on a CPU share rows; ``instead`` is what to do."""
+    if not gapless and has_numbers(starts, lengths) and share_rows(starts, lengths):
+        raise ValueError(
+            f"{operator}: {name} must not share rows of values where gradients are wanted, as they do after "
+            f"TokenBatch.select with a repeated index; {instead}."
+        )
 
 
 def autocast_dtype(*tensors: Tensor) -> torch.dtype | None:
@@ -242,7 +241,7 @@ def check_candidates(
         require_tensor(operator, "zero_floor", zero_floor, allowed, (num_documents,), (torch.bool,), queries.device)
 
 
-def check_numbers(operator: str, operands: ScoringOperands, *settings: object) -> None:
+def check_numbers(operator: str, operands: ScoringOperands | CompressedOperands, *settings: object) -> None:
     """Raise ValueError where numbers on a CPU do not fit. In a graph they are known only when it runs.
 
     ``settings`` are the operator's further arguments, of which the last says whether winners are wanted.
@@ -258,7 +257,7 @@ def check_numbers(operator: str, operands: ScoringOperands, *settings: object) -
         operands.d_keep, operands.d_gapless,
     )  # fmt: skip
     if settings[-1]:
-        _refuse_shared_rows(operator, operands, and_documents=False)
+        refuse_shared_rows(operator, "queries", operands.q_starts, operands.q_lengths, operands.q_gapless)
 
 
 def fake_scores(operands: ScoringOperands | CompressedOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
@@ -267,8 +266,8 @@ def fake_scores(operands: ScoringOperands | CompressedOperands, want_winners: bo
     scores = values.new_empty((operands.q_starts.shape[0], operands.num_slots), dtype=sum_dtype(values.dtype))
     if not want_winners:
         return scores, None
-    shape, dtype = winner_layout(operands.num_slots, values.shape[0], operands.max_d_length, True)
-    return scores, values.new_empty(shape, dtype=dtype)
+    shape = operands.num_slots, values.shape[0]
+    return scores, values.new_empty(shape, dtype=winner_dtype(operands.max_d_length))
 
 
 def fake_gradients(

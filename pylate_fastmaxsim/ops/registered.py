@@ -82,7 +82,8 @@ class Operator:
     field, so that PyTorch sees each tensor. ``int | SymInt`` is a number that a graph may leave open. The first argument
     is a tensor. ``fake`` takes the same arguments to results without numbers, for traces; ``check``, before ``function``,
     looks at numbers, which in a graph are known only when it runs. A result of ``function`` or ``fake`` may be None, which
-    is an empty tensor as a result of the operator. ``devices`` are those of ``torch.library.impl``.
+    is an empty tensor as a result of the operator, of one dtype, so that an exported program without gradients takes any
+    length. ``devices`` are those of ``torch.library.impl``.
 
     Examples
     --------

@@ -5,24 +5,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import is_plain, require_tensor
+from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim._operands import SpladeOperands
-from pylate_fastmaxsim._winners import winner_layout
+from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.cpu import splade as blocked
 from pylate_fastmaxsim.ops.operands import (
     KERNEL_DTYPES,
     cast_by_autocast,
     computed,
-    raise_shared_rows,
     refuse_meta,
+    refuse_shared_rows,
     refuse_transforms,
     require_one_dtype,
     require_projection,
     require_vector_dtype,
 )
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
-from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch, share_rows
+from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch
 
 ActivationFunction = Literal["relu", "log1p_relu"] | None
 
@@ -153,9 +153,8 @@ def _recording(operands: SpladeOperands) -> bool:
     hidden, weight, bias = operands.hidden, operands.weight, operands.bias
     if not torch.is_grad_enabled():
         return False
-    checkable = hidden.requires_grad and hidden.is_cpu and not operands.gapless and is_plain(operands.starts)
-    if checkable and share_rows(operands.starts, operands.lengths):
-        raise_shared_rows("splade_pool", "texts", "repeat the vectors")
+    if hidden.requires_grad:
+        refuse_shared_rows("splade_pool", "texts", operands.starts, operands.lengths, operands.gapless)
     return hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
 
 
@@ -170,8 +169,7 @@ def _forward_fake(operands, want_winners):
     values = operands.hidden.new_empty((texts, vocabulary), dtype=sum_dtype(operands.hidden.dtype))
     if not want_winners:
         return values, None
-    shape, dtype = winner_layout(texts, vocabulary, operands.max_length, True)
-    return values, values.new_empty(shape, dtype=dtype)
+    return values, values.new_empty((texts, vocabulary), dtype=winner_dtype(operands.max_length))
 
 
 def _backward_fake(grad, values, winners, operands, need_hidden, need_weight, need_bias):

@@ -115,7 +115,7 @@ def xtr_scores(
 
 def _forward(
     operands: ScoringOperands, k: int | SymInt, count_retrieved: bool, want_winners: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Scores, what their sums were divided by, and winners."""
     module = path("xtr", blocked, operands.q_values)
     sums, counts, winners = module.forward(operands, k, count_retrieved, want_winners)
