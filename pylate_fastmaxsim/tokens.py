@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
@@ -268,6 +268,10 @@ class TokenBatch:
         """
         return replace(self, starts=self.starts[index], lengths=self.lengths[index], gapless=False)
 
+    def to(self, device: str | torch.device, non_blocking: bool = False) -> TokenBatch:
+        """The batch on a device; ``non_blocking`` as in ``torch.Tensor.to``."""
+        return replace(self, **tensors_on(device, self, non_blocking))
+
     def to_padded(self) -> tuple[Tensor, Tensor]:
         """A copy padded with zeros, ``[N, max_length, d]``, and its mask ``[N, max_length]`` (bool).
 
@@ -337,6 +341,13 @@ def _as_tensor(where: str, name: str, values: object) -> object:
     if values.dtype not in (np.float16, np.float32, np.float64):
         raise ValueError(f"{where}: {name} must be floating point, got {values.dtype} of NumPy.")
     return torch.from_numpy(values)
+
+
+def tensors_on(device: str | torch.device, batch: object, non_blocking: bool) -> dict[str, Tensor]:
+    """The fields of a dataclass that are tensors, on a device."""
+    # Not by `vars`, which a compiler does not trace.
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {n: each.to(device, non_blocking=non_blocking) for n, each in values.items() if isinstance(each, Tensor)}
 
 
 def check_sequences(where: str, name: str, batch: TokenBatch, rows: int) -> None:

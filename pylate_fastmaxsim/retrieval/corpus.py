@@ -16,7 +16,7 @@ from pylate_fastmaxsim.files.lock import writing
 from pylate_fastmaxsim.retrieval.formats.description import rank_folder
 from pylate_fastmaxsim.retrieval.formats.format import Batch, chosen_format
 from pylate_fastmaxsim.retrieval.formats.part import Part, open_parts
-from pylate_fastmaxsim.retrieval.formats.reading import batch_on, batch_to, streamed
+from pylate_fastmaxsim.retrieval.formats.reading import batch_on, streamed
 from pylate_fastmaxsim.retrieval.formats.writer import write
 from pylate_fastmaxsim.tokens import Tokens, token_batches
 
@@ -273,7 +273,7 @@ class Corpus:
             starts, lengths = starts[back], lengths[back]
             arrays |= {name: arrays[name][back] for name, column in stored.columns.items() if column.per_document}
         longest = int(lengths.max()) if len(lengths) else 0
-        return batch_to(stored.decode(arrays, starts, lengths, longest), torch.device(device))
+        return stored.decode(arrays, starts, lengths, longest).to(device)
 
     def blocks(self, positions: Tensor, tokens_per_block: int) -> list[Tensor]:
         """Ascending positions in blocks for :meth:`select`, with about that many tokens at most, each of one part."""

@@ -58,13 +58,7 @@ class DeviceBlocks:
     @property
     def nbytes(self) -> int:
         """Bytes of postings and rows."""
-        rows = (tensor.nbytes for _, *tensors in self._blocks.values() for tensor in tensors if tensor is not None)
-        return self.posting_bytes + sum(rows)
-
-    @property
-    def posting_bytes(self) -> int:
-        """Bytes of postings, with the tables of their lists."""
-        return sum(postings.nbytes for postings, *_ in self._blocks.values())
+        return sum(each.nbytes for block in self._blocks.values() for each in block if each is not None)
 
     def set(self, block: int, offsets: Tensor, terms: Tensor, weights: Tensor, live: Tensor | None = None) -> None:
         """Add or replace a block of up to ``DOCUMENTS_PER_BLOCK`` rows, which are kept, not copied.

@@ -14,7 +14,7 @@ from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim.cpu.sparse import Postings, best
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.retrieval.topk import merge_results
-from pylate_fastmaxsim.sparse import LARGEST_OF_UINT16, SparseBatch, SparseVectors, as_sparse_batch, sparse_batches
+from pylate_fastmaxsim.sparse import SparseBatch, SparseVectors, as_sparse_batch, sparse_batches, term_dtype
 
 if TYPE_CHECKING:
     from pylate_fastmaxsim.kernels.sparse.launch import DeviceBlocks
@@ -198,8 +198,8 @@ def require_fitting(
                 "batch float32, or this one float16."
             )
         batch = batch.to(device)
-        term_dtype = torch.uint16 if vocabulary <= LARGEST_OF_UINT16 else torch.int32
-        yield SparseBatch._trusted(batch.offsets, batch.terms.to(term_dtype), batch.weights.to(dtype), vocabulary)
+        terms = batch.terms.to(term_dtype(vocabulary))
+        yield SparseBatch._trusted(batch.offsets, terms, batch.weights.to(dtype), vocabulary)
 
 
 def in_blocks(batches: Iterable[SparseBatch], begun: SparseBatch | None = None) -> Iterator[SparseBatch]:
