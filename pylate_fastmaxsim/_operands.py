@@ -10,6 +10,11 @@ from torch import SymInt, Tensor
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
+def _num_slots(operands: ScoringOperands | CompressedOperands) -> int:
+    """Number P of scores of a query: of candidates, or of all documents."""
+    return operands.d_starts.shape[0] if operands.candidates is None else operands.candidates.shape[1]
+
+
 class ScoringOperands(NamedTuple):
     """Queries, documents and which pairs of them are scored.
 
@@ -48,10 +53,7 @@ class ScoringOperands(NamedTuple):
             candidates, zero_floor, queries.max_length, documents.max_length, queries.gapless, documents.gapless,
         )  # fmt: skip
 
-    @property
-    def num_slots(self) -> int:
-        """Number P of scores of a query: of candidates, or of all documents."""
-        return self.d_starts.shape[0] if self.candidates is None else self.candidates.shape[1]
+    num_slots = property(_num_slots)
 
 
 class PoolingNumbers(NamedTuple):
@@ -106,10 +108,7 @@ class CompressedOperands(NamedTuple):
         """Bits of a number of a residual, 8 of other formats."""
         return 8 if self.byte_values is None else 8 // self.byte_values.shape[1]
 
-    @property
-    def num_slots(self) -> int:
-        """Number P of scores of a query: of candidates, or of all documents."""
-        return self.d_starts.shape[0] if self.candidates is None else self.candidates.shape[1]
+    num_slots = property(_num_slots)
 
 
 class Texts(NamedTuple):

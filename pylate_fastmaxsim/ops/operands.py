@@ -3,7 +3,7 @@
 import functools
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import numpy as np
@@ -277,6 +277,9 @@ def fake_gradients(
 
     ``settings`` are the backward's further arguments, of which the last two say which gradients are needed.
     """
-    *_, need_q, need_d = settings
-    q_values, d_values = operands.q_values, operands.d_values
-    return q_values.new_empty(q_values.shape if need_q else 0), d_values.new_empty(d_values.shape if need_d else 0)
+    return fake_of((operands.q_values, operands.d_values), settings[-2:])
+
+
+def fake_of(values: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Gradients of values, empty where they are not needed, as a graph is traced with, without numbers."""
+    return tuple([each.new_empty(each.shape if need else 0) for each, need in zip(values, needs, strict=True)])

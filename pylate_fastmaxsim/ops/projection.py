@@ -12,6 +12,7 @@ from pylate_fastmaxsim.ops.operands import (
     autocast_dtype,
     check_candidates,
     computed,
+    fake_of,
     refuse_meta,
     refuse_transforms,
     require_one_dtype,
@@ -153,14 +154,8 @@ def _forward_fake(hidden, weight, bias, normalize):
     return hidden.new_empty(rows, weight.shape[0]), inverse_norms
 
 
-def _backward_fake(
-    grad, hidden, weight, embeddings, inverse_norms, normalize, need_hidden, need_weight, need_bias
-):  # fmt: skip
-    return (
-        hidden.new_empty(hidden.shape if need_hidden else 0),
-        weight.new_empty(weight.shape if need_weight else 0),
-        weight.new_empty(weight.shape[0] if need_bias else 0),
-    )
+def _backward_fake(grad, hidden, weight, embeddings, inverse_norms, normalize, *needs):
+    return fake_of((hidden, weight, weight.new_empty(weight.shape[0])), needs)
 
 
 _embeddings_and_norms = differentiable(

@@ -14,6 +14,7 @@ from pylate_fastmaxsim.ops.operands import (
     KERNEL_DTYPES,
     cast_by_autocast,
     computed,
+    fake_of,
     refuse_meta,
     refuse_shared_rows,
     refuse_transforms,
@@ -172,13 +173,8 @@ def _forward_fake(operands, want_winners):
     return values, values.new_empty((texts, vocabulary), dtype=winner_dtype(operands.max_length))
 
 
-def _backward_fake(grad, values, winners, operands, need_hidden, need_weight, need_bias):
-    hidden, weight = operands.hidden, operands.weight
-    return (
-        hidden.new_empty(hidden.shape if need_hidden else 0),
-        weight.new_empty(weight.shape if need_weight else 0),
-        operands.bias.new_empty(weight.shape[0]) if need_bias else values.new_empty(0),
-    )
+def _backward_fake(grad, values, winners, operands, *needs):
+    return fake_of((operands.hidden, operands.weight, operands.bias if needs[-1] else values), needs)
 
 
 _values_and_winners = differentiable(

@@ -132,7 +132,7 @@ class HostBlocks:
                 self._sorted(number, wanted),
                 live if live is None else live.numpy(),
             )
-            for number, (_, live) in sorted(self._blocks.items())
+            for number, (_, live) in self._blocks.items()
         ]
         scores = torch.zeros(len(offsets) - 1, k, device="cpu")
         positions = torch.full((len(offsets) - 1, k), -1, device="cpu")
