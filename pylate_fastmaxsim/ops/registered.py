@@ -83,7 +83,7 @@ class Operator:
     is a tensor. ``fake`` takes the same arguments to results without numbers, for traces; ``check``, before ``function``,
     looks at numbers, which in a graph are known only when it runs. A result of ``function`` or ``fake`` may be None, which
     is an empty tensor as a result of the operator, of one dtype, so that an exported program without gradients takes any
-    length. ``devices`` are those of ``torch.library.impl``.
+    length.
 
     Examples
     --------
@@ -106,12 +106,11 @@ class Operator:
         fake: Callable,
         *,
         check: Callable | None = None,
-        devices: str | tuple[str, ...] = "CompositeExplicitAutograd",
     ) -> None:
         self.name, self.function, self.signature = f"pylate_fastmaxsim::{name}", function, _Signature(function)
         # A schema rather than `torch.library.custom_op`, whose wrappers cost the host more per call.
         torch.library.define(self.name, self.signature.schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(self.name, devices, self._of_flat(function, check))
+        torch.library.impl(self.name, "CompositeExplicitAutograd", self._of_flat(function, check))
         torch.library.register_fake(self.name, self._of_flat(fake))
         self.dispatched = getattr(torch.ops.pylate_fastmaxsim, name)
 

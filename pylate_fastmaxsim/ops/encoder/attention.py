@@ -213,10 +213,10 @@ def _backward_fake(grad, query, key, value, *_):
 
 
 differentiable(
-    Operator("text_attention", _forward, _forward_fake, devices=("cpu", "cuda")),
+    Operator("text_attention", _forward, _forward_fake),
     ("out", "log_sums"),
     ("query", "key", "value"),
-    Operator("text_attention_backward", _backward, _backward_fake, devices=("cpu", "cuda")),
+    Operator("text_attention_backward", _backward, _backward_fake),
 )
 
 
@@ -271,8 +271,8 @@ def _rotary_backward_fake(grad, x, weight, *others):
 
 
 differentiable(
-    Operator("rotary_self_attention", _rotary_forward, _rotary_forward_fake, devices=("cpu", "cuda")),
+    Operator("rotary_self_attention", _rotary_forward, _rotary_forward_fake),
     ("out", "log_sums", "qkv"),
     ("x", "weight", "bias"),
-    Operator("rotary_self_attention_backward", _rotary_backward, _rotary_backward_fake, devices=("cpu", "cuda")),
+    Operator("rotary_self_attention_backward", _rotary_backward, _rotary_backward_fake),
 )

@@ -65,10 +65,10 @@ def _geglu_backward_fake(grad, x, weight, *needs):
 
 
 differentiable(
-    Operator("geglu_linear", _geglu_forward, _geglu_forward_fake, devices=("cpu", "cuda")),
+    Operator("geglu_linear", _geglu_forward, _geglu_forward_fake),
     ("output",),
     ("x", "weight", "bias"),
-    Operator("geglu_linear_backward", _geglu_backward, _geglu_backward_fake, devices=("cpu", "cuda")),
+    Operator("geglu_linear_backward", _geglu_backward, _geglu_backward_fake),
 )
 
 
@@ -158,4 +158,4 @@ def _norm_backward_fake(grad, grad_total, total, mean, rstd, weight, branch_dtyp
     )
 
 
-Operator("norm_with_residual_backward", _norm_backward, _norm_backward_fake, devices=("cpu", "cuda"))
+Operator("norm_with_residual_backward", _norm_backward, _norm_backward_fake)

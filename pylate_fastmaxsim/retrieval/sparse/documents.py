@@ -85,9 +85,9 @@ class Documents:
                     raise _unequal(where, ids, f"more than {len(ids)}")
                 self.ids.append(ids[len(self.ids.all) - held : new])
             if on_disk:
-                self.stored.write(number, block, self._ids_of_block(number))
+                line = self.stored.write(number, block, self._ids_of_block(number))
                 if self.device.type == "cpu":
-                    block = self.stored.read(where, number, self.vocabulary)
+                    block, _ = read_block(where, self.stored.folder, number, line, self.vocabulary)
             if live is not None:
                 live = torch.nn.functional.pad(live, (0, len(block) - len(live)), value=True)
             self.set(number, block, live)
@@ -202,7 +202,7 @@ class Documents:
         compacted = Documents(self.vocabulary, self.dtype, self.device, self.stored, ids)
         for number, block in enumerate(chain(self.blocks[:kept], in_blocks(self._live_from(kept)))):
             compacted.set(number, block, None)
-        compacted.stored.keep_first(kept)
+        self.stored.written = {number: line for number, line in self.stored.written.items() if number < kept}
         return compacted
 
     def _live_from(self, begin: int) -> Iterator[SparseBatch]:

@@ -82,7 +82,7 @@ class Stored:
         line = self.written.get(number)
         return line is not None and line.documents == len(block) and line.file(self.folder, number).exists()
 
-    def write(self, number: int, block: SparseBatch, ids: Sequence[Id] | None) -> None:
+    def write(self, number: int, block: SparseBatch, ids: Sequence[Id] | None) -> Block:
         """Write a block, with ids of its documents if there are any. The file appears when it is complete."""
         tensors = {name: getattr(block, name).cpu().contiguous() for name in _PARTS}
         if ids is not None:
@@ -91,13 +91,7 @@ class Stored:
         # One key, since safetensors writes several in random order.
         write = partial(save_file, tensors, metadata={"format": FORMATS[ids is not None]})
         replace_file(line.file(self.folder, number), write)
-
-    def read(self, where: str, number: int, vocabulary: int) -> SparseBatch:
-        return read_block(where, self.folder, number, self.written[number], vocabulary)[0]
-
-    def keep_first(self, blocks: int) -> None:
-        """Forget all blocks but the first so many."""
-        self.written = {number: line for number, line in self.written.items() if number < blocks}
+        return line
 
     def to_save(self, where: str, folder: Path) -> Stored:
         """What is in a folder already. ValueError if others have written it, or it holds something else."""
