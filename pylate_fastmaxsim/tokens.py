@@ -128,8 +128,6 @@ class TokenBatch:
         is_lengths = isinstance(mask, Tensor) and mask.dim() == 1 and mask.dtype in (torch.int32, torch.int64)
         allowed = "[N] = [{}] as lengths" if is_lengths else "[N, L] = [{}, {}], or int64 lengths [N]"
         require_tensor(where, mask_name, mask, allowed, (count,) if is_lengths else (count, length))
-        if mask.is_meta and not values.is_meta:
-            raise ValueError(f"{where}: {mask_name} is on the meta device, which holds no numbers.")
         if is_lengths:
             if has_numbers(mask) and bool((wrong := (mask < 0) | (mask > length)).any()):
                 raise ValueError(

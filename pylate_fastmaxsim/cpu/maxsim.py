@@ -209,11 +209,6 @@ def scored(
     documents = live_tokens(operands.d_starts, operands.d_lengths, operands.d_keep)
     if scores.numel() == 0 or len(queries.row) == 0 or len(documents.row) == 0:
         return scores, winners
-    most = int(2 / torch.finfo(dtype).eps)  # numbers from 0 on that _block_maxima can hold without a gap
-    if want_winners and operands.max_d_length > most and (longest := int(documents.position.max()) + 1) > most:
-        raise ValueError(
-            f"maxsim: for gradients on a CPU documents may have up to {most} tokens, got one of {longest}."
-        )
     empty = floor_is_zero = documents.count == 0
     if zero_floor is not None:
         floor_is_zero = empty | zero_floor

@@ -20,7 +20,6 @@ from pylate_fastmaxsim.ops.operands import (
     fake_scores,
     kernels,
     recording,
-    refuse_meta,
     refuse_transforms,
     require_one_device_and_dim,
     require_vector_dtype,
@@ -48,7 +47,6 @@ def _prepared(queries: TokenBatch, documents: CompressedBatch, candidates: Tenso
     """The arguments of a call after all checks."""
     refuse_transforms("maxsim")
     q_values, tokens = queries.values, documents.tokens
-    refuse_meta("maxsim", "queries", q_values)
     if isinstance(tokens, Residual):
         (q_values,) = cast_by_autocast(q_values)
     require_vector_dtype("maxsim", "token vectors", q_values)

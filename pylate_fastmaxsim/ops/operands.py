@@ -117,7 +117,6 @@ def prepared(
         candidates = torch.arange(num_queries * ways, device=queries.device).view(num_queries, ways)
     documents = as_batch(operator, "documents", documents, documents_mask)
     q_values, d_values = queries.values, documents.values
-    refuse_meta(operator, "queries", q_values)
     q_values, d_values = cast_by_autocast(q_values, d_values)
     require_one_dtype(operator, "queries", q_values, "documents", d_values)
     require_vector_dtype(operator, "token vectors", q_values)
@@ -182,12 +181,6 @@ def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The operands of a product as autocast casts them."""
     dtype = autocast_dtype(*tensors)
     return tensors if dtype is None else tuple([tensor.to(dtype) for tensor in tensors])
-
-
-def refuse_meta(operator: str, name: str, values: Tensor) -> None:
-    """Raise ValueError for values on the meta device."""
-    if values.is_meta:
-        raise ValueError(f"{operator}: {name} are on the meta device, which holds no numbers to compute with.")
 
 
 def require_one_dtype(operator: str, name: str, values: Tensor, other_name: str, other: Tensor) -> None:

@@ -13,7 +13,6 @@ from pylate_fastmaxsim.ops.operands import (
     check_candidates,
     computed,
     fake_of,
-    refuse_meta,
     refuse_transforms,
     require_one_dtype,
     require_projection,
@@ -122,7 +121,6 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     require_projection("project_normalize", hidden, weight, bias, "[d, d_model]")
     if not isinstance(normalize, bool):
         raise TypeError(f"project_normalize: normalize must be True or False, got {normalize!r}.")
-    refuse_meta("project_normalize", "hidden states", hidden)
     # The weight is cast where it is multiplied, and its gradient has its own dtype.
     dtype = autocast_dtype(hidden, weight)
     if dtype is not None:

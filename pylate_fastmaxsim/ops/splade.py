@@ -15,7 +15,6 @@ from pylate_fastmaxsim.ops.operands import (
     cast_by_autocast,
     computed,
     fake_of,
-    refuse_meta,
     refuse_shared_rows,
     refuse_transforms,
     require_one_dtype,
@@ -116,7 +115,6 @@ def _prepared(
     rectified, logs = _activation(activation_function, log1p)
     texts = as_batch("splade_pool", "hidden states", hidden, mask, "mask")
     require_projection("splade_pool", texts.values, weight, bias, "[V, d]")
-    refuse_meta("splade_pool", "hidden states", texts.values)
     values, weight = cast_by_autocast(texts.values, weight)
     _check(values, weight, bias)
     return SpladeOperands(

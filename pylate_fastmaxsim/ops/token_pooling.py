@@ -11,7 +11,6 @@ from pylate_fastmaxsim.cpu import token_pooling as blocked
 from pylate_fastmaxsim.ops.operands import (
     computed,
     path,
-    refuse_meta,
     refuse_shared_rows,
     refuse_transforms,
     require_vector_dtype,
@@ -95,7 +94,6 @@ def pool_tokens(
     if protected < 0:
         raise ValueError(f"pool_tokens: protected must be at least 0, got {protected}.")
     batch = as_batch("pool_tokens", "documents", documents, mask, "mask")
-    refuse_meta("pool_tokens", "documents", batch.values)
     require_vector_dtype("pool_tokens", "documents", batch.values)
     refuse_shared_rows("pool_tokens", "documents", batch.starts, batch.lengths, batch.gapless)
     number, tokens, longest = batch.starts.shape[0], batch.values.shape[0], batch.max_length

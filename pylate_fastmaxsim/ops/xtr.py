@@ -1,6 +1,5 @@
 """XTR scores as a differentiable operator: of each query token only the batch's k best document tokens count."""
 
-import sys
 from functools import partial
 from typing import Literal, get_args
 
@@ -102,8 +101,6 @@ def xtr_scores(
     tensor([[-0.2500, -1.0000]])
     """
     k = require_count("xtr_scores", "k", k)
-    if isinstance(k, int):
-        k = min(k, sys.maxsize)  # more tokens there cannot be
     if normalizer not in get_args(Normalizer):
         raise ValueError(f'xtr_scores: normalizer must be "positive" or "retrieved", got {normalizer!r}.')
     if normalizer == "retrieved" and zero_floor is not None:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from pylate_fastmaxsim.kernels.runtime.tensors import on_device_of
 from pylate_fastmaxsim.kernels.sparse.cuda_engine import (
-    LARGEST,
     SOURCE,
     CudaEngine,
     Queries,
@@ -91,8 +90,6 @@ class DeviceBlocks:
         the lower position, positions int64; 0 and -1 where there is no document.
         """
         queries = Queries(offsets, terms.int(), weights.float())
-        if self.vocabulary > LARGEST // 512 and len(queries) and int(offsets.diff().max()) > LARGEST // 512:
-            raise ValueError(f"sparse search: a query on a GPU may have at most {LARGEST // 512} terms.")
         if not self._blocks or not terms.numel():
             scores = torch.zeros(len(queries), k, device=self.device)
             return scores, torch.full_like(scores, -1, dtype=torch.int64)
