@@ -356,8 +356,6 @@ def check_sequences(where: str, name: str, batch: TokenBatch, rows: int) -> None
     starts, lengths, keep, device = batch.starts, batch.lengths, batch.keep, batch.device
     require_tensor(where, "starts", starts, "int64 [N]", 1, (torch.int64,), device)
     require_tensor(where, "lengths", lengths, "int64 [N], as starts", tuple(starts.shape), (torch.int64,), device)
-    if isinstance(batch.max_length, int) and batch.max_length < 0:
-        raise ValueError(f"{where}: max_length must be at least 0, got {batch.max_length}.")
     if keep is not None:
         require_tensor(where, "keep", keep, "bool [T] with T = {}", (rows,), (torch.bool,), device)
     if has_numbers(starts, lengths):

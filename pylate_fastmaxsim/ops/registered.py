@@ -71,10 +71,6 @@ def _flat(arguments: Sequence) -> list:
     return flat
 
 
-def _requires_grad(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad
-
-
 class Operator:
     """``torch.ops.pylate_fastmaxsim.<name>``, which computes ``function``.
 
@@ -130,10 +126,10 @@ class Operator:
         return call
 
 
-def fake_linear_gradients(x: Tensor, weight: Tensor, need_x: bool, need_weight: bool, need_bias: bool) -> Sequence:
-    """Gradients of the operands of ``linear``, of those that are needed, as a graph is traced with."""
-    shapes = (x.shape, need_x), (weight.shape, need_weight), (weight.shape[:1], need_bias)
-    return [weight.new_empty(shape) if need else None for shape, need in shapes]
+def fake_linear_gradients(grad: Tensor, x: Tensor, weight: Tensor, *others: object) -> Sequence[Tensor | None]:
+    """Gradients of the operands of ``linear``, as a graph is traced with; the last of ``others`` say which are needed."""
+    shapes = x.shape, weight.shape, weight.shape[:1]
+    return [weight.new_empty(shape) if need else None for shape, need in zip(shapes, others[-3:], strict=True)]
 
 
 def differentiable(
@@ -238,7 +234,11 @@ def differentiable(
         plain = is_plain(*tensors)
         if not plain and torch.compiler.is_compiling():
             return dispatched(*_flat(arguments))
-        if arguments[-1] if wants else torch.is_grad_enabled() and any(map(_requires_grad, tensors)):
+        if (
+            arguments[-1]
+            if wants
+            else torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+        ):
             return Eager.apply(plain, arguments, *tensors)
         return function(*arguments) if plain else dispatched(*_flat(arguments))
 

@@ -266,13 +266,9 @@ def _rotary_forward_fake(x, weight, bias, cos, *_):
     return x.new_empty(rows, heads, dim), log_sums, x.new_empty(rows, 3, heads, dim)
 
 
-def _rotary_backward_fake(grad, x, weight, *others):
-    return fake_linear_gradients(x, weight, *others[-3:])
-
-
 differentiable(
     Operator("rotary_self_attention", _rotary_forward, _rotary_forward_fake),
     ("out", "log_sums", "qkv"),
     ("x", "weight", "bias"),
-    Operator("rotary_self_attention_backward", _rotary_backward, _rotary_backward_fake),
+    Operator("rotary_self_attention_backward", _rotary_backward, fake_linear_gradients),
 )

@@ -60,15 +60,11 @@ def _geglu_forward_fake(x, weight, bias):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-def _geglu_backward_fake(grad, x, weight, *needs):
-    return fake_linear_gradients(x, weight, *needs)
-
-
 differentiable(
     Operator("geglu_linear", _geglu_forward, _geglu_forward_fake),
     ("output",),
     ("x", "weight", "bias"),
-    Operator("geglu_linear_backward", _geglu_backward, _geglu_backward_fake),
+    Operator("geglu_linear_backward", _geglu_backward, fake_linear_gradients),
 )
 
 

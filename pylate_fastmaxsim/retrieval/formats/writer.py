@@ -63,11 +63,6 @@ class Writer:
         else:
             self._coming = self._thread.submit(self._append, arrays, ends, len(batch.values), ids)
 
-    def note(self) -> None:
-        """Write the journal, once what it counts is on the disk."""
-        self.wait()
-        self._note()
-
     def finish(self, removed: Sequence[int] = ()) -> Held:
         """Make it a corpus, or an index without the documents that are ``removed``."""
         self.wait()
@@ -91,9 +86,10 @@ class Writer:
             self._write(name, array)
         self.held = held._replace(documents=held.documents + len(ends), tokens=held.tokens + tokens)
         if time.monotonic() - self._noted >= SECONDS_BETWEEN_NOTES:
-            self._note()
+            self.note()
 
-    def _note(self) -> None:
+    def note(self) -> None:
+        """Write the journal, once what it counts is on the disk."""
         description.note(self.folder, self._synced())
         self._noted = time.monotonic()
 
