@@ -12,7 +12,8 @@ def float32_precision(dtype: torch.dtype) -> str:
     """The setting of ``torch.set_float32_matmul_precision`` for vectors of ``dtype``; ``"highest"`` unless float32.
 
     Other ways to ask for TF32 count as ``"high"``: ``torch.backends.cuda.matmul.allow_tf32``, and
-    ``torch.backends.fp32_precision``, which ``TrainingArguments(tf32=True)`` sets.
+    ``torch.backends.fp32_precision``, which ``TrainingArguments(tf32=True)`` sets. Kernels
+    read it as they are launched, as PyTorch does: in a compiled graph and in the backward too.
 
     Examples
     --------

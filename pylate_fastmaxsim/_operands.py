@@ -10,6 +10,11 @@ from torch import SymInt, Tensor
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
+def _num_slots(operands: ScoringOperands | CompressedOperands) -> int:
+    """Number P of scores of a query: of candidates, or of all documents."""
+    return operands.d_starts.shape[0] if operands.candidates is None else operands.candidates.shape[1]
+
+
 class ScoringOperands(NamedTuple):
     """Queries, documents and which pairs of them are scored.
 
@@ -48,10 +53,7 @@ class ScoringOperands(NamedTuple):
             candidates, zero_floor, queries.max_length, documents.max_length, queries.gapless, documents.gapless,
         )  # fmt: skip
 
-    @property
-    def num_slots(self) -> int:
-        """Number P of scores of a query: of candidates, or of all documents."""
-        return self.d_starts.shape[0] if self.candidates is None else self.candidates.shape[1]
+    num_slots = property(_num_slots)
 
 
 class PoolingNumbers(NamedTuple):
@@ -89,6 +91,13 @@ class CompressedOperands(NamedTuple):
     per_token: bool
     scale: float
 
+    d_gapless = False
+
+    @property
+    def d_values(self) -> Tensor:
+        """As many vectors as are stored, of which only the number is read."""
+        return self.q_values.new_empty(1, 1).expand(self.stored.shape[0], 1)
+
     @property
     def format(self) -> str:
         """``"int8"``, ``"fp8"`` or ``"residual"``."""
@@ -99,10 +108,19 @@ class CompressedOperands(NamedTuple):
         """Bits of a number of a residual, 8 of other formats."""
         return 8 if self.byte_values is None else 8 // self.byte_values.shape[1]
 
-    @property
-    def num_slots(self) -> int:
-        """Number P of scores of a query: of candidates, or of all documents."""
-        return self.d_starts.shape[0] if self.candidates is None else self.candidates.shape[1]
+    num_slots = property(_num_slots)
+
+
+class Texts(NamedTuple):
+    """Which rows see which keys: the arguments of :func:`~pylate_fastmaxsim.ops.encoder.attention.text_attention` behind vectors."""
+
+    cu_seqlens: Tensor
+    key_cu_seqlens: Tensor
+    max_length: int | SymInt
+    scale: float
+    reach: int
+    seed: Tensor | None = None
+    dropout: float = 0.0
 
 
 class SpladeOperands(NamedTuple):

@@ -14,14 +14,6 @@ def winner_dtype(max_d_length: int) -> torch.dtype:
     return torch.int16 if max_d_length <= 32767 else torch.int32
 
 
-def winner_layout(num_slots: int, num_rows: int, max_d_length: int, want: bool) -> tuple[tuple[int, int], torch.dtype]:
-    """Shape and dtype of the winners that an operator returns; empty unless wanted.
-
-    Empty winners have one dtype for all lengths, so that an exported program without gradients takes any length.
-    """
-    return ((num_slots, num_rows), winner_dtype(max_d_length)) if want else ((0, 0), winner_dtype(0))
-
-
 def no_winner(dtype: torch.dtype) -> int:
     """The value of a :func:`winner_dtype` that means no winner."""
     return 255 if dtype == torch.uint8 else -1

@@ -101,8 +101,6 @@ class ResidualCodec:
             )
         if self.cutoffs.is_cpu and bool((self.cutoffs.diff() < 0).any()):
             raise ValueError("ResidualCodec: cutoffs must be ascending.")
-        if len(self.centroids) == 0:
-            raise ValueError("ResidualCodec: there must be at least one centroid.")
         if self.dim * self.bits % 8:
             raise ValueError(
                 f"ResidualCodec: d * bits must be a multiple of 8, got d = {self.dim} and {self.bits} bits."

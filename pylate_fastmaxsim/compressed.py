@@ -10,7 +10,7 @@ from torch import Tensor
 from pylate_fastmaxsim._checks import require_integer
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.codec import ResidualCodec, chunks
-from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch, check_sequences, share_rows
+from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch, check_sequences, share_rows, tensors_on
 
 FORMATS = ("int8", "fp8")
 
@@ -22,12 +22,6 @@ _FP8_MAX = 448.0
 # as the least, which some number of a unit vector is (d up to 2**16), it would round many to 0.
 _FP8_SCALE = 2.0**-8
 _FP8_LEAST = 2.0**-8
-
-
-def _tensors_on(device: str | torch.device, batch: object, non_blocking: bool) -> dict[str, Tensor]:
-    # Not by `vars`, which a compiler does not trace.
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return {n: each.to(device, non_blocking=non_blocking) for n, each in values.items() if isinstance(each, Tensor)}
 
 
 class _Tokens:
@@ -50,7 +44,7 @@ class _Tokens:
         return tuple([value for value in values if isinstance(value, Tensor)])
 
     def to(self, device: torch.device, non_blocking: bool = False) -> _Tokens:
-        return replace(self, **_tensors_on(device, self, non_blocking))
+        return replace(self, **tensors_on(device, self, non_blocking))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +94,7 @@ class Residual(_Tokens):
         return self.codec.dim
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Residual:
-        return replace(self, codec=self.codec.to(device), **_tensors_on(device, self, non_blocking))
+        return replace(self, codec=self.codec.to(device), **tensors_on(device, self, non_blocking))
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +190,7 @@ class CompressedBatch:
     def to(self, device: str | torch.device, non_blocking: bool = False) -> CompressedBatch:
         """The batch on a device; ``non_blocking`` as in ``torch.Tensor.to``."""
         tokens = self.tokens.to(device, non_blocking)
-        return replace(self, tokens=tokens, **_tensors_on(device, self, non_blocking))
+        return replace(self, tokens=tokens, **tensors_on(device, self, non_blocking))
 
     def decompress(self, dtype: torch.dtype = torch.float32) -> TokenBatch:
         """Decompress to the vectors that are scored, a copy of dtype ``dtype``.

@@ -242,10 +242,7 @@ def _xtr_token_maxima(
     normalizer: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Value and winner of every query token and document, ``[Nq, P, Lq]``, and the live query tokens."""
-    query_values, query_mask = queries.to_padded()
-    document_values, live = documents.to_padded()
-    similarities = torch.einsum("qsh,dth->qdst", query_values, document_values)
-    live = live[None, :, None, :]
+    similarities, query_mask, _, live = _similarities(queries, documents, None)
     similarities = similarities.masked_fill(~live, -torch.inf)
 
     all_tokens = similarities.transpose(1, 2).flatten(2)

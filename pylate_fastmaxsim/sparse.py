@@ -103,10 +103,7 @@ class SparseBatch:
     def _trusted(cls, offsets: Tensor, terms: Tensor, weights: Tensor, vocabulary: int) -> SparseBatch:
         """The batch of arguments that are known to be right. Nothing is checked, nothing waits for the device."""
         batch = object.__new__(cls)
-        for name, value in zip(
-            ("offsets", "terms", "weights", "vocabulary"), (offsets, terms, weights, vocabulary), strict=True
-        ):
-            object.__setattr__(batch, name, value)
+        vars(batch).update(offsets=offsets, terms=terms, weights=weights, vocabulary=vocabulary)
         return batch
 
     def __reduce__(self) -> tuple:
@@ -421,8 +418,7 @@ class SparseBatch:
         if not bool(positive.all()):
             rows, terms, weights = rows[positive], terms[positive], weights[positive]
         offsets = torch.searchsorted(rows, torch.arange(count + 1, device=rows.device))
-        terms = terms.to(torch.uint16 if vocabulary <= LARGEST_OF_UINT16 else torch.int32)
-        return cls._trusted(offsets, terms, weights, vocabulary)
+        return cls._trusted(offsets, terms.to(term_dtype(vocabulary)), weights, vocabulary)
 
     def to_scipy(self) -> scipy.sparse.csr_array:
         """The vectors as a CSR array of SciPy, ``[N, vocabulary]``, float32.
@@ -475,6 +471,11 @@ def _vocabulary(where: str, vocabulary: object) -> int:
     if size > LARGEST_VOCABULARY:
         raise ValueError(f"{where}: vocabulary must be at most {LARGEST_VOCABULARY}, got {size}.")
     return size
+
+
+def term_dtype(vocabulary: int) -> torch.dtype:
+    """The smallest dtype of the numbers of so many terms."""
+    return torch.uint16 if vocabulary <= LARGEST_OF_UINT16 else torch.int32
 
 
 def _rows(offsets: Tensor) -> Tensor:

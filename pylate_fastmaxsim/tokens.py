@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
@@ -128,8 +128,6 @@ class TokenBatch:
         is_lengths = isinstance(mask, Tensor) and mask.dim() == 1 and mask.dtype in (torch.int32, torch.int64)
         allowed = "[N] = [{}] as lengths" if is_lengths else "[N, L] = [{}, {}], or int64 lengths [N]"
         require_tensor(where, mask_name, mask, allowed, (count,) if is_lengths else (count, length))
-        if mask.is_meta and not values.is_meta:
-            raise ValueError(f"{where}: {mask_name} is on the meta device, which holds no numbers.")
         if is_lengths:
             if has_numbers(mask) and bool((wrong := (mask < 0) | (mask > length)).any()):
                 raise ValueError(
@@ -268,6 +266,10 @@ class TokenBatch:
         """
         return replace(self, starts=self.starts[index], lengths=self.lengths[index], gapless=False)
 
+    def to(self, device: str | torch.device, non_blocking: bool = False) -> TokenBatch:
+        """The batch on a device; ``non_blocking`` as in ``torch.Tensor.to``."""
+        return replace(self, **tensors_on(device, self, non_blocking))
+
     def to_padded(self) -> tuple[Tensor, Tensor]:
         """A copy padded with zeros, ``[N, max_length, d]``, and its mask ``[N, max_length]`` (bool).
 
@@ -339,6 +341,13 @@ def _as_tensor(where: str, name: str, values: object) -> object:
     return torch.from_numpy(values)
 
 
+def tensors_on(device: str | torch.device, batch: object, non_blocking: bool) -> dict[str, Tensor]:
+    """The fields of a dataclass that are tensors, on a device."""
+    # Not by `vars`, which a compiler does not trace.
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {n: each.to(device, non_blocking=non_blocking) for n, each in values.items() if isinstance(each, Tensor)}
+
+
 def check_sequences(where: str, name: str, batch: TokenBatch, rows: int) -> None:
     """Raise ValueError or TypeError unless the sequences of a batch fit the T ``rows`` of its ``name``.
 
@@ -347,8 +356,6 @@ def check_sequences(where: str, name: str, batch: TokenBatch, rows: int) -> None
     starts, lengths, keep, device = batch.starts, batch.lengths, batch.keep, batch.device
     require_tensor(where, "starts", starts, "int64 [N]", 1, (torch.int64,), device)
     require_tensor(where, "lengths", lengths, "int64 [N], as starts", tuple(starts.shape), (torch.int64,), device)
-    if isinstance(batch.max_length, int) and batch.max_length < 0:
-        raise ValueError(f"{where}: max_length must be at least 0, got {batch.max_length}.")
     if keep is not None:
         require_tensor(where, "keep", keep, "bool [T] with T = {}", (rows,), (torch.bool,), device)
     if has_numbers(starts, lengths):

@@ -149,7 +149,7 @@ class _Case:
             own = torch.arange(shape.queries * shape.candidates, device="cuda")
             candidates = own.view(shape.queries, shape.candidates) % shape.documents
         self._operands = ScoringOperands.of(queries, documents, candidates)
-        self._scores, self._winners = scores.forward(self._operands, True, PRECISION)
+        self._scores, self._winners = scores.forward(self._operands, True)
         self._grad = torch.randn(self._scores.shape, device="cuda", generator=generator)
         self._grad_q, self._grad_d = self._backward(True, True)
 
@@ -160,7 +160,7 @@ class _Case:
             if family == "forward":
                 # Without its cache, which would go on with the tiles of the call before.
                 with mock.patch.object(launch, "_plan", launch._plan.__wrapped__):
-                    return launch.forward(self._operands, True, PRECISION)
+                    return launch.forward(self._operands, True)
             return self._backward(family == "query_gradient", family != "query_gradient")
 
     def problem(self, family: str, tiles: NamedTuple) -> str | None:
@@ -180,7 +180,7 @@ class _Case:
 
     def _backward(self, need_q: bool, need_d: bool) -> tuple[Tensor, Tensor]:
         backward = self._gradients_launch.backward
-        return backward(self._grad, self._winners, self._operands, PRECISION, need_q, need_d)
+        return backward(self._grad, self._winners, self._operands, need_q, need_d)
 
 
 def _measure(family: str, cases: list[_Case], tiles: NamedTuple) -> Measured:

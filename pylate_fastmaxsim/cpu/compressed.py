@@ -39,7 +39,7 @@ def _vectors(operands: CompressedOperands) -> tuple[Vectors, Tensor | None]:
     return Vectors(read), None
 
 
-def forward(operands: CompressedOperands, want_winners: bool, precision: str) -> tuple[Tensor, Tensor | None]:
+def forward(operands: CompressedOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
     """Scores ``[Nq, P]`` and winners ``[P, Tq]`` (``None`` if not wanted); see :mod:`pylate_fastmaxsim.ops.compressed`."""
     q_values, q_scales = operands.q_values, None
     dtype = sum_dtype(q_values.dtype)

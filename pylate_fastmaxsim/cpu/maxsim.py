@@ -172,11 +172,7 @@ def _query_blocks(queries: Live, documents: Live, candidates: Tensor | None) -> 
             yield block[:, None], candidates[block].gather(1, slots), slots
 
 
-def forward(
-    operands: ScoringOperands,
-    want_winners: bool,
-    precision: str,
-) -> tuple[Tensor, Tensor | None]:
+def forward(operands: ScoringOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
     """Scores ``[Nq, P]`` and winners ``[P, Tq]`` (``None`` if not wanted); see :mod:`pylate_fastmaxsim.ops.maxsim`."""
     q_values, d_values = operands.q_values, operands.d_values
     dtype = sum_dtype(q_values.dtype)
@@ -213,11 +209,6 @@ def scored(
     documents = live_tokens(operands.d_starts, operands.d_lengths, operands.d_keep)
     if scores.numel() == 0 or len(queries.row) == 0 or len(documents.row) == 0:
         return scores, winners
-    most = int(2 / torch.finfo(dtype).eps)  # numbers from 0 on that _block_maxima can hold without a gap
-    if want_winners and operands.max_d_length > most and (longest := int(documents.position.max()) + 1) > most:
-        raise ValueError(
-            f"maxsim: for gradients on a CPU documents may have up to {most} tokens, got one of {longest}."
-        )
     empty = floor_is_zero = documents.count == 0
     if zero_floor is not None:
         floor_is_zero = empty | zero_floor
@@ -305,12 +296,7 @@ def winning_tokens(
 
 
 def backward(
-    grad_scores: Tensor,
-    winners: Tensor,
-    operands: ScoringOperands,
-    precision: str,
-    need_q: bool,
-    need_d: bool,
+    grad_scores: Tensor, winners: Tensor, operands: ScoringOperands, need_q: bool, need_d: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``q_values`` and ``d_values`` (empty if not needed) from the winners of :func:`forward`."""
     q_values, d_values = operands.q_values, operands.d_values

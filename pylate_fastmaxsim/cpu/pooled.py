@@ -89,9 +89,7 @@ def _add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
         total.index_put_((rows,), values, accumulate=True)
 
 
-def forward(
-    operands: ScoringOperands, pooling: PoolingNumbers, want_state: bool, precision: str
-) -> tuple[Tensor, Tensor | None]:
+def forward(operands: ScoringOperands, pooling: PoolingNumbers, want_state: bool) -> tuple[Tensor, Tensor | None]:
     """Scores ``[Nq, P]`` and what the backward needs; see :mod:`pylate_fastmaxsim.ops.pooled`.
 
     That is winners ``[P, k, Tq]``, or ``[1 or 2, P, Tq]`` of the smooth poolings: the log of the sum of exponentials,
@@ -149,20 +147,14 @@ def _k_largest(similarities: Tensor, block: _Block, k: int, want_winners: bool) 
 
 
 def backward(
-    gradient: Tensor,
-    state: Tensor,
-    operands: ScoringOperands,
-    pooling: PoolingNumbers,
-    precision: str,
-    need_q: bool,
-    need_d: bool,
+    gradient: Tensor, state: Tensor, operands: ScoringOperands, pooling: PoolingNumbers, need_q: bool, need_d: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``q_values`` and ``d_values`` (empty if not needed) from those of the scores and the forward's state.
 
     For top-k the gradient of a score comes divided by the number of its document's winners.
     """
     if pooling.k:
-        return _of_winners(gradient, state, operands, precision, need_q, need_d)
+        return _of_winners(gradient, state, operands, need_q, need_d)
     q_values, d_values = operands.q_values, operands.d_values
     dtype = sum_dtype(q_values.dtype)
     grad_q = q_values.new_zeros(q_values.shape if need_q else 0, dtype=dtype)
@@ -185,7 +177,7 @@ def backward(
     return grad_q.to(q_values.dtype), grad_d.to(d_values.dtype)
 
 
-def _of_winners(gradient, winners, operands, precision, need_q, need_d) -> tuple[Tensor, Tensor]:
+def _of_winners(gradient, winners, operands, need_q, need_d) -> tuple[Tensor, Tensor]:
     """MaxSim's backward with a column for each rank: those of a document name it once more as a candidate."""
     columns, k, num_rows = winners.shape
     candidates = operands.candidates
@@ -195,5 +187,5 @@ def _of_winners(gradient, winners, operands, precision, need_q, need_d) -> tuple
         gradient.repeat_interleave(k, dim=1),
         winners.view(columns * k, num_rows),
         operands._replace(candidates=candidates.repeat_interleave(k, dim=1)),
-        precision, need_q, need_d,
+        need_q, need_d,
     )  # fmt: skip

@@ -16,9 +16,7 @@ EPSILON = 1e-12
 ROWS = 1 << 10
 
 
-def forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool, precision: str
-) -> tuple[Tensor, Tensor]:
+def forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
     """Embeddings ``[T, d]`` in the dtype of ``hidden``, and 1 over their norms, ``[T]`` (``[0]`` unless normalised)."""
     dtype = sum_dtype(hidden.dtype)
     embeddings = hidden.new_empty(len(hidden), len(weight))
@@ -44,7 +42,6 @@ def backward(
     embeddings: Tensor,
     inverse_norms: Tensor,
     normalize: bool,
-    precision: str,
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,

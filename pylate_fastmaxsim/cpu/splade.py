@@ -16,7 +16,7 @@ from pylate_fastmaxsim.cpu.live_tokens import live_tokens
 ROWS = 1 << 12
 
 
-def forward(operands: SpladeOperands, want_winners: bool, precision: str) -> tuple[Tensor, Tensor | None]:
+def forward(operands: SpladeOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
     """Values ``[N, V]`` and winners ``[N, V]`` (``None`` if not wanted); see :mod:`pylate_fastmaxsim.ops.splade`."""
     hidden, weight, bias = operands.hidden, operands.weight, operands.bias
     shape = len(operands.starts), len(weight)
@@ -24,7 +24,7 @@ def forward(operands: SpladeOperands, want_winners: bool, precision: str) -> tup
     winners = hidden.new_empty(shape, dtype=winner_dtype(operands.max_length)) if want_winners else None
     for first in range(0, len(weight), ROWS):
         rows = slice(first, first + ROWS)
-        maxima, won = blocked.forward(_as_maxsim(operands, weight[rows]), want_winners, precision)
+        maxima, won = blocked.forward(_as_maxsim(operands, weight[rows]), want_winners)
         values[:, rows] = maxima.t()
         if want_winners:
             winners[:, rows] = won
@@ -46,7 +46,6 @@ def backward(
     values: Tensor,
     winners: Tensor,
     operands: SpladeOperands,
-    precision: str,
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
@@ -56,7 +55,7 @@ def backward(
     grad = grad.masked_fill_(winners == no_winner(winners.dtype), 0)
     grad_bias = grad.sum(dim=0).to(operands.bias.dtype) if need_bias else grad.new_empty(0)
     grad_weight, grad_hidden = blocked.backward(
-        grad.t(), winners, _as_maxsim(operands, operands.weight), precision, need_weight, need_hidden
+        grad.t(), winners, _as_maxsim(operands, operands.weight), need_weight, need_hidden
     )
     return grad_hidden, grad_weight, grad_bias
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from scipy.cluster import hierarchy
 from scipy.spatial.distance import squareform
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.cpu.live_tokens import live_tokens
@@ -41,7 +41,7 @@ def ward_labels(vectors: Tensor, limit: int) -> Tensor:
     return torch.from_numpy(labels.astype(np.int64)) - 1
 
 
-def means(values: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def means(values: Tensor, rows: Tensor, count: int | SymInt) -> tuple[Tensor, Tensor]:
     """Means of the ``values`` that go to each of ``count`` rows, ``[count, d]``, 0 without one, and how many do."""
     used = rows >= 0
     sums = values.new_zeros((count, values.shape[1]), dtype=sum_dtype(values.dtype))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim._operands import ScoringOperands
-from pylate_fastmaxsim._winners import no_winner, winner_layout
+from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.cpu.live_tokens import Live, live_tokens, rows_of, split_prefixes
 from pylate_fastmaxsim.cpu.maxsim import BLOCK_ELEMENTS, require_candidates
 
@@ -78,21 +78,18 @@ class _Maxima:
 
 
 def forward(
-    operands: ScoringOperands,
-    k: int,
-    count_retrieved: bool,
-    want_winners: bool,
-    precision: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums, counts ``[Nq, P]`` and winners ``[P, Tq]`` (``[0, 0]`` unless wanted); see :mod:`pylate_fastmaxsim.ops.xtr`."""
+    operands: ScoringOperands, k: int, count_retrieved: bool, want_winners: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Sums, counts ``[Nq, P]`` and winners ``[P, Tq]`` (``None`` unless wanted); see :mod:`pylate_fastmaxsim.ops.xtr`."""
     q_values, d_values, candidates = operands.q_values, operands.d_values, operands.candidates
     require_candidates("xtr_scores", candidates, len(operands.d_starts))
     dtype, columns = sum_dtype(q_values.dtype), operands.num_slots
     sums = q_values.new_zeros((len(operands.q_starts), columns), dtype=dtype)
     counts = torch.zeros_like(sums)
-    shape, index_dtype = winner_layout(columns, len(q_values), operands.max_d_length, want_winners)
-    none = no_winner(index_dtype)
-    winners = torch.full(shape, none, dtype=index_dtype, device=q_values.device)
+    index_dtype = winner_dtype(operands.max_d_length)
+    none, winners = no_winner(index_dtype), None
+    if want_winners:
+        winners = torch.full((columns, len(q_values)), none, dtype=index_dtype, device=q_values.device)
     queries = live_tokens(operands.q_starts, operands.q_lengths, operands.q_keep)
     documents = live_tokens(operands.d_starts, operands.d_lengths, operands.d_keep)
     if sums.numel() == 0 or len(queries.row) == 0 or len(documents.row) == 0:

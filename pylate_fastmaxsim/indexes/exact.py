@@ -17,7 +17,7 @@ from pylate_fastmaxsim.codec import ResidualCodec
 from pylate_fastmaxsim.indexes.storage import Folder, Storage
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 from pylate_fastmaxsim.retrieval.formats.format import STORED, Batch, format_of, require_chosen
-from pylate_fastmaxsim.retrieval.formats.reading import batch_to, joined
+from pylate_fastmaxsim.retrieval.formats.reading import joined
 from pylate_fastmaxsim.retrieval.formats.writer import live
 from pylate_fastmaxsim.retrieval.ids import Id, as_ids
 from pylate_fastmaxsim.retrieval.search import ordered, pair_scores, rounded, search, selected
@@ -260,13 +260,13 @@ class Exact:
         """Scores and positions of each query's best of the documents at ascending positions, on the CPU."""
         if self._held is None:
             documents = (batch for _, batch, _ in self._documents(chosen, is_subset))
-            scores, places = search(batch_to(queries, self.devices[0]), documents, k)
+            scores, places = search(queries.to(self.devices[0]), documents, k)
             return scores.cpu(), chosen[places.cpu()]
         documents, found = [*self._documents(chosen, is_subset)], []
         for number, device in enumerate(self.devices):
             mine = [(batch, first) for on, batch, first in documents if on == number]
             if mine or not number:
-                scores, places = search(batch_to(queries, device), (batch for batch, _ in mine), k)
+                scores, places = search(queries.to(device), (batch for batch, _ in mine), k)
                 found.append((scores, places, [first for _, first in mine], [len(batch) for batch, _ in mine]))
         # Only now, since a copy waits for its device.
         scores = torch.cat([each.cpu() for each, *_ in found], dim=1)
@@ -280,8 +280,8 @@ class Exact:
         device, counts = self.devices[0], torch.tensor([len(each) for each in subsets], device="cpu")
         documents, places = torch.cat(subsets).unique(return_inverse=True)
         which = torch.arange(len(queries), device="cpu").repeat_interleave(counts).to(device)
-        batches = (batch_to(batch, device) for _, batch, _ in self._documents(documents, True))
-        scores = pair_scores(batch_to(queries, device), which, places.to(device), batches).cpu()
+        batches = (batch.to(device) for _, batch, _ in self._documents(documents, True))
+        scores = pair_scores(queries.to(device), which, places.to(device), batches).cpu()
         for row, positions in zip(scores.split(counts.tolist()), subsets, strict=True):
             best = largest(row[None], min(k, len(row)))[0]
             yield row[best].tolist(), positions[best].tolist()

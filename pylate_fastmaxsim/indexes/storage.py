@@ -16,19 +16,12 @@ from pylate_fastmaxsim.retrieval.formats import description
 from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE, JOURNAL_FILE, Held
 from pylate_fastmaxsim.retrieval.formats.format import BOUNDS, Arrays, Format
 from pylate_fastmaxsim.retrieval.formats.part import Part, mapped_part
-from pylate_fastmaxsim.retrieval.formats.writer import Writer, empty
+from pylate_fastmaxsim.retrieval.formats.writer import Writer, clear
 from pylate_fastmaxsim.retrieval.ids import Id, Ids, to_lines
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # Where errors would name a file.
 IN_MEMORY = Path("memory")
-
-
-class OpenedCorpus(Corpus):
-    """A corpus of documents that are opened already."""
-
-    def __init__(self, folder: Path, parts: list[Part]) -> None:
-        self._set(folder, parts)
 
 
 class Storage:
@@ -99,7 +92,7 @@ class Storage:
                 views[name] = room[name][: column.rows(*end)]
             parts[-1] = Part(format, views, views.pop("bounds"), int(end[1]), IN_MEMORY)
         self._room = room
-        return OpenedCorpus(IN_MEMORY, parts)
+        return Corpus(IN_MEMORY, _parts=parts)
 
 
 class Folder(Storage):
@@ -112,7 +105,7 @@ class Folder(Storage):
         if override and folder.exists():
             with writing("Exact", folder):
                 self._require_index()
-                empty(folder)
+                clear(folder)
         self.read()
 
     def read(self) -> None:
@@ -130,7 +123,7 @@ class Folder(Storage):
         if held is None or (known is not None and held.generation == known.generation):
             return None
         part = mapped_part(self.folder, held)
-        return held, OpenedCorpus(self.folder, [part]), part.read_ids()
+        return held, Corpus(self.folder, _parts=[part]), part.read_ids()
 
     def _require_index(self) -> Held | None:
         """The description; None where no batch was ever finished. ValueError if the folder holds something else."""
@@ -165,4 +158,4 @@ class Folder(Storage):
             for number, batch in enumerate(batches):
                 writer.append(batch, b"" if number else to_lines(ids))
             self._held = writer.finish(sorted(removed))
-        return OpenedCorpus(self.folder, [mapped_part(self.folder, self._held)])
+        return Corpus(self.folder, _parts=[mapped_part(self.folder, self._held)])

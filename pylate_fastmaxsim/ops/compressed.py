@@ -3,12 +3,12 @@
 And MaxSim over documents that only its backward keeps compressed.
 """
 
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
 from pylate_fastmaxsim.compressed import CompressedBatch, Fp8, Int8, Residual, rounded_queries
 from pylate_fastmaxsim.cpu import compressed as blocked
@@ -16,11 +16,10 @@ from pylate_fastmaxsim.ops.operands import (
     cast_by_autocast,
     check_candidates,
     check_numbers,
+    computed,
     fake_scores,
     kernels,
-    path,
     recording,
-    refuse_meta,
     refuse_transforms,
     require_one_device_and_dim,
     require_vector_dtype,
@@ -40,8 +39,7 @@ def compressed_scores(
 ) -> Tensor:
     """:func:`pylate_fastmaxsim.maxsim` for documents that are compressed."""
     operands = _prepared(as_batch("maxsim", "queries", queries, queries_mask), documents, candidates)
-    want_winners = operands.q_values.requires_grad and recording("maxsim", _of_vectors(operands))
-    scores, _ = _scores_and_winners(operands, want_winners)
+    scores, _ = _scores_and_winners(operands, recording("maxsim", operands))
     return scores
 
 
@@ -49,7 +47,6 @@ def _prepared(queries: TokenBatch, documents: CompressedBatch, candidates: Tenso
     """The arguments of a call after all checks."""
     refuse_transforms("maxsim")
     q_values, tokens = queries.values, documents.tokens
-    refuse_meta("maxsim", "queries", q_values)
     if isinstance(tokens, Residual):
         (q_values,) = cast_by_autocast(q_values)
     require_vector_dtype("maxsim", "token vectors", q_values)
@@ -72,38 +69,20 @@ def _stored(tokens: Int8 | Fp8 | Residual) -> tuple[Tensor | None, ...]:
     return tokens.packed, tokens.scales, tokens.codes, tokens.codec.centroids, tokens.codec.byte_values
 
 
-def _forward(operands: CompressedOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
-    values = operands.q_values
-    return path("compressed", blocked, values).forward(operands, want_winners, float32_precision(values.dtype))
-
-
-def _check(operands: CompressedOperands, want_winners: bool) -> None:
-    check_numbers("maxsim", _of_vectors(operands), want_winners)
-
-
-def _of_vectors(operands: CompressedOperands) -> ScoringOperands:
-    """The operands with as many document vectors as are stored, of which only the number is read."""
-    vectors = operands.q_values.new_empty(1, 1).expand(operands.stored.shape[0], 1)
-    return ScoringOperands(
-        operands.q_values, operands.q_starts, operands.q_lengths, operands.q_keep,
-        vectors, operands.d_starts, operands.d_lengths, operands.d_keep, operands.candidates, None,
-        operands.max_q_length, operands.max_d_length, operands.q_gapless, False,
-    )  # fmt: skip
-
-
-def _backward(grad_scores: Tensor, winners: Tensor, operands: CompressedOperands) -> Tensor:
-    return path("compressed", blocked, operands.q_values).backward(grad_scores, winners, operands)
-
-
 def _backward_fake(grad_scores, winners, operands):
     return torch.empty_like(operands.q_values, memory_format=torch.contiguous_format)
 
 
 _scores_and_winners = differentiable(
-    Operator("compressed_forward", _forward, fake_scores, check=_check),
+    Operator(
+        "compressed_forward",
+        computed("compressed", blocked, "forward"),
+        fake_scores,
+        check=partial(check_numbers, "maxsim"),
+    ),
     ("scores", "winners"),
     ("q_values",),
-    Operator("compressed_backward", _backward, _backward_fake),
+    Operator("compressed_backward", computed("compressed", blocked, "backward"), _backward_fake),
     where="maxsim",
 )
 

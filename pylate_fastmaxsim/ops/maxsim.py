@@ -5,12 +5,10 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from pylate_fastmaxsim._dtypes import float32_precision
-from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops.compressed import SavedAsInt8, SavedDocuments, compressed_scores
-from pylate_fastmaxsim.ops.operands import check_numbers, fake_gradients, fake_scores, path, prepared, recording
+from pylate_fastmaxsim.ops.operands import check_numbers, computed, fake_gradients, fake_scores, prepared, recording
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
 from pylate_fastmaxsim.tokens import Tokens
 
@@ -125,24 +123,12 @@ def maxsim(
     return scores
 
 
-# The float32 precision is read where the products run, as torch does: in a compiled graph and in the backward too.
-def _forward(operands: ScoringOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
-    values = operands.q_values
-    return path("maxsim", blocked, values).forward(operands, want_winners, float32_precision(values.dtype))
-
-
-def _backward(
-    grad_scores: Tensor, winners: Tensor, operands: ScoringOperands, need_q: bool, need_d: bool
-) -> tuple[Tensor, Tensor]:
-    values = operands.q_values
-    gradients = path("winner_backward", blocked, values).backward
-    return gradients(grad_scores, winners, operands, float32_precision(values.dtype), need_q, need_d)
-
-
 _scores_and_winners = differentiable(
-    Operator("maxsim_forward", _forward, fake_scores, check=partial(check_numbers, "maxsim")),
+    Operator(
+        "maxsim_forward", computed("maxsim", blocked, "forward"), fake_scores, check=partial(check_numbers, "maxsim")
+    ),
     ("scores", "winners"),
     ("q_values", "d_values"),
-    Operator("maxsim_backward", _backward, fake_gradients),
+    Operator("maxsim_backward", computed("winner_backward", blocked, "backward"), fake_gradients),
     where="maxsim",
 )

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import logging
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import numpy as np
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pylate_fastmaxsim._checks import inside_transform, is_plain, require_tensor
+from pylate_fastmaxsim._checks import has_numbers, inside_transform, require_tensor
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
-from pylate_fastmaxsim._winners import winner_layout
+from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch, share_rows
 
@@ -28,11 +29,23 @@ def runs_kernels(values: Tensor) -> bool:
 
 
 def path(name: str, blocked: ModuleType, values: Tensor) -> ModuleType:
-    """The module that computes an operator of such values: of its kernels, or ``blocked`` PyTorch.
-
-    Blocked PyTorch takes the precision of float32 products, but leaves it to PyTorch, which has the same settings.
-    """
+    """The module that computes an operator of such values: of its kernels, or ``blocked`` PyTorch."""
     return kernels(name) if runs_kernels(values) else blocked
+
+
+def computed(name: str, blocked: ModuleType, function: str) -> Callable:
+    """The function of this name of both modules of :func:`path`, which have one signature. The first tensor chooses.
+
+    That is a tensor of vectors, or the gradient of what was computed from them, which has another dtype, but float64 only
+    for float64.
+    """
+
+    @functools.wraps(getattr(blocked, function))
+    def call(first: Tensor | tuple[Tensor, ...], *arguments: object) -> object:
+        values = first if isinstance(first, Tensor) else first[0]
+        return getattr(path(name, blocked, values), function)(first, *arguments)
+
+    return call
 
 
 @functools.cache
@@ -104,7 +117,6 @@ def prepared(
         candidates = torch.arange(num_queries * ways, device=queries.device).view(num_queries, ways)
     documents = as_batch(operator, "documents", documents, documents_mask)
     q_values, d_values = queries.values, documents.values
-    refuse_meta(operator, "queries", q_values)
     q_values, d_values = cast_by_autocast(q_values, d_values)
     require_one_dtype(operator, "queries", q_values, "documents", d_values)
     require_vector_dtype(operator, "token vectors", q_values)
@@ -128,7 +140,7 @@ def _flattened(operator: str, num_queries: int, ways: int, name: str, value: obj
     return value.reshape(num_queries * ways, *value.shape[2:])
 
 
-def recording(operator: str, operands: ScoringOperands) -> bool:
+def recording(operator: str, operands: ScoringOperands | CompressedOperands) -> bool:
     """Say whether a backward needs winners.
 
     Raises ValueError where sequences share rows, which is checked on a CPU only: winners are kept for each row of the
@@ -137,25 +149,24 @@ def recording(operator: str, operands: ScoringOperands) -> bool:
     q_values, d_values = operands.q_values, operands.d_values
     if not torch.is_grad_enabled() or not (q_values.requires_grad or d_values.requires_grad):
         return False
-    gapless = operands.q_gapless and operands.d_gapless
-    if q_values.is_cpu and not gapless and is_plain(operands.q_starts, operands.d_starts):
-        _refuse_shared_rows(operator, operands, and_documents=d_values.requires_grad)
+    refuse_shared_rows(operator, "queries", operands.q_starts, operands.q_lengths, operands.q_gapless)
+    if d_values.requires_grad:
+        instead = "name documents more than once in candidates, or repeat the vectors"
+        refuse_shared_rows(
+            operator, "documents", operands.d_starts, operands.d_lengths, operands.d_gapless, instead=instead
+        )
     return True
 
 
-def _refuse_shared_rows(operator: str, operands: ScoringOperands, and_documents: bool) -> None:
-    if not operands.q_gapless and share_rows(operands.q_starts, operands.q_lengths):
-        raise_shared_rows(operator, "queries", "repeat the vectors")
-    if and_documents and not operands.d_gapless and share_rows(operands.d_starts, operands.d_lengths):
-        raise_shared_rows(operator, "documents", "name documents more than once in candidates, or repeat the vectors")
-
-
-def raise_shared_rows(operator: str, name: str, instead: str) -> None:
-    """Raise ValueError for sequences that share rows; ``instead`` is what to do."""
-    raise ValueError(
-        f"{operator}: {name} must not share rows of values where gradients are wanted, as they do after "
-        f"TokenBatch.select with a repeated index; {instead}."
-    )
+def refuse_shared_rows(
+    operator: str, name: str, starts: Tensor, lengths: Tensor, gapless: bool, instead: str = "repeat the vectors"
+) -> None:
+    """Raise ValueError where sequences on a CPU share rows; ``instead`` is what to do."""
+    if not gapless and has_numbers(starts, lengths) and share_rows(starts, lengths):
+        raise ValueError(
+            f"{operator}: {name} must not share rows of values where gradients are wanted, as they do after "
+            f"TokenBatch.select with a repeated index; {instead}."
+        )
 
 
 def autocast_dtype(*tensors: Tensor) -> torch.dtype | None:
@@ -170,12 +181,6 @@ def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The operands of a product as autocast casts them."""
     dtype = autocast_dtype(*tensors)
     return tensors if dtype is None else tuple([tensor.to(dtype) for tensor in tensors])
-
-
-def refuse_meta(operator: str, name: str, values: Tensor) -> None:
-    """Raise ValueError for values on the meta device."""
-    if values.is_meta:
-        raise ValueError(f"{operator}: {name} are on the meta device, which holds no numbers to compute with.")
 
 
 def require_one_dtype(operator: str, name: str, values: Tensor, other_name: str, other: Tensor) -> None:
@@ -229,7 +234,7 @@ def check_candidates(
         require_tensor(operator, "zero_floor", zero_floor, allowed, (num_documents,), (torch.bool,), queries.device)
 
 
-def check_numbers(operator: str, operands: ScoringOperands, *settings: object) -> None:
+def check_numbers(operator: str, operands: ScoringOperands | CompressedOperands, *settings: object) -> None:
     """Raise ValueError where numbers on a CPU do not fit. In a graph they are known only when it runs.
 
     ``settings`` are the operator's further arguments, of which the last says whether winners are wanted.
@@ -245,7 +250,7 @@ def check_numbers(operator: str, operands: ScoringOperands, *settings: object) -
         operands.d_keep, operands.d_gapless,
     )  # fmt: skip
     if settings[-1]:
-        _refuse_shared_rows(operator, operands, and_documents=False)
+        refuse_shared_rows(operator, "queries", operands.q_starts, operands.q_lengths, operands.q_gapless)
 
 
 def fake_scores(operands: ScoringOperands | CompressedOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
@@ -254,8 +259,8 @@ def fake_scores(operands: ScoringOperands | CompressedOperands, want_winners: bo
     scores = values.new_empty((operands.q_starts.shape[0], operands.num_slots), dtype=sum_dtype(values.dtype))
     if not want_winners:
         return scores, None
-    shape, dtype = winner_layout(operands.num_slots, values.shape[0], operands.max_d_length, True)
-    return scores, values.new_empty(shape, dtype=dtype)
+    shape = operands.num_slots, values.shape[0]
+    return scores, values.new_empty(shape, dtype=winner_dtype(operands.max_d_length))
 
 
 def fake_gradients(
@@ -265,6 +270,9 @@ def fake_gradients(
 
     ``settings`` are the backward's further arguments, of which the last two say which gradients are needed.
     """
-    *_, need_q, need_d = settings
-    q_values, d_values = operands.q_values, operands.d_values
-    return q_values.new_empty(q_values.shape if need_q else 0), d_values.new_empty(d_values.shape if need_d else 0)
+    return fake_of((operands.q_values, operands.d_values), settings[-2:])
+
+
+def fake_of(values: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Gradients of values, empty where they are not needed, as a graph is traced with, without numbers."""
+    return tuple([each.new_empty(each.shape if need else 0) for each, need in zip(values, needs, strict=True)])

@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
+from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim._operands import PoolingNumbers, ScoringOperands
 from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.compressed import CompressedBatch, Fp8, Int8
@@ -207,18 +207,15 @@ def gradient_of_each_winner(grad_scores: Tensor, operands: ScoringOperands, k: i
 
 
 def _forward(operands: ScoringOperands, pooling: PoolingNumbers, want_state: bool) -> tuple[Tensor, Tensor | None]:
-    values = operands.q_values
-    return _path(values, pooling).forward(operands, pooling, want_state, float32_precision(values.dtype))
+    return _path(operands.q_values, pooling).forward(operands, pooling, want_state)
 
 
 def _backward(
     grad_scores: Tensor, state: Tensor, operands: ScoringOperands, pooling: PoolingNumbers, need_q: bool, need_d: bool
 ) -> tuple[Tensor, Tensor]:
-    values = operands.q_values
     if pooling.k:
         grad_scores = gradient_of_each_winner(grad_scores, operands, pooling.k)
-    precision = float32_precision(values.dtype)
-    return _path(values, pooling).backward(grad_scores, state, operands, pooling, precision, need_q, need_d)
+    return _path(operands.q_values, pooling).backward(grad_scores, state, operands, pooling, need_q, need_d)
 
 
 def _forward_fake(operands, pooling, want_state):

@@ -5,14 +5,14 @@ from typing import Literal
 from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_tensor
-from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
+from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.cpu import projection as blocked
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.operands import (
     autocast_dtype,
     check_candidates,
-    path,
-    refuse_meta,
+    computed,
+    fake_of,
     refuse_transforms,
     require_one_dtype,
     require_projection,
@@ -121,7 +121,6 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     require_projection("project_normalize", hidden, weight, bias, "[d, d_model]")
     if not isinstance(normalize, bool):
         raise TypeError(f"project_normalize: normalize must be True or False, got {normalize!r}.")
-    refuse_meta("project_normalize", "hidden states", hidden)
     # The weight is cast where it is multiplied, and its gradient has its own dtype.
     dtype = autocast_dtype(hidden, weight)
     if dtype is not None:
@@ -147,41 +146,20 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) 
         require_tensor("project_normalize", "bias", bias, allowed, (weight.shape[0],), (weight.dtype,))
 
 
-# The float32 precision is read where the products run, as torch does: in a compiled graph and in the backward too.
-def _forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
-    precision = float32_precision(hidden.dtype)
-    return path("projection", blocked, hidden).forward(hidden, weight, bias, normalize, precision)
-
-
-def _backward(
-    grad: Tensor, hidden: Tensor, weight: Tensor, embeddings: Tensor, inverse_norms: Tensor, normalize: bool,
-    need_hidden: bool, need_weight: bool, need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    gradients = path("projection", blocked, hidden).backward
-    precision, needs = float32_precision(hidden.dtype), (need_hidden, need_weight, need_bias)
-    return gradients(grad, hidden, weight, embeddings, inverse_norms, normalize, precision, *needs)
-
-
 def _forward_fake(hidden, weight, bias, normalize):
     rows = hidden.shape[0]
     inverse_norms = hidden.new_empty(rows if normalize else 0, dtype=sum_dtype(hidden.dtype))
     return hidden.new_empty(rows, weight.shape[0]), inverse_norms
 
 
-def _backward_fake(
-    grad, hidden, weight, embeddings, inverse_norms, normalize, need_hidden, need_weight, need_bias
-):  # fmt: skip
-    return (
-        hidden.new_empty(hidden.shape if need_hidden else 0),
-        weight.new_empty(weight.shape if need_weight else 0),
-        weight.new_empty(weight.shape[0] if need_bias else 0),
-    )
+def _backward_fake(grad, hidden, weight, embeddings, inverse_norms, normalize, *needs):
+    return fake_of((hidden, weight, weight.new_empty(weight.shape[0])), needs)
 
 
 _embeddings_and_norms = differentiable(
-    Operator("project_forward", _forward, _forward_fake),
+    Operator("project_forward", computed("projection", blocked, "forward"), _forward_fake),
     ("embeddings", "inverse_norms"),
     ("hidden", "weight", "bias"),
-    Operator("project_backward", _backward, _backward_fake),
+    Operator("project_backward", computed("projection", blocked, "backward"), _backward_fake),
     where="project_normalize",
 )

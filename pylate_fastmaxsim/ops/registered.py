@@ -71,10 +71,6 @@ def _flat(arguments: Sequence) -> list:
     return flat
 
 
-def _requires_grad(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad
-
-
 class Operator:
     """``torch.ops.pylate_fastmaxsim.<name>``, which computes ``function``.
 
@@ -82,7 +78,8 @@ class Operator:
     field, so that PyTorch sees each tensor. ``int | SymInt`` is a number that a graph may leave open. The first argument
     is a tensor. ``fake`` takes the same arguments to results without numbers, for traces; ``check``, before ``function``,
     looks at numbers, which in a graph are known only when it runs. A result of ``function`` or ``fake`` may be None, which
-    is an empty tensor as a result of the operator. ``devices`` are those of ``torch.library.impl``.
+    is an empty tensor as a result of the operator, of one dtype, so that an exported program without gradients takes any
+    length.
 
     Examples
     --------
@@ -105,12 +102,11 @@ class Operator:
         fake: Callable,
         *,
         check: Callable | None = None,
-        devices: str | tuple[str, ...] = "CompositeExplicitAutograd",
     ) -> None:
         self.name, self.function, self.signature = f"pylate_fastmaxsim::{name}", function, _Signature(function)
         # A schema rather than `torch.library.custom_op`, whose wrappers cost the host more per call.
         torch.library.define(self.name, self.signature.schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(self.name, devices, self._of_flat(function, check))
+        torch.library.impl(self.name, "CompositeExplicitAutograd", self._of_flat(function, check))
         torch.library.register_fake(self.name, self._of_flat(fake))
         self.dispatched = getattr(torch.ops.pylate_fastmaxsim, name)
 
@@ -128,6 +124,12 @@ class Operator:
             return tuple([flat[0].new_empty((0, 0), dtype=torch.uint8) if each is None else each for each in results])
 
         return call
+
+
+def fake_linear_gradients(grad: Tensor, x: Tensor, weight: Tensor, *others: object) -> Sequence[Tensor | None]:
+    """Gradients of the operands of ``linear``, as a graph is traced with; the last of ``others`` say which are needed."""
+    shapes = x.shape, weight.shape, weight.shape[:1]
+    return [weight.new_empty(shape) if need else None for shape, need in zip(shapes, others[-3:], strict=True)]
 
 
 def differentiable(
@@ -232,7 +234,11 @@ def differentiable(
         plain = is_plain(*tensors)
         if not plain and torch.compiler.is_compiling():
             return dispatched(*_flat(arguments))
-        if arguments[-1] if wants else torch.is_grad_enabled() and any(map(_requires_grad, tensors)):
+        if (
+            arguments[-1]
+            if wants
+            else torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+        ):
             return Eager.apply(plain, arguments, *tensors)
         return function(*arguments) if plain else dispatched(*_flat(arguments))
 

@@ -5,24 +5,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import is_plain, require_tensor
-from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
+from pylate_fastmaxsim._checks import require_tensor
+from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim._operands import SpladeOperands
-from pylate_fastmaxsim._winners import winner_layout
+from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.cpu import splade as blocked
 from pylate_fastmaxsim.ops.operands import (
     KERNEL_DTYPES,
     cast_by_autocast,
-    path,
-    raise_shared_rows,
-    refuse_meta,
+    computed,
+    fake_of,
+    refuse_shared_rows,
     refuse_transforms,
     require_one_dtype,
     require_projection,
     require_vector_dtype,
 )
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
-from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch, share_rows
+from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch
 
 ActivationFunction = Literal["relu", "log1p_relu"] | None
 
@@ -115,7 +115,6 @@ def _prepared(
     rectified, logs = _activation(activation_function, log1p)
     texts = as_batch("splade_pool", "hidden states", hidden, mask, "mask")
     require_projection("splade_pool", texts.values, weight, bias, "[V, d]")
-    refuse_meta("splade_pool", "hidden states", texts.values)
     values, weight = cast_by_autocast(texts.values, weight)
     _check(values, weight, bias)
     return SpladeOperands(
@@ -153,16 +152,9 @@ def _recording(operands: SpladeOperands) -> bool:
     hidden, weight, bias = operands.hidden, operands.weight, operands.bias
     if not torch.is_grad_enabled():
         return False
-    checkable = hidden.requires_grad and hidden.is_cpu and not operands.gapless and is_plain(operands.starts)
-    if checkable and share_rows(operands.starts, operands.lengths):
-        raise_shared_rows("splade_pool", "texts", "repeat the vectors")
+    if hidden.requires_grad:
+        refuse_shared_rows("splade_pool", "texts", operands.starts, operands.lengths, operands.gapless)
     return hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-
-
-# The float32 precision is read where the products run, as torch does: in a compiled graph and in the backward too.
-def _forward(operands: SpladeOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
-    hidden = operands.hidden
-    return path("splade", blocked, hidden).forward(operands, want_winners, float32_precision(hidden.dtype))
 
 
 def _check_numbers(operands: SpladeOperands, want_winners: bool) -> None:
@@ -176,32 +168,17 @@ def _forward_fake(operands, want_winners):
     values = operands.hidden.new_empty((texts, vocabulary), dtype=sum_dtype(operands.hidden.dtype))
     if not want_winners:
         return values, None
-    shape, dtype = winner_layout(texts, vocabulary, operands.max_length, True)
-    return values, values.new_empty(shape, dtype=dtype)
+    return values, values.new_empty((texts, vocabulary), dtype=winner_dtype(operands.max_length))
 
 
-def _backward(
-    grad: Tensor, values: Tensor, winners: Tensor, operands: SpladeOperands,
-    need_hidden: bool, need_weight: bool, need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    gradients = path("splade", blocked, operands.hidden).backward
-    precision = float32_precision(operands.hidden.dtype)
-    return gradients(grad, values, winners, operands, precision, need_hidden, need_weight, need_bias)
-
-
-def _backward_fake(grad, values, winners, operands, need_hidden, need_weight, need_bias):
-    hidden, weight = operands.hidden, operands.weight
-    return (
-        hidden.new_empty(hidden.shape if need_hidden else 0),
-        weight.new_empty(weight.shape if need_weight else 0),
-        operands.bias.new_empty(weight.shape[0]) if need_bias else values.new_empty(0),
-    )
+def _backward_fake(grad, values, winners, operands, *needs):
+    return fake_of((operands.hidden, operands.weight, operands.bias if needs[-1] else values), needs)
 
 
 _values_and_winners = differentiable(
-    Operator("splade_forward", _forward, _forward_fake, check=_check_numbers),
+    Operator("splade_forward", computed("splade", blocked, "forward"), _forward_fake, check=_check_numbers),
     ("values", "winners"),
     ("hidden", "weight", "bias"),
-    Operator("splade_backward", _backward, _backward_fake),
+    Operator("splade_backward", computed("splade", blocked, "backward"), _backward_fake),
     where="splade_pool",
 )

@@ -9,14 +9,15 @@ from pylate_fastmaxsim._checks import is_plain, require_count, require_integer
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.cpu import token_pooling as blocked
 from pylate_fastmaxsim.ops.operands import (
+    computed,
     path,
-    raise_shared_rows,
-    refuse_meta,
+    refuse_shared_rows,
     refuse_transforms,
     require_vector_dtype,
 )
+from pylate_fastmaxsim.ops.pooled import live_counts
 from pylate_fastmaxsim.ops.registered import Operator, differentiable
-from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch, share_rows
+from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch
 
 
 def pool_tokens(
@@ -93,10 +94,8 @@ def pool_tokens(
     if protected < 0:
         raise ValueError(f"pool_tokens: protected must be at least 0, got {protected}.")
     batch = as_batch("pool_tokens", "documents", documents, mask, "mask")
-    refuse_meta("pool_tokens", "documents", batch.values)
     require_vector_dtype("pool_tokens", "documents", batch.values)
-    if batch.values.is_cpu and not batch.gapless and is_plain(batch.starts) and share_rows(batch.starts, batch.lengths):
-        raise_shared_rows("pool_tokens", "documents", "repeat the vectors")
+    refuse_shared_rows("pool_tokens", "documents", batch.starts, batch.lengths, batch.gapless)
     number, tokens, longest = batch.starts.shape[0], batch.values.shape[0], batch.max_length
     # What the result needs room for, at most, so that nobody waits for the device.
     longest_pooled = protected + (max(_most(longest - protected, factor), 1) if factor else count)
@@ -142,10 +141,7 @@ def _clusters_forward(
     max_length: int | SymInt, factor: float, count: int, protected: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Row of the result for each row of ``values``, -1 for none, and starts and lengths of the result."""
-    live = lengths
-    if keep is not None:
-        before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
-        live = before[starts + lengths] - before[starts]
+    live = live_counts(starts, lengths, keep)
     to_pool = (live - protected).clamp(min=0)
     # As Python's `//`, which the hosts use, also for a factor that is no integer.
     limits = (
@@ -162,10 +158,6 @@ def _clusters_forward(
 
 def _clusters_fake(values, starts, lengths, keep, max_length, factor, count, protected):
     return starts.new_empty(values.shape[0]), torch.empty_like(starts), torch.empty_like(starts)
-
-
-def _means_forward(values: Tensor, rows: Tensor, count: int | SymInt) -> tuple[Tensor, Tensor]:
-    return path("token_pooling", blocked, values).means(values, rows, count)
 
 
 def _means_fake(values, rows, count):
@@ -185,5 +177,8 @@ def _clusters(*arguments) -> tuple[Tensor, Tensor, Tensor]:
 
 _clusters_operator = Operator("token_clusters", _clusters_forward, _clusters_fake)
 _means = differentiable(
-    Operator("cluster_means", _means_forward, _means_fake), ("means", "sizes"), ("values",), _means_backward
+    Operator("cluster_means", computed("token_pooling", blocked, "means"), _means_fake),
+    ("means", "sizes"),
+    ("values",),
+    _means_backward,
 )

@@ -1,6 +1,5 @@
 """XTR scores as a differentiable operator: of each query token only the batch's k best document tokens count."""
 
-import sys
 from functools import partial
 from typing import Literal, get_args
 
@@ -8,7 +7,6 @@ import torch
 from torch import SymInt, Tensor
 
 from pylate_fastmaxsim._checks import require_count
-from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.cpu import xtr as blocked
 from pylate_fastmaxsim.ops import maxsim as _maxsim  # noqa: F401  registers the backward
@@ -103,8 +101,6 @@ def xtr_scores(
     tensor([[-0.2500, -1.0000]])
     """
     k = require_count("xtr_scores", "k", k)
-    if isinstance(k, int):
-        k = min(k, sys.maxsize)  # more tokens there cannot be
     if normalizer not in get_args(Normalizer):
         raise ValueError(f'xtr_scores: normalizer must be "positive" or "retrieved", got {normalizer!r}.')
     if normalizer == "retrieved" and zero_floor is not None:
@@ -116,12 +112,10 @@ def xtr_scores(
 
 def _forward(
     operands: ScoringOperands, k: int | SymInt, count_retrieved: bool, want_winners: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Scores, what their sums were divided by, and winners."""
-    values = operands.q_values
-    precision = float32_precision(values.dtype)
-    scored = path("xtr", blocked, values).forward(operands, k, count_retrieved, want_winners, precision)
-    sums, counts, winners = scored
+    module = path("xtr", blocked, operands.q_values)
+    sums, counts, winners = module.forward(operands, k, count_retrieved, want_winners)
     counts = counts.clamp_(min=_SMALLEST_COUNT)
     return sums.div_(counts), counts, winners
 

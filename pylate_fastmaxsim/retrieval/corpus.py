@@ -16,7 +16,7 @@ from pylate_fastmaxsim.files.lock import writing
 from pylate_fastmaxsim.retrieval.formats.description import rank_folder
 from pylate_fastmaxsim.retrieval.formats.format import Batch, chosen_format
 from pylate_fastmaxsim.retrieval.formats.part import Part, open_parts
-from pylate_fastmaxsim.retrieval.formats.reading import batch_on, batch_to, streamed
+from pylate_fastmaxsim.retrieval.formats.reading import batch_on, streamed
 from pylate_fastmaxsim.retrieval.formats.writer import write
 from pylate_fastmaxsim.tokens import Tokens, token_batches
 
@@ -133,11 +133,10 @@ class Corpus:
         A file cannot be opened or mapped.
     """
 
-    def __init__(self, folder: str | os.PathLike) -> None:
+    def __init__(self, folder: str | os.PathLike, *, _parts: list[Part] | None = None) -> None:
+        # `_parts` are those that are open already.
         folder = Path(folder)
-        self._set(folder, open_parts(folder))
-
-    def _set(self, folder: Path, parts: list[Part]) -> None:
+        parts = open_parts(folder) if _parts is None else _parts
         self.folder, self.parts = folder, parts
         stored = parts[0].format
         self.dim: int = stored.dim
@@ -274,7 +273,7 @@ class Corpus:
             starts, lengths = starts[back], lengths[back]
             arrays |= {name: arrays[name][back] for name, column in stored.columns.items() if column.per_document}
         longest = int(lengths.max()) if len(lengths) else 0
-        return batch_to(stored.decode(arrays, starts, lengths, longest), torch.device(device))
+        return stored.decode(arrays, starts, lengths, longest).to(device)
 
     def blocks(self, positions: Tensor, tokens_per_block: int) -> list[Tensor]:
         """Ascending positions in blocks for :meth:`select`, with about that many tokens at most, each of one part."""

@@ -42,7 +42,7 @@ class PlaidCorpus(Corpus):
 
     def __init__(self, folder: Path, parts: list[Part], ids: list[Any] | None) -> None:
         """Use :func:`read_plaid`."""
-        self._set(folder, parts)
+        super().__init__(folder, _parts=parts)
         self.ids = ids
 
 

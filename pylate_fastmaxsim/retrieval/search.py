@@ -11,7 +11,7 @@ from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.pooling import Max, Pooling
 from pylate_fastmaxsim.retrieval.corpus import TOKENS_PER_BATCH, Corpus
-from pylate_fastmaxsim.retrieval.formats.reading import batch_to, read_ahead
+from pylate_fastmaxsim.retrieval.formats.reading import read_ahead
 from pylate_fastmaxsim.retrieval.topk import largest, merge
 from pylate_fastmaxsim.tokens import TokenBatch, Tokens, as_batch, token_batches
 
@@ -203,7 +203,7 @@ def selected(corpus: Corpus, positions: Tensor, device: torch.device) -> Iterato
     """The documents at ascending positions, in batches on the device. One is read while another is scored."""
     blocks = corpus.blocks(positions, TOKENS_PER_BATCH)
     for batch in read_ahead(len(blocks), 2, lambda number, _: corpus.select(blocks[number])):
-        yield batch_to(batch, device)
+        yield batch.to(device)
 
 
 @torch.no_grad()

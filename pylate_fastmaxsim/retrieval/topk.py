@@ -32,13 +32,7 @@ def merge_results(results: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Ten
     # A score may be 0 as well, and must come before what fills up.
     scores = scores.masked_fill(positions < 0, -1)
     order = largest(scores, min(k, scores.shape[1]))
-    return mark_missing(scores.gather(1, order), positions.gather(1, order))
-
-
-def mark_missing(scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Results of sparse search: 0 and -1 where there is no document, which ``scores`` marks by a number below 0."""
-    missing = scores < 0
-    return scores.masked_fill(missing, 0), positions.masked_fill(missing, -1)
+    return scores.gather(1, order).clamp_(min=0), positions.gather(1, order)
 
 
 def largest(scores: Tensor, k: int) -> Tensor:

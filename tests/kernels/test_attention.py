@@ -303,13 +303,13 @@ def test_repeatable_without_waiting():
 def test_registered_operators():
     batch = on_gpu([5, 70, 130], 64)
     leaves = [values.detach().requires_grad_() for values in batch[:3]]
-    torch.library.opcheck(torch.ops.pylate_fastmaxsim.text_attention, (*leaves, *batch[3:]))
+    torch.library.opcheck(torch.ops.pylate_fastmaxsim.text_attention, (*leaves, *batch[3:], None, 0.0))
     x, weight, bias = (
         torch.randn(*size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for size in ((205, 48), (384, 48), (384,))
     )
     turned = rotary_case([5, 70, 130], 64, torch.bfloat16, "cuda", 2, 64)
-    arguments = (x, weight, bias, *turned[1:6], 2, *turned[6:])
+    arguments = (x, weight, bias, *turned[1:], None, 0.0)
     torch.library.opcheck(torch.ops.pylate_fastmaxsim.rotary_self_attention, arguments)
 
 

@@ -37,17 +37,25 @@ def detached(arguments) -> list:
     return [each.detach() if isinstance(each, torch.Tensor) else each for each in arguments]
 
 
+def without_heads(arguments) -> list:
+    """Of ``rotary_self_attention`` those of the registered operator."""
+    return [each for place, each in enumerate(arguments) if place != 8]
+
+
 def _layers() -> dict[str, tuple]:
     registered = torch.ops.pylate_fastmaxsim
-    batch, drops = attention_case([5, 7], 3), (torch.tensor([3]), 0.4)
+    batch, none, drops = attention_case([5, 7], 3), (None, 0.0), (torch.tensor([3]), 0.4)
     texts = (*(values.requires_grad_() for values in batch[:3]), *batch[3:])
     x, weight, _, _, branch, _ = detached(norm_case(9, 24, "cpu"))
     norm = branch, x, x, *torch.native_layer_norm(x, (24,), weight, None, 1e-5)[1:], weight
     return {
-        "attention": (registered.text_attention, texts),
+        "attention": (registered.text_attention, (*texts, *none)),
         "attention, dropout": (registered.text_attention, (*texts, *drops)),
-        "rotary attention": (registered.rotary_self_attention, rotary_arguments()),
-        "rotary attention, dropout": (registered.rotary_self_attention, (*rotary_arguments(bias=False), *drops)),
+        "rotary attention": (registered.rotary_self_attention, (*without_heads(rotary_arguments()), *none)),
+        "rotary attention, dropout": (
+            registered.rotary_self_attention,
+            (*without_heads(rotary_arguments(bias=False)), *drops),
+        ),
         "glu": (registered.geglu_linear, glu_case(9, 24, "cpu", torch.float64)),
         "glu without bias": (registered.geglu_linear, glu_case(9, 24, "cpu", torch.float64, bias=False)),
         "norm": (registered.norm_with_residual_backward, (*norm, None, True, False)),

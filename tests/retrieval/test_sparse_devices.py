@@ -7,7 +7,7 @@ import torch
 
 from pylate_fastmaxsim import SparseBatch, SparseIndex, sparse_search
 from pylate_fastmaxsim.kernels.sparse import postings
-from pylate_fastmaxsim.retrieval.sparse import blocks as sparse_blocks
+from pylate_fastmaxsim.retrieval.sparse import documents as sparse_documents
 from pylate_fastmaxsim.retrieval.sparse import search as module
 from tests.support.cuda_emulator import emulated_engine
 from tests.support.sparse_vectors import assert_same, sorted_scores, sparse_vectors
@@ -33,7 +33,7 @@ def device(request, monkeypatch):
     engine = request.getfixturevalue("emulated")
     for place in (postings, launch):
         monkeypatch.setattr(place, "DOCUMENTS_PER_BLOCK", DOCUMENTS)
-    for place in (sparse_blocks, module):
+    for place in (sparse_documents, module):
         monkeypatch.setattr(place, "searchable", partial(launch.DeviceBlocks, engine=engine))
     return torch.device("cpu")
 

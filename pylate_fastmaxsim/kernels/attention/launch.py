@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._operands import Texts
 from pylate_fastmaxsim.kernels.attention.forward import attention_kernel, rotary_kernel
 from pylate_fastmaxsim.kernels.attention.gradient import attention_gradient_kernel
 from pylate_fastmaxsim.kernels.runtime.arch import cdiv, launch_options
@@ -46,18 +47,6 @@ ROTARY_BACKWARD = BACKWARD | {64: Tiles((Tile(32, 2, 128), Tile(64, 4, 128), Til
 MOST_PROGRAMS = 2**14
 # Queries and keys that a program turns.
 TURNED = 32
-
-
-class Texts(NamedTuple):
-    """Which rows see which keys: the arguments of :func:`~pylate_fastmaxsim.ops.encoder.attention.text_attention` behind vectors."""
-
-    cu_seqlens: Tensor
-    key_cu_seqlens: Tensor
-    max_length: int
-    scale: float
-    reach: int
-    seed: Tensor | None = None
-    dropout: float = 0.0
 
 
 def forward(

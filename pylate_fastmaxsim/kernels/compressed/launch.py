@@ -66,7 +66,7 @@ def gradient_rows(dim: int) -> int:
     return max(1, min(16, 1024 // next_power_of_2(dim)))
 
 
-def forward(operands: CompressedOperands, want_winners: bool, precision: str) -> tuple[Tensor, Tensor | None]:
+def forward(operands: CompressedOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
     """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]``, which are ``None`` unless wanted."""
     operands = contiguous(operands)
     q_values = operands.q_values
@@ -74,7 +74,7 @@ def forward(operands: CompressedOperands, want_winners: bool, precision: str) ->
     nothing = sizes.nothing_to_score(operands, operands.stored)
     if not nothing and not _in_tiles(operands, sizes.query_rows):
         with on_device_of(q_values):
-            return _decompressed_forward(operands, want_winners, precision)
+            return _decompressed_forward(operands, want_winners)
     winners = new_winners(operands, (sizes.num_slots, q_values.shape[0]), not nothing) if want_winners else None
     if nothing:
         return sizes.zero_scores(operands), winners
@@ -142,9 +142,7 @@ def _decoding(operands: CompressedOperands) -> tuple[Tensor | None, ...]:
     return operands.scales, operands.codes, operands.centroids, words
 
 
-def _decompressed_forward(
-    operands: CompressedOperands, want_winners: bool, precision: str
-) -> tuple[Tensor, Tensor | None]:
+def _decompressed_forward(operands: CompressedOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
     """Scores and winners of documents that are decompressed, some at a time, and scored as vectors."""
     q_values = operands.q_values
     if operands.format == "fp8":
@@ -171,7 +169,7 @@ def _decompressed_forward(
             q_values, operands.q_starts, operands.q_lengths, operands.q_keep, vectors, places, lengths, keep,
             candidates, None, operands.max_q_length, max_length, operands.q_gapless, False,
         )  # fmt: skip
-        scores[:, slots], won = maxsim.forward(part, want_winners, precision)
+        scores[:, slots], won = maxsim.forward(part, want_winners)
         winners.append(won)
     return scores, torch.cat(winners) if want_winners else None
 

@@ -5,6 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel
@@ -14,7 +15,7 @@ from pylate_fastmaxsim.kernels.runtime.arch import architecture, arithmetic, nex
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
 
 
-def forward(operands: ScoringOperands, want_winners: bool, precision: str) -> tuple[Tensor, Tensor | None]:
+def forward(operands: ScoringOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
     """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]``, which are ``None`` unless wanted."""
     operands = contiguous(operands)
     q_values, d_values = operands.q_values, operands.d_values
@@ -24,6 +25,7 @@ def forward(operands: ScoringOperands, want_winners: bool, precision: str) -> tu
     if nothing:
         return sizes.zero_scores(operands), winners
     index_dtype = winner_dtype(operands.max_d_length) if want_winners else None
+    precision = float32_precision(q_values.dtype)
     plan = _plan(architecture(q_values.device), q_values.dtype, precision, sizes, index_dtype)
     with on_device_of(q_values):
         queries, documents, numbers, scores = plan.arguments(operands, sizes)

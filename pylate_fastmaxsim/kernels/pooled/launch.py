@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import PoolingNumbers, ScoringOperands
 from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel
 from pylate_fastmaxsim.kernels.maxsim.plan import VECTORS, ForwardPlan, ForwardSizes, forward_plan, new_winners
@@ -127,12 +128,7 @@ def _fitted(tiles, dim: int):
     return tiles._replace(block_d=tiles.block_k) if dim <= tiles.block_k else tiles
 
 
-def forward(
-    operands: ScoringOperands,
-    pooling: PoolingNumbers,
-    want_state: bool,
-    precision: str,
-) -> tuple[Tensor, Tensor | None]:
+def forward(operands: ScoringOperands, pooling: PoolingNumbers, want_state: bool) -> tuple[Tensor, Tensor | None]:
     """Scores ``[Nq, P]`` (float32) and what the backward needs; see :mod:`pylate_fastmaxsim.ops.pooled`.
 
     That is winners ``[P, k, Tq]``, or ``[1 or 2, P, Tq]`` float32 of the smooth poolings: the log of the sum of
@@ -153,9 +149,8 @@ def forward(
     if nothing:
         return sizes.zero_scores(operands), state
     index_dtype = None if winners is None else winners.dtype
-    plan = _plan(
-        architecture(q_values.device), q_values.dtype, precision, sizes, pooling.k, pooling.log_sum_exp, index_dtype
-    )  # fmt: skip
+    arch, precision = architecture(q_values.device), float32_precision(q_values.dtype)
+    plan = _plan(arch, q_values.dtype, precision, sizes, pooling.k, pooling.log_sum_exp, index_dtype)
     with on_device_of(q_values):
         queries, documents, numbers, scores = plan.arguments(operands, sizes)
         if pooling.k > MOST_OF_FEW:
@@ -193,20 +188,14 @@ def _plan(
 
 
 def backward(
-    gradient: Tensor,
-    state: Tensor,
-    operands: ScoringOperands,
-    pooling: PoolingNumbers,
-    precision: str,
-    need_q: bool,
-    need_d: bool,
+    gradient: Tensor, state: Tensor, operands: ScoringOperands, pooling: PoolingNumbers, need_q: bool, need_d: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``q_values`` and ``d_values`` (empty if not needed) from those of the scores and the forward's state.
 
     For top-k the gradient of a score comes divided by the number of its document's winners.
     """
     if pooling.k:
-        return winner_backward.backward(gradient, state, operands, precision, need_q, need_d)
+        return winner_backward.backward(gradient, state, operands, need_q, need_d)
     operands = contiguous(operands)
     q_values, d_values = operands.q_values, operands.d_values
     num_rows, dim = q_values.shape
@@ -239,7 +228,7 @@ def backward(
         )  # fmt: skip
         documents = (d_values, operands.d_starts, d_lengths, live_tokens)
         coefficients = (log_sums, constants, slopes)
-        arch = architecture(q_values.device)
+        arch, precision = architecture(q_values.device), float32_precision(q_values.dtype)
         kind = "fp16" if q_values.dtype == torch.float16 else arithmetic(q_values.dtype, precision)
         common = {"DIM": dim, "PRECISION": INPUT_PRECISION[precision]}
         if need_q:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim.kernels.projection.backward import hidden_gradient_kernel, weight_gradient_kernel
 from pylate_fastmaxsim.kernels.projection.forward import normalize_kernel, project_kernel
 from pylate_fastmaxsim.kernels.projection.tiles import (
@@ -16,13 +17,7 @@ from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, architecture
 from pylate_fastmaxsim.kernels.runtime.tensors import gradient_of, on_device_of
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    normalize: bool,
-    precision: str,
-) -> tuple[Tensor, Tensor]:
+def forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
     """Embeddings ``[T, d]`` in the dtype of ``hidden``, and 1 over their norms, ``[T]`` (``[0]`` unless normalised)."""
     num_rows, dim_in = hidden.shape
     dim_out = weight.shape[0]
@@ -30,6 +25,7 @@ def forward(
     inverse_norms = hidden.new_empty(num_rows if normalize else 0, dtype=torch.float32)
     if 0 in (num_rows, dim_out):
         return embeddings, inverse_norms
+    precision = float32_precision(hidden.dtype)
     kind = arithmetic(hidden.dtype, precision)
     tile = project_tiles(architecture(hidden.device), kind, dim_in, dim_out)
     column_blocks = cdiv(dim_out, tile.block_d)
@@ -58,7 +54,6 @@ def backward(
     embeddings: Tensor,
     inverse_norms: Tensor,
     normalize: bool,
-    precision: str,
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
@@ -72,10 +67,10 @@ def backward(
     if need_bias and dim_in == 0 and 0 not in (num_rows, dim_out):
         # The kernel sums the bias beside the weight, which is empty here: give it a column of zeros.
         columns = F.pad(hidden, (0, 1)), F.pad(weight, (0, 1))
-        needs = False, False, True
-        *_, grad_bias = backward(grad, *columns, embeddings, inverse_norms, normalize, precision, *needs)
+        *_, grad_bias = backward(grad, *columns, embeddings, inverse_norms, normalize, False, False, True)
     if 0 in (num_rows, dim_in, dim_out):
         return grad_hidden.zero_(), grad_weight, grad_bias
+    precision = float32_precision(hidden.dtype)
     arch, kind = architecture(hidden.device), arithmetic(hidden.dtype, precision)
     sizes = {"IN": dim_in, "OUT": dim_out, "NORMALIZE": normalize, "PRECISION": INPUT_PRECISION[precision]}
     grad, embeddings = grad.contiguous(), embeddings.contiguous()

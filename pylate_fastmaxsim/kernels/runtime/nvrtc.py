@@ -3,13 +3,15 @@
 import ctypes
 import hashlib
 import os
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 import triton
 from cuda.bindings import driver, nvrtc
 from torch import Tensor
+
+from pylate_fastmaxsim.files.replace import replace_file
 
 _BITS = 2**64 - 1
 
@@ -86,7 +88,10 @@ class CudaKernels:
         if kept.is_file():
             return kept.read_bytes()
         binary = compiled(self._source, self._file, options)
-        _keep(kept, binary)
+        # A home that cannot be written: compiled again in the next process, which takes half a second.
+        with suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(kept, binary)  # in one step, since processes of several ranks compile at the same time
         return binary
 
 
@@ -111,14 +116,3 @@ def _checked(result: tuple):
     if int(status) != 0:
         raise RuntimeError(f"CUDA: {status.name}")
     return values[0] if len(values) == 1 else tuple(values)
-
-
-def _keep(file: Path, binary: bytes) -> None:
-    """Write in one step, since processes of several ranks compile at the same time."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
-            part.write(binary)
-        os.replace(part.name, file)
-    except OSError:  # a home that cannot be written: compiled again in the next process, which takes half a second
-        pass

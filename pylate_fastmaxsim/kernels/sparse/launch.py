@@ -16,7 +16,6 @@ from torch import Tensor
 
 from pylate_fastmaxsim.kernels.runtime.tensors import on_device_of
 from pylate_fastmaxsim.kernels.sparse.cuda_engine import (
-    LARGEST,
     SOURCE,
     CudaEngine,
     Queries,
@@ -58,16 +57,10 @@ class DeviceBlocks:
     @property
     def nbytes(self) -> int:
         """Bytes of postings and rows."""
-        rows = (tensor.nbytes for _, *tensors in self._blocks.values() for tensor in tensors if tensor is not None)
-        return self.posting_bytes + sum(rows)
-
-    @property
-    def posting_bytes(self) -> int:
-        """Bytes of postings, with the tables of their lists."""
-        return sum(postings.nbytes for postings, *_ in self._blocks.values())
+        return sum(each.nbytes for block in self._blocks.values() for each in block if each is not None)
 
     def set(self, block: int, offsets: Tensor, terms: Tensor, weights: Tensor, live: Tensor | None = None) -> None:
-        """Add or replace a block of up to ``DOCUMENTS_PER_BLOCK`` rows, which are kept, not copied.
+        """Replace a block of up to ``DOCUMENTS_PER_BLOCK`` rows, or add the next. Rows are kept, not copied.
 
         Rows lie back to back on the device: ``offsets`` int64 ``[n + 1]``, ``terms`` int32 or uint16 ``[P]`` ascending in each
         row, ``weights`` positive float32 or float16 ``[P]``, of the same dtypes in all blocks. ``live``: documents that are not
@@ -97,8 +90,6 @@ class DeviceBlocks:
         the lower position, positions int64; 0 and -1 where there is no document.
         """
         queries = Queries(offsets, terms.int(), weights.float())
-        if self.vocabulary > LARGEST // 512 and len(queries) and int(offsets.diff().max()) > LARGEST // 512:
-            raise ValueError(f"sparse search: a query on a GPU may have at most {LARGEST // 512} terms.")
         if not self._blocks or not terms.numel():
             scores = torch.zeros(len(queries), k, device=self.device)
             return scores, torch.full_like(scores, -1, dtype=torch.int64)
@@ -142,7 +133,7 @@ class DeviceBlocks:
     def _scan(self, chosen: Tensor, queries: Queries, state: State, k: int) -> tuple[list[int], int]:
         """Candidates of some queries in all blocks; the queries that lost some, and how many others hold at most."""
         if not self._waves:
-            self._waves = [self._numbers(wave) for wave in _waves(sorted(self._blocks))]
+            self._waves = [self._numbers(wave) for wave in _waves(list(self._blocks))]
         for wave in self._waves:
             self._engine.scan(self._of_blocks(), wave, queries, chosen, state)
             self._engine.raise_thresholds(chosen, state, k)
@@ -170,7 +161,7 @@ class DeviceBlocks:
     def _block_by_block(self, chosen: Tensor, queries: Queries, state: State, k: int) -> Tensor:
         """For queries with more candidates than the buffer holds, however high the threshold: equal scores in masses."""
         best = torch.zeros(chosen.numel(), 0, dtype=torch.int64, device=self.device)
-        for block in sorted(self._blocks):
+        for block in self._blocks:
             state.counts[chosen.long()] = 0
             self._engine.scan(self._of_blocks(), self._numbers([block]), queries, chosen, state)
             self._engine.raise_thresholds(chosen, state, k)
@@ -181,22 +172,16 @@ class DeviceBlocks:
 
     def _of_blocks(self) -> Tables:
         if self._tables is None:
-            columns = [[] for _ in Tables._fields]
-            for block in range(max(self._blocks) + 1):
-                if block not in self._blocks:
-                    addresses = [0] * len(columns)
-                else:
-                    postings, *rows, live = self._blocks[block]
-                    lists = (postings.ids, postings.impacts, postings.starts, postings.scales)
-                    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*lists, live, *rows)]
-                for column, address in zip(columns, addresses, strict=True):
-                    column.append(address)
-            self._tables = Tables(*torch.tensor(columns, dtype=torch.int64).to(self.device))
+            addresses = []
+            for postings, *rows, live in self._blocks.values():
+                lists = (postings.ids, postings.impacts, postings.starts, postings.scales)
+                addresses.append([0 if tensor is None else tensor.data_ptr() for tensor in (*lists, live, *rows)])
+            self._tables = Tables(*torch.tensor(addresses, dtype=torch.int64).T.contiguous().to(self.device))
         return self._tables
 
     def _sample(self, k: int) -> Tensor:
         """Blocks that give the first threshold, as many as have several times k documents."""
-        blocks = sorted(self._blocks)
+        blocks = list(self._blocks)
         few = len(blocks) < 8 * SAMPLE_BLOCKS
         wanted = max(1 if few else SAMPLE_BLOCKS, -(-2 * k // DOCUMENTS_PER_BLOCK))
         if wanted not in self._samples:

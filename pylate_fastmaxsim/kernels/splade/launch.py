@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import ScoringOperands, SpladeOperands
 from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_of
@@ -59,7 +60,7 @@ def maxima_tiles(arch: int, kind: str, dim: int) -> MaximaTiles:
     return shrunk(table_row(_MAXIMA, arch, kind, dim), block_k=dim)
 
 
-def forward(operands: SpladeOperands, want_winners: bool, precision: str) -> tuple[Tensor, Tensor | None]:
+def forward(operands: SpladeOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
     """Values ``[N, V]`` (float32) and winners ``[N, V]``, which are ``None`` unless wanted."""
     operands = contiguous(operands)
     hidden, weight = operands.hidden, operands.weight
@@ -70,6 +71,7 @@ def forward(operands: SpladeOperands, want_winners: bool, precision: str) -> tup
         values = torch.zeros(size, dtype=torch.float32, device=hidden.device)
         winners = torch.full(size, no_winner(index_dtype), dtype=index_dtype, device=hidden.device)
         return values, winners if want_winners else None
+    precision = float32_precision(hidden.dtype)
     kind = arithmetic(hidden.dtype, precision)
     tile = maxima_tiles(architecture(hidden.device), kind, dim)
     # Where texts may overlap, each may be as long as the longest.
@@ -110,7 +112,6 @@ def backward(
     values: Tensor,
     winners: Tensor,
     operands: SpladeOperands,
-    precision: str,
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
@@ -137,7 +138,7 @@ def backward(
                     weight, row, row, None, hidden, operands.starts, operands.lengths, None, None, None,
                     1, operands.max_length, True, operands.gapless,
                 )  # fmt: skip
-                document_gradient(slopes, winners, row, scored, precision, grad_hidden)
+                document_gradient(slopes, winners, row, scored, grad_hidden)
     # Only now, in the memory that the gradient of hidden states took for its buckets.
     grad_weight = gradient_of(weight, need_weight, not nothing_pooled)
     grad_bias = gradient_of(bias if need_bias else values, need_bias, not nothing_pooled)

@@ -1,7 +1,5 @@
 """Token pooling on CUDA: launches the Triton kernels. Never waits for the device."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -13,17 +11,10 @@ from pylate_fastmaxsim.kernels.token_pooling.cut import cut_kernel
 from pylate_fastmaxsim.kernels.token_pooling.linkage import distances_kernel, linkage_kernel
 from pylate_fastmaxsim.kernels.token_pooling.means import means_kernel
 
-
-class LinkageSizes(NamedTuple):
-    """A program clusters a document, of which it looks at `block` clusters at once."""
-
-    block: int
-    num_warps: int
-
-
-# For documents of up to so many tokens. On sm_120 512 clusters of 1 to 4 warps spill registers.
-LINKAGE = {256: LinkageSizes(256, 1), 512: LinkageSizes(512, 2), None: LinkageSizes(1024, 4)}
-_LINKAGE_120 = LINKAGE | {512: LinkageSizes(512, 8)}
+# For documents of up to so many tokens: clusters that the program of a document looks at at once, and its warps. On sm_120
+# 512 clusters of 1 to 4 warps spill registers.
+LINKAGE = {256: (256, 1), 512: (512, 2), None: (1024, 4)}
+_LINKAGE_120 = LINKAGE | {512: (512, 8)}
 # Memory for distances. Documents whose distances fit in it are clustered at a time, and a single one in any case.
 DISTANCES_BYTES = 2 << 30
 # Triton multiplies matrices of float64 since then.

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import no_winner
 from pylate_fastmaxsim.kernels.runtime.arch import (
@@ -48,12 +49,7 @@ BLOCK_SCAN = 2048
 
 
 def backward(
-    grad_scores: Tensor,
-    winners: Tensor,
-    operands: ScoringOperands,
-    precision: str,
-    need_q: bool,
-    need_d: bool,
+    grad_scores: Tensor, winners: Tensor, operands: ScoringOperands, need_q: bool, need_d: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``q_values`` and ``d_values``; an empty tensor for one that is not needed.
 
@@ -81,7 +77,8 @@ def backward(
             row_query = torch.empty(q_values.shape[0], dtype=torch.int32, device=q_values.device)
         if need_q:
             dim, ranks = d_values.shape[1], _ranks(winners)
-            tile = query_gradient_tiles(architecture(d_values.device), arithmetic(d_values.dtype, precision), dim)
+            kind = arithmetic(d_values.dtype, float32_precision(d_values.dtype))
+            tile = query_gradient_tiles(architecture(d_values.device), kind, dim)
             row_blocks = cdiv(operands.max_q_length, tile.block_rows)
             grid = (operands.q_starts.shape[0] * row_blocks, cdiv(dim, tile.block_d))
             query_gradient_kernel[grid](
@@ -95,9 +92,9 @@ def backward(
             grid = (operands.q_starts.shape[0],)
             row_query_kernel[grid](operands.q_starts, operands.q_lengths, row_query, BLOCK=128, num_warps=1)
         if need_d and operands.candidates is None:
-            document_gradient(grad_scores, winners, row_query, operands, precision, grad_d)
+            document_gradient(grad_scores, winners, row_query, operands, grad_d)
         elif need_d:
-            _candidate_document_gradient(grad_scores, winners, operands, precision, grad_d)
+            _candidate_document_gradient(grad_scores, winners, operands, grad_d)
     return grad_q, grad_d
 
 
@@ -119,15 +116,11 @@ def in_flight(tile: QueryGradientTiles, ranks: int, warps: int) -> dict[str, int
 
 
 def document_gradient(
-    grad_scores: Tensor,
-    winners: Tensor,
-    row_query: Tensor,
-    operands: ScoringOperands,
-    precision: str,
-    grad_d: Tensor,
+    grad_scores: Tensor, winners: Tensor, row_query: Tensor, operands: ScoringOperands, grad_d: Tensor
 ) -> None:
     q_values, d_starts, d_lengths = operands.q_values, operands.d_starts, operands.d_lengths
     num_rows, dim = q_values.shape
+    precision = float32_precision(q_values.dtype)
     kind = arithmetic(q_values.dtype, precision)
     tile = document_gradient_tiles(architecture(q_values.device), kind, dim)
     device = q_values.device
@@ -168,14 +161,11 @@ def document_gradient(
 
 
 def _candidate_document_gradient(
-    grad_scores: Tensor,
-    winners: Tensor,
-    operands: ScoringOperands,
-    precision: str,
-    grad_d: Tensor,
+    grad_scores: Tensor, winners: Tensor, operands: ScoringOperands, grad_d: Tensor
 ) -> None:
     q_values, candidates = operands.q_values, operands.candidates
     num_rows, dim = q_values.shape
+    precision = float32_precision(q_values.dtype)
     kind = arithmetic(q_values.dtype, precision)
     tile = candidate_gradient_tiles(architecture(q_values.device), kind, dim)
     num_documents = operands.d_starts.shape[0]

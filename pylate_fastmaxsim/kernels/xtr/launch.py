@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import ScoringOperands
-from pylate_fastmaxsim._winners import no_winner, winner_layout
+from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles, documents_per_program, fitted, forward_row
 from pylate_fastmaxsim.kernels.primitives.live_rows import LiveRows, live_rows_of
 from pylate_fastmaxsim.kernels.runtime.arch import (
@@ -72,22 +73,19 @@ def collect_tiles(arch: int, kind: str, dim: int, rows_in_all: int) -> CollectTi
 
 
 def forward(
-    operands: ScoringOperands,
-    k: int,
-    count_retrieved: bool,
-    want_winners: bool,
-    precision: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums and counts ``[Nq, P]`` (float32) and winners ``[P, Tq]`` (``[0, 0]`` unless wanted)."""
+    operands: ScoringOperands, k: int, count_retrieved: bool, want_winners: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Sums and counts ``[Nq, P]`` (float32) and winners ``[P, Tq]`` (``None`` unless wanted)."""
     operands = contiguous(operands)
     q_values, num_slots = operands.q_values, operands.num_slots
     device = q_values.device
     num_queries, num_documents = len(operands.q_starts), len(operands.d_starts)
     num_rows, dim = q_values.shape
-    shape, index_dtype = winner_layout(num_slots, num_rows, operands.max_d_length, want_winners)
-    none = no_winner(index_dtype)
-    # The kernels do not write rows of no query, nor masked ones.
-    winners = torch.full(shape, none, dtype=index_dtype, device=device)
+    index_dtype = winner_dtype(operands.max_d_length)
+    none, winners = no_winner(index_dtype), None
+    if want_winners:
+        # The kernels do not write rows of no query, nor masked ones.
+        winners = torch.full((num_slots, num_rows), none, dtype=index_dtype, device=device)
     if 0 in (num_queries, num_slots, operands.max_q_length, operands.max_d_length, dim):
         sums = torch.zeros((num_queries, num_slots), dtype=torch.float32, device=device)
         return sums, torch.zeros_like(sums), winners
@@ -98,7 +96,7 @@ def forward(
     with on_device_of(q_values):
         documents = live_rows_of(operands.d_starts, operands.d_lengths, operands.d_keep, operands.max_d_length)
         thresholds, maxima = _thresholds_and_maxima(
-            operands, documents, k, token_winners, precision, zeros_compete=not count_retrieved
+            operands, documents, k, token_winners, zeros_compete=not count_retrieved
         )
         sums = torch.empty((num_queries, num_slots), dtype=torch.float32, device=device)
         counts = torch.empty_like(sums)
@@ -115,7 +113,7 @@ def forward(
 
 
 def _thresholds_and_maxima(
-    operands: ScoringOperands, documents: LiveRows, k: int, winners: Tensor, precision: str, zeros_compete: bool
+    operands: ScoringOperands, documents: LiveRows, k: int, winners: Tensor | None, zeros_compete: bool
 ) -> tuple[Tensor, Tensor]:
     """Thresholds ``[Tq]`` and maxima ``[Nd, Tq]`` of all live query rows; their tokens are written to `winners`.
 
@@ -129,10 +127,11 @@ def _thresholds_and_maxima(
     maxima = torch.empty((num_documents, num_rows), dtype=torch.float32, device=device)
     thresholds = torch.full((num_rows,), -torch.inf, dtype=torch.float32, device=device)
     most_rows, most_tokens = len(queries.rows), len(documents.rows)
+    precision = float32_precision(q_values.dtype)
     arch, kind = architecture(device), arithmetic(q_values.dtype, precision)
     tile = maxima_tiles(arch, kind, dim, most_rows)
     collect = collect_tiles(arch, kind, dim, most_rows)
-    want_winners = winners.numel() > 0
+    want_winners = winners is not None
     constants = {"DIM": dim, "PRECISION": INPUT_PRECISION[precision]}
     # All products have chunks of one size, so that similarities are equal bit by bit.
     of_tile = constants | launch_options(tile)
@@ -184,6 +183,6 @@ def _thresholds_and_maxima(
         negative_maxima_kernel[(num_tiles * document_parts,)](
             q_values, *queries, d_values, *documents, thresholds, maxima, winners,
             num_queries, num_documents, num_tiles, num_rows, per_program,
-            WANT_WINNERS=want_winners, SENTINEL=no_winner(winners.dtype), **of_tile,
+            WANT_WINNERS=want_winners, SENTINEL=no_winner(winner_dtype(operands.max_d_length)), **of_tile,
         )  # fmt: skip
     return thresholds, maxima

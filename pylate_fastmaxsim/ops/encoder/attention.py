@@ -4,16 +4,18 @@ Triton kernels compute them on CUDA. On a CPU plain PyTorch does, text by text, 
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from pylate_fastmaxsim import reference
 from pylate_fastmaxsim._checks import require_tensor
+from pylate_fastmaxsim._operands import Texts
 from pylate_fastmaxsim.kernels.runtime.arch import architecture
 from pylate_fastmaxsim.ops.operands import has_kernels, kernels
-from pylate_fastmaxsim.ops.registered import Operator, differentiable
+from pylate_fastmaxsim.ops.registered import Operator, differentiable, fake_linear_gradients
 
 # With fewer tokens a step is bound by the host, and FlashAttention launches in less host time.
 FEWEST_TOKENS = 2**14
@@ -113,7 +115,7 @@ def rotary_self_attention(
     if x.is_cuda:
         _check_vectors("rotary_self_attention", x.dtype, dim)
     return torch.ops.pylate_fastmaxsim.rotary_self_attention(
-        x, weight, bias, cos, sin, cu_seqlens, key_cu_seqlens, max_length, heads, scale, reach, seed, dropout
+        x, weight, bias, cos, sin, cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed, dropout
     )[0]
 
 
@@ -167,39 +169,37 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and has_kernels(device) and architecture(device) == 90
 
 
-def _plain_forward(query, key, value, cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed=None, dropout=0.0):
+def _plain_forward(query: Tensor, key: Tensor, value: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
+    rows, heads, _ = query.shape
     keep = None
-    if dropout:
-        generator = torch.Generator().manual_seed(int(seed))
-        keep = torch.rand(query.shape[1], query.shape[0], max_length, generator=generator) >= dropout
-    states = reference.attention(query, key, value, cu_seqlens, key_cu_seqlens, scale, reach, keep, dropout)
-    states = pad(states, (0, 0, 0, 0, 0, query.shape[0] - states.shape[0])).contiguous()
-    return states, query.new_zeros((query.shape[1], query.shape[0]), dtype=torch.float32)
+    if texts.dropout:
+        generator = torch.Generator().manual_seed(int(texts.seed))
+        keep = torch.rand(heads, rows, texts.max_length, generator=generator) >= texts.dropout
+    seen = texts.cu_seqlens, texts.key_cu_seqlens, texts.scale, texts.reach
+    states = reference.attention(query, key, value, *seen, keep, texts.dropout)
+    states = pad(states, (0, 0, 0, 0, 0, rows - states.shape[0])).contiguous()
+    return states, query.new_zeros((heads, rows), dtype=torch.float32)
 
 
-def _plain_backward(grad, query, key, value, out, log_sums, *arguments):
-    leaves = [values.detach().contiguous().requires_grad_() for values in (query, key, value)]
+def _plain_backward(grad: Tensor, vectors: Sequence[Tensor], texts: Texts) -> tuple[Tensor, ...]:
+    leaves = [values.detach().contiguous().requires_grad_() for values in vectors]
     with torch.enable_grad():
-        states, _ = _plain_forward(*leaves, *arguments)
+        states, _ = _plain_forward(*leaves, texts)
     return torch.autograd.grad(states, leaves, grad)
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, key_cu_seqlens: Tensor, max_length: int | SymInt,
-    scale: float, reach: int, seed: Tensor | None = None, dropout: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    forward = kernels("attention").forward if query.is_cuda else _plain_forward
-    return forward(query, key, value, cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed, dropout)
+def _forward(query: Tensor, key: Tensor, value: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
+    if query.is_cuda:
+        return kernels("attention").forward(query, key, value, *texts)
+    return _plain_forward(query, key, value, texts)
 
 
 def _backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sums: Tensor, cu_seqlens: Tensor,
-    key_cu_seqlens: Tensor, max_length: int | SymInt, scale: float, reach: int,
-    seed: Tensor | None = None, dropout: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    arguments = (cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed, dropout)
-    backward = kernels("attention").backward if query.is_cuda else _plain_backward
-    return backward(grad, query, key, value, out, log_sums, *arguments)
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sums: Tensor, texts: Texts
+) -> tuple[Tensor, Tensor, Tensor]:
+    if query.is_cuda:
+        return kernels("attention").backward(grad, query, key, value, out, log_sums, *texts)
+    return _plain_backward(grad, (query, key, value), texts)
 
 
 def _forward_fake(query, *_):
@@ -213,10 +213,10 @@ def _backward_fake(grad, query, key, value, *_):
 
 
 differentiable(
-    Operator("text_attention", _forward, _forward_fake, devices=("cpu", "cuda")),
+    Operator("text_attention", _forward, _forward_fake),
     ("out", "log_sums"),
     ("query", "key", "value"),
-    Operator("text_attention_backward", _backward, _backward_fake, devices=("cpu", "cuda")),
+    Operator("text_attention_backward", _backward, _backward_fake),
 )
 
 
@@ -231,30 +231,25 @@ def _turned(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotary_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor,
-    key_cu_seqlens: Tensor, max_length: int | SymInt, heads: int, scale: float, reach: int,
-    seed: Tensor | None = None, dropout: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    qkv = linear(x, weight, bias).view(x.shape[0], 3, heads, -1)
-    arguments = (cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed, dropout)
+    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, texts: Texts
+) -> tuple[Tensor, Tensor, Tensor]:
+    qkv = linear(x, weight, bias).view(x.shape[0], 3, -1, cos.shape[1])
     if x.is_cuda:
-        out, log_sums = kernels("attention").rotary_forward(qkv, cos, sin, *arguments)
+        out, log_sums = kernels("attention").rotary_forward(qkv, cos, sin, *texts)
     else:
         qkv = _turned(qkv, cos, sin)
-        out, log_sums = _plain_forward(*qkv.unbind(1), *arguments)
+        out, log_sums = _plain_forward(*qkv.unbind(1), texts)
     return out, log_sums, qkv
 
 
 def _rotary_backward(
     grad: Tensor, x: Tensor, weight: Tensor, qkv: Tensor, out: Tensor, log_sums: Tensor, cos: Tensor, sin: Tensor,
-    cu_seqlens: Tensor, key_cu_seqlens: Tensor, max_length: int | SymInt, scale: float, reach: int,
-    seed: Tensor | None, dropout: float, need_x: bool, need_weight: bool, need_bias: bool,
+    texts: Texts, need_x: bool, need_weight: bool, need_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    arguments = (cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed, dropout)
     if x.is_cuda:
-        gradient = kernels("attention").rotary_backward(grad, qkv, cos, sin, out, log_sums, *arguments)
+        gradient = kernels("attention").rotary_backward(grad, qkv, cos, sin, out, log_sums, *texts)
     else:
-        gradients = _plain_backward(grad, *qkv.unbind(1), out, log_sums, *arguments)
+        gradients = _plain_backward(grad, qkv.unbind(1), texts)
         gradient = _turned(torch.stack(gradients, dim=1), cos, -sin)
     gradient = gradient.flatten(1)
     return (
@@ -264,24 +259,16 @@ def _rotary_backward(
     )
 
 
-def _rotary_forward_fake(x, weight, bias, cos, sin, cu_seqlens, key_cu_seqlens, max_length, heads, *_):
-    rows, dim = x.shape[0], weight.shape[0] // (3 * heads)
+def _rotary_forward_fake(x, weight, bias, cos, *_):
+    rows, dim = x.shape[0], cos.shape[1]
+    heads = weight.shape[0] // (3 * dim)
     log_sums = x.new_empty((heads, rows), dtype=torch.float32)
     return x.new_empty(rows, heads, dim), log_sums, x.new_empty(rows, 3, heads, dim)
 
 
-def _rotary_backward_fake(grad, x, weight, *arguments):
-    *_, need_x, need_weight, need_bias = arguments
-    return (
-        x.new_empty(x.shape) if need_x else None,
-        weight.new_empty(weight.shape) if need_weight else None,
-        x.new_empty(weight.shape[0]) if need_bias else None,
-    )
-
-
 differentiable(
-    Operator("rotary_self_attention", _rotary_forward, _rotary_forward_fake, devices=("cpu", "cuda")),
+    Operator("rotary_self_attention", _rotary_forward, _rotary_forward_fake),
     ("out", "log_sums", "qkv"),
     ("x", "weight", "bias"),
-    Operator("rotary_self_attention_backward", _rotary_backward, _rotary_backward_fake, devices=("cpu", "cuda")),
+    Operator("rotary_self_attention_backward", _rotary_backward, fake_linear_gradients),
 )

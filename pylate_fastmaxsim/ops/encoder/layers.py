@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear
 
 from pylate_fastmaxsim.ops.operands import kernels, runs_kernels
-from pylate_fastmaxsim.ops.registered import Operator, differentiable
+from pylate_fastmaxsim.ops.registered import Operator, differentiable, fake_linear_gradients
 
 
 def geglu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,19 +60,11 @@ def _geglu_forward_fake(x, weight, bias):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-def _geglu_backward_fake(grad, x, weight, need_x, need_weight, need_bias):
-    return (
-        x.new_empty(x.shape) if need_x else None,
-        x.new_empty(weight.shape) if need_weight else None,
-        x.new_empty(weight.shape[0]) if need_bias else None,
-    )
-
-
 differentiable(
-    Operator("geglu_linear", _geglu_forward, _geglu_forward_fake, devices=("cpu", "cuda")),
+    Operator("geglu_linear", _geglu_forward, _geglu_forward_fake),
     ("output",),
     ("x", "weight", "bias"),
-    Operator("geglu_linear_backward", _geglu_backward, _geglu_backward_fake, devices=("cpu", "cuda")),
+    Operator("geglu_linear_backward", _geglu_backward, fake_linear_gradients),
 )
 
 
@@ -162,4 +154,4 @@ def _norm_backward_fake(grad, grad_total, total, mean, rstd, weight, branch_dtyp
     )
 
 
-Operator("norm_with_residual_backward", _norm_backward, _norm_backward_fake, devices=("cpu", "cuda"))
+Operator("norm_with_residual_backward", _norm_backward, _norm_backward_fake)

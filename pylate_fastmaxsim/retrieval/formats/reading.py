@@ -31,15 +31,6 @@ def batch_on(
     return format.decode(arrays, starts, lengths, longest), [*arrays.values(), starts, lengths]
 
 
-def batch_to(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to a device."""
-    if not isinstance(batch, TokenBatch):
-        return batch.to(device)
-    tensors = (tensor.to(device) for tensor in (batch.values, batch.starts, batch.lengths))
-    keep = None if batch.keep is None else batch.keep.to(device)
-    return TokenBatch(*tensors, batch.max_length, keep, batch.gapless)
-
-
 def joined(batches: Sequence[Batch]) -> Batch:
     """Batches of one format on one device, of documents without rows between them, as one."""
     if len(batches) == 1:

@@ -63,11 +63,6 @@ class Writer:
         else:
             self._coming = self._thread.submit(self._append, arrays, ends, len(batch.values), ids)
 
-    def note(self) -> None:
-        """Write the journal, once what it counts is on the disk."""
-        self.wait()
-        self._note()
-
     def finish(self, removed: Sequence[int] = ()) -> Held:
         """Make it a corpus, or an index without the documents that are ``removed``."""
         self.wait()
@@ -91,9 +86,10 @@ class Writer:
             self._write(name, array)
         self.held = held._replace(documents=held.documents + len(ends), tokens=held.tokens + tokens)
         if time.monotonic() - self._noted >= SECONDS_BETWEEN_NOTES:
-            self._note()
+            self.note()
 
-    def _note(self) -> None:
+    def note(self) -> None:
+        """Write the journal, once what it counts is on the disk."""
         description.note(self.folder, self._synced())
         self._noted = time.monotonic()
 
@@ -182,16 +178,10 @@ def _require_empty(folder: Path, held: Held | None) -> None:
     raise ValueError(f"write_corpus: {folder} must be empty; choose another folder, or remove what it holds{on}.")
 
 
-def empty(folder: Path) -> None:
-    """Remove all documents of a folder, which from the first step on do not count."""
+def clear(folder: Path) -> None:
+    """Remove all documents of a folder, which from the first step on do not count. A journal stays, which says so."""
     write_record(folder / JOURNAL_FILE, {"format": FORMAT, "documents": 0})
     remove_file(folder / DESCRIPTION_FILE)
-    clear(folder)
-
-
-def clear(folder: Path) -> None:
-    """Remove what a :class:`Writer` has written to a folder without a corpus, but the journal, which says so first."""
-    write_record(folder / JOURNAL_FILE, {"format": FORMAT, "documents": 0})
     columns = map(file_of, ("values", "scales", "codes", "packed", "bounds", "ids"))
     checksums = (file.name for file in folder.glob("checksums-*.bin"))
     for name in (*columns, CODEC_FILE, *checksums):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -42,6 +43,17 @@ class Block:
         return folder / f"block-{number:08}-{self.checksum}.safetensors"
 
 
+class State(NamedTuple):
+    """The identity of an index, and how often it was written."""
+
+    identity: str
+    written: int
+
+    @property
+    def next(self) -> State:
+        return State(self.identity, self.written + 1)
+
+
 @dataclass(frozen=True)
 class Description:
     """Contents of ``index.json``."""
@@ -50,21 +62,12 @@ class Description:
     dtype: torch.dtype  # of weights
     blocks: list[Block]
     removed: list[int]  # positions, ascending
-    state: tuple[str, int]  # identity of the index, and how often it was written
+    state: State
     has_ids: bool  # whether blocks hold ids of their documents
 
     @property
     def documents(self) -> int:
         return sum(block.documents for block in self.blocks)
-
-    @property
-    def next_state(self) -> tuple[str, int]:
-        return self.state[0], self.state[1] + 1
-
-
-def new_state() -> tuple[str, int]:
-    """The identity of a new index, which nobody has written."""
-    return secrets.token_hex(8), 0
 
 
 @dataclass
@@ -73,21 +76,22 @@ class Stored:
 
     folder: Path | None = None
     written: dict[int, Block] = field(default_factory=dict)
-    state: tuple[str, int] = field(default_factory=new_state)
+    state: State = field(default_factory=lambda: State(secrets.token_hex(8), 0))
 
     def has(self, number: int, block: SparseBatch) -> bool:
         line = self.written.get(number)
         return line is not None and line.documents == len(block) and line.file(self.folder, number).exists()
 
-    def write(self, number: int, block: SparseBatch, ids: Sequence[Id] | None) -> None:
-        self.written[number] = write_block(self.folder, number, block, ids)
-
-    def read(self, where: str, number: int, vocabulary: int) -> SparseBatch:
-        return read_block(where, self.folder, number, self.written[number], vocabulary)[0]
-
-    def keep_first(self, blocks: int) -> None:
-        """Forget all blocks but the first so many."""
-        self.written = {number: line for number, line in self.written.items() if number < blocks}
+    def write(self, number: int, block: SparseBatch, ids: Sequence[Id] | None) -> Block:
+        """Write a block, with ids of its documents if there are any. The file appears when it is complete."""
+        tensors = {name: getattr(block, name).cpu().contiguous() for name in _PARTS}
+        if ids is not None:
+            tensors["ids"] = torch.frombuffer(bytearray(to_lines(ids)), dtype=torch.uint8)
+        line = self.written[number] = described(tensors)
+        # One key, since safetensors writes several in random order.
+        write = partial(save_file, tensors, metadata={"format": FORMATS[ids is not None]})
+        replace_file(line.file(self.folder, number), write)
+        return line
 
     def to_save(self, where: str, folder: Path) -> Stored:
         """What is in a folder already. ValueError if others have written it, or it holds something else."""
@@ -98,22 +102,14 @@ class Stored:
                     "remove what it holds."
                 )
             return Stored(folder)
-        if (held := read_state(where, folder)) and held.state != self.state:
+        # The index, or else what a build has begun.
+        begun = (read_description(where, folder, name, missing=True) for name in (DESCRIPTION_FILE, UNFINISHED_FILE))
+        if (held := next(filter(None, begun), None)) and held.state != self.state:
             raise ValueError(
                 f"{where}: {folder} was written by others since this index was loaded or saved; load it again, or save "
                 "in another folder."
             )
         return Stored(folder, dict(self.written), self.state)
-
-    def describe(
-        self, vocabulary: int, dtype: torch.dtype, blocks: int, removed: list[int], has_ids: bool, unfinished: bool
-    ) -> None:
-        """Write the description of the next generation; if it is finished, ``index.json``."""
-        lines, state = [self.written[number] for number in range(blocks)], (self.state[0], self.state[1] + 1)
-        description = Description(vocabulary, dtype, lines, removed, state, has_ids)
-        write_description(self.folder, description, unfinished=unfinished)
-        if not unfinished:
-            self.written, self.state = dict(enumerate(lines)), state
 
 
 def described(tensors: dict[str, Tensor]) -> Block:
@@ -122,18 +118,6 @@ def described(tensors: dict[str, Tensor]) -> Block:
     for tensor in tensors.values():
         digest.update(tensor.view(torch.uint8).numpy())
     return Block(len(tensors["offsets"]) - 1, len(tensors["terms"]), digest.hexdigest())
-
-
-def write_block(folder: Path, number: int, block: SparseBatch, ids: Sequence[Id] | None) -> Block:
-    """Write a block, with ids of its documents if there are any. The file appears when it is complete."""
-    tensors = {name: getattr(block, name).cpu().contiguous() for name in _PARTS}
-    if ids is not None:
-        tensors["ids"] = torch.frombuffer(bytearray(to_lines(ids)), dtype=torch.uint8)
-    line = described(tensors)
-    # One key, since safetensors writes several in random order.
-    write = partial(save_file, tensors, metadata={"format": FORMATS[ids is not None]})
-    replace_file(line.file(folder, number), write)
-    return line
 
 
 def read_block(
@@ -200,7 +184,7 @@ def sound_blocks(where: str, folder: Path, description: Description) -> tuple[in
 
 def keep_blocks(folder: Path, description: Description, count: int) -> Description:
     """Write the description of the first ``count`` blocks alone."""
-    kept = replace(description, blocks=description.blocks[:count], state=description.next_state)
+    kept = replace(description, blocks=description.blocks[:count], state=description.state.next)
     kept = replace(kept, removed=[position for position in kept.removed if position < kept.documents])
     write_description(folder, kept)
     return kept
@@ -210,15 +194,9 @@ def read_unfinished(where: str, folder: Path) -> Description | None:
     """Read what an interrupted build has written, or else the index; None if there is neither."""
     complete = read_description(where, folder, missing=True)
     begun = read_description(where, folder, UNFINISHED_FILE, missing=True)
-    if begun and complete and begun.state != complete.next_state:
+    if begun and complete and begun.state != complete.state.next:
         begun = None  # the index was saved since
     return begun or complete
-
-
-def read_state(where: str, folder: Path) -> Description | None:
-    """The index, or else what a build has begun, which others must not replace unknowingly; None if there is neither."""
-    complete = read_description(where, folder, missing=True)
-    return complete or read_description(where, folder, UNFINISHED_FILE, missing=True)
 
 
 def read_description(
@@ -251,6 +229,6 @@ def read_description(
         getattr(torch, values["weights"]),
         [Block(*line) for line in values["blocks"]],
         values["removed"],
-        tuple(values["state"]),
+        State(*values["state"]),
         values["format"] == FORMATS[True],
     )

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
@@ -16,16 +14,16 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._checks import require_count, require_positions
+from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim.files.lock import holds_something, writing
 from pylate_fastmaxsim.files.record import read_again_if_replaced
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.ops.gathered import all_gather
-from pylate_fastmaxsim.retrieval.ids import Id, Ids, as_ids, from_lines
+from pylate_fastmaxsim.retrieval.ids import Id, Ids, as_ids
 from pylate_fastmaxsim.retrieval.sparse import files
-from pylate_fastmaxsim.retrieval.sparse.blocks import Blocks, all_live
-from pylate_fastmaxsim.retrieval.sparse.search import in_blocks, require_device, require_fitting, search_blocks
-from pylate_fastmaxsim.retrieval.sparse.shards import require_same_on_all_ranks
+from pylate_fastmaxsim.retrieval.sparse.documents import Documents
+from pylate_fastmaxsim.retrieval.sparse.search import require_device, search_blocks
+from pylate_fastmaxsim.retrieval.sparse.shards import Shard, require_same_on_all_ranks
 from pylate_fastmaxsim.retrieval.topk import merge_results
 from pylate_fastmaxsim.sparse import SparseBatch, SparseVectors, as_sparse_batch, sparse_batches
 
@@ -75,16 +73,11 @@ class SparseIndex:
     (tensor([[ 2, -1]]), [['c']], ['b', 'c', 'a'])
     """
 
-    def __init__(self, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, documents: Documents, shard: Shard | None = None) -> None:
         """Use :meth:`build` or :meth:`load`."""
-        self.vocabulary, self.dtype, self.device = vocabulary, dtype, device
-        self._blocks = Blocks(vocabulary, device)
-        self._ids: Ids | None = None  # None: documents have none
-        self._stored = files.Stored()
+        self.vocabulary, self.dtype, self.device = documents.vocabulary, documents.dtype, documents.device
+        self._documents, self._shard = documents, shard
         self._lock = threading.RLock()
-        # This rank and the number of ranks, the number of this rank's first block, and of the documents of all ranks.
-        self._shard: tuple[int, int] | None = None
-        self._first_block, self._documents_of_all = 0, 0
 
     @classmethod
     def build(
@@ -144,34 +137,34 @@ class SparseIndex:
         device = None if device is None else _device(where, device)
         ids = None if ids is None else as_ids(where, ids)
         with nullcontext() if folder is None else writing(where, folder):
-            index, held = None, 0
+            documents, held = None, 0
             if folder is not None:
                 device = device or torch.device("cpu")
                 if (begun := files.read_unfinished(where, folder)) is not None:
-                    index = cls._opened(where, folder, device, begun, range(len(begun.blocks)))
-                    held = len(index)
+                    documents = Documents.read(where, folder, device, begun, range(len(begun.blocks)))
+                    held = len(documents)
                 if not callable(batches) and holds_something(folder):
                     raise ValueError(
                         f"{where}: {folder} must be empty, unless batches is a function of the number of documents that it "
                         f"holds ({held}), which goes on with them."
                     )
             batches = sparse_batches(where, "batches", batches(held) if callable(batches) else batches)
-            if index is None:
+            if documents is None:
                 first = next(batches, None)
                 if first is None:
                     raise ValueError(f"{where}: there must be at least one batch, which says what the vocabulary is.")
-                index = cls(first.vocabulary, first.dtype, device or _device(where, first.device))
-                index._stored.folder, index._ids = folder, None if ids is None else Ids()
+                device, new_ids = device or _device(where, first.device), None if ids is None else Ids()
+                documents = Documents(first.vocabulary, first.dtype, device, files.Stored(folder), new_ids)
                 batches = chain([first], batches)
             if ids is not None:
-                known = index._with_ids(where).all
+                known = documents.require_ids(where).all
                 if ids[: len(known)] != known:
                     raise ValueError(f"{where}: ids must begin with those of the {len(known)} documents in {folder}.")
                 ids = ids[len(known) :]
-            index._append(where, batches, folder is not None, index._new_ids(where, ids))
+            documents.append(where, batches, folder is not None, documents.new_ids(where, ids))
             if folder is not None:
-                index._describe(index._stored)
-            return index
+                documents.describe(documents.stored)
+            return cls(documents)
 
     @classmethod
     def load(
@@ -209,54 +202,28 @@ class SparseIndex:
 
         def opened() -> SparseIndex:
             description = files.read_description(where, folder)
-            blocks = range(len(description.blocks))
+            blocks, of_shard = range(len(description.blocks)), None
             if shard is not None:
                 blocks = blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks]
-            return cls._opened(where, folder, device, description, blocks)
+                of_shard = Shard(rank, ranks, blocks.start * postings.DOCUMENTS_PER_BLOCK, description.documents)
+            return cls(Documents.read(where, folder, device, description, blocks), of_shard)
 
-        index = read_again_if_replaced(folder / files.DESCRIPTION_FILE, opened)
-        index._shard = shard
-        return index
-
-    @classmethod
-    def _opened(
-        cls, where: str, folder: Path, device: torch.device, description: files.Description, blocks: range
-    ) -> SparseIndex:
-        index = cls(description.vocabulary, description.dtype, device)
-        index._stored, index._first_block = files.Stored(folder, state=description.state), blocks.start
-        index._documents_of_all = description.documents
-        names: list[Id] = []
-        has_ids = description.has_ids and len(blocks) == len(description.blocks)  # a shard does without
-        for number in blocks:
-            line = description.blocks[number]
-            block, ids = files.read_block(where, folder, number, line, description.vocabulary)
-            names += from_lines(ids) if has_ids else []
-            first = number * postings.DOCUMENTS_PER_BLOCK
-            begin, end = (bisect_left(description.removed, first + each) for each in (0, line.documents))
-            live = None
-            if begin < end:
-                gone = torch.tensor(description.removed[begin:end], device=device) - first
-                live = all_live(line.documents, device).index_fill_(0, gone, False)
-            index._stored.written[len(index._blocks.all)] = line
-            index._blocks.set(len(index._blocks.all), block.to(device), live)
-        if has_ids:
-            index._ids = Ids(names, {*description.removed})
-        return index
+        return read_again_if_replaced(folder / files.DESCRIPTION_FILE, opened)
 
     def __len__(self) -> int:
-        return len(self._blocks) if self._shard is None else self._documents_of_all
+        return len(self._documents) if self._shard is None else self._shard.documents
 
     def __repr__(self) -> str:
-        removed = len(self._blocks.removed())
+        removed = len(self._documents.removed())
         documents = f"{len(self)} documents{f', of which {removed} are removed' if removed else ''}"
-        shard = f", shard {self._shard[0]} of {self._shard[1]}" if self._shard else ""
+        shard = f", shard {self._shard.rank} of {self._shard.ranks}" if self._shard else ""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"SparseIndex({documents}, vocabulary {self.vocabulary}, {dtype}, on {self.device}{shard})"
 
     @property
     def nbytes(self) -> int:
         """Bytes of the documents that this process holds, mapped ones too, with their postings (a CPU has them after two searches)."""
-        return self._blocks.searched.nbytes
+        return self._documents.searched.nbytes
 
     def live_positions(self) -> Tensor:
         """Positions of the documents that are not removed, ascending, int64, on the CPU.
@@ -267,7 +234,7 @@ class SparseIndex:
             The index is a shard, which knows only its own.
         """
         self._require_unsharded("SparseIndex.live_positions", "knows only its own documents")
-        return self._blocks.live_positions()
+        return self._documents.live_positions()
 
     @property
     def ids(self) -> list[Id] | None:
@@ -279,7 +246,8 @@ class SparseIndex:
             The index is a shard, which knows only its own.
         """
         self._require_unsharded("SparseIndex.ids", "knows only its own documents")
-        return None if self._ids is None else [*self._ids.positions]
+        ids = self._documents.ids
+        return None if ids is None else [*ids.positions]
 
     def ids_of(self, positions: Tensor) -> list[list[Id]]:
         """Ids of the documents that :meth:`search` has found.
@@ -300,7 +268,7 @@ class SparseIndex:
             Documents have no ids, or the index is a shard, which knows only its own.
         """
         self._require_unsharded("SparseIndex.ids_of", "knows only its own documents")
-        ids = self._with_ids("SparseIndex.ids_of").all
+        ids = self._documents.require_ids("SparseIndex.ids_of").all
         return [[ids[each] for each in row if each >= 0] for row in positions.tolist()]
 
     @_exclusive
@@ -326,8 +294,8 @@ class SparseIndex:
             Something in ``batches`` is no batch, or an id is of another type.
         """
         self._require_unsharded("SparseIndex.add")
-        new = self._new_ids("SparseIndex.add", ids)
-        self._append("SparseIndex.add", sparse_batches("SparseIndex.add", "batches", batches), False, new)
+        new = self._documents.new_ids("SparseIndex.add", ids)
+        self._documents.append("SparseIndex.add", sparse_batches("SparseIndex.add", "batches", batches), False, new)
 
     @_exclusive
     def update(self, batches: Batches, ids: Id | Iterable[Id]) -> None:
@@ -337,10 +305,10 @@ class SparseIndex:
         """
         where = "SparseIndex.update"
         self._require_unsharded(where)
-        held, new = self._with_ids(where).positions, as_ids(where, ids)
+        held, new = self._documents.require_ids(where).positions, as_ids(where, ids)
         replaced = torch.tensor([held[each] for each in new if each in held], dtype=torch.int64, device="cpu")
-        self._append(where, sparse_batches(where, "batches", batches), False, new)
-        self._blocks.remove(where, replaced)
+        self._documents.append(where, sparse_batches(where, "batches", batches), False, new)
+        self._documents.remove(where, replaced)
 
     @_exclusive
     def remove(self, positions: Iterable[int] | Tensor | None = None, ids: Id | Iterable[Id] | None = None) -> None:
@@ -365,12 +333,13 @@ class SparseIndex:
         """
         where = "SparseIndex.remove"
         self._require_unsharded(where)
-        positions, counts = self._positions(where, positions, ids).unique(return_counts=True)
+        positions, counts = self._documents.positions(where, positions, ids).unique(return_counts=True)
         if bool((counts > 1).any()):
             raise ValueError(f"{where}: position {positions[counts > 1][0]} is given twice.")
-        self._blocks.remove(where, positions)
-        for each in positions.tolist() if self._ids is not None else ():
-            del self._ids.positions[self._ids.all[each]]
+        self._documents.remove(where, positions)
+        if (held := self._documents.ids) is not None:
+            for each in positions.tolist():
+                del held.positions[held.all[each]]
 
     @_exclusive
     def vectors(
@@ -388,9 +357,9 @@ class SparseIndex:
         (tensor([1.]), tensor([2., 1.]))
         """
         self._require_unsharded("SparseIndex.vectors", "knows only its own documents")
-        positions = self._positions("SparseIndex.vectors", positions, ids)
+        positions = self._documents.positions("SparseIndex.vectors", positions, ids)
         none = SparseBatch.from_torch(torch.empty(0, self.vocabulary, dtype=self.dtype, device=self.device))
-        return self._blocks.select("SparseIndex.vectors", positions) if len(positions) else none
+        return self._documents.select("SparseIndex.vectors", positions) if len(positions) else none
 
     @_exclusive
     def compact(self) -> Tensor:
@@ -419,11 +388,8 @@ class SparseIndex:
         (tensor([1]), SparseIndex(1 documents, vocabulary 2, float32, on cpu))
         """
         self._require_unsharded("SparseIndex.compact")
-        positions = self._blocks.live_positions()
-        self._blocks, kept = self._blocks.compacted()
-        self._stored.keep_first(kept)
-        if self._ids is not None:
-            self._ids = Ids(self._ids.positions)
+        positions = self._documents.live_positions()
+        self._documents = self._documents.compacted()
         return positions
 
     @_exclusive
@@ -467,16 +433,12 @@ class SparseIndex:
                 f"{where}: queries must be on {self.device}, as the index is, got {queries.device}; move one of them "
                 "with .to."
             )
-        if self._shard is not None:
-            identity, written = self._stored.state
-            generation = (written, int(identity, 16) >> 1)
-            require_same_on_all_ranks(where, self._shard, queries, k, generation)
-        first = self._first_block * postings.DOCUMENTS_PER_BLOCK
-        found = search_blocks(self._blocks.searched, queries, k, first)
-        if self._shard is None or self._shard[1] == 1:
-            return found
+        if self._shard is None:
+            return search_blocks(self._documents.searched, queries, k)
+        require_same_on_all_ranks(where, self._shard, queries, k, self._documents.stored.state)
+        found = search_blocks(self._documents.searched, queries, k, self._shard.first)
         # Ranks hold documents in their order.
-        return merge_results([*zip(*map(all_gather, found), strict=True)], k)
+        return found if self._shard.ranks == 1 else merge_results([*zip(*map(all_gather, found), strict=True)], k)
 
     @_exclusive
     def save(self, folder: str | os.PathLike) -> None:
@@ -496,93 +458,13 @@ class SparseIndex:
         where, folder = "SparseIndex.save", Path(folder)
         self._require_unsharded(where)
         with writing(where, folder):
-            stored = self._stored.to_save(where, folder)
-            for number, block in enumerate(self._blocks.all):
-                if not stored.has(number, block):
-                    stored.write(number, block, self._ids_of_block(number))
-            self._describe(stored)
-            self._stored = stored
+            self._documents.save(where, folder)
 
     @_exclusive
     def to(self, device: str | torch.device) -> SparseIndex:
         """The index on another device, a CPU or a CUDA GPU; itself if it is there."""
         device = _device("SparseIndex.to", device)
-        if device == self.device:
-            return self
-        index = SparseIndex(self.vocabulary, self.dtype, device)
-        for name in ("_shard", "_first_block", "_documents_of_all"):
-            setattr(index, name, getattr(self, name))
-        index._stored = replace(self._stored, written=dict(self._stored.written))
-        for number, (block, live) in enumerate(zip(self._blocks.all, self._blocks.live, strict=True)):
-            index._blocks.set(number, block.to(device), None if live is None else live.to(device))
-        if self._ids is not None:
-            index._ids = Ids(self._ids.all, {*self._blocks.removed().tolist()})
-        return index
-
-    def _append(self, where: str, batches: Iterable[SparseBatch], on_disk: bool, ids: list[Id] | None) -> None:
-        """Add documents, in memory all or none, or each block to the folder."""
-        held, first = len(self), len(self._blocks.all)
-        begun, live = None, None
-        if first and len(self._blocks.all[-1]) < postings.DOCUMENTS_PER_BLOCK:
-            first -= 1
-            begun, live = self._blocks.all[-1], self._blocks.live[-1]
-        blocks = in_blocks(require_fitting(where, "batches", batches, self.device, self.vocabulary, self.dtype), begun)
-        if not on_disk:
-            blocks = [*blocks]
-            given = first * postings.DOCUMENTS_PER_BLOCK + sum(map(len, blocks)) - held if blocks else 0
-            if ids is not None and len(ids) != given:
-                raise _unequal(where, ids, given)
-        for number, block in enumerate(blocks, first):
-            if ids is not None:
-                new = number * postings.DOCUMENTS_PER_BLOCK + len(block) - held
-                if new > len(ids):
-                    raise _unequal(where, ids, f"more than {len(ids)}")
-                self._ids.append(ids[len(self._ids.all) - held : new])
-            if on_disk:
-                self._stored.write(number, block, self._ids_of_block(number))
-                if self.device.type == "cpu":
-                    block = self._stored.read(where, number, self.vocabulary)
-            if live is not None:
-                live = torch.nn.functional.pad(live, (0, len(block) - len(live)), value=True)
-            self._blocks.set(number, block, live)
-            if on_disk:
-                self._describe(self._stored, unfinished=True)
-            live = None
-        if ids is not None and len(self) - held < len(ids):
-            raise _unequal(where, ids, len(self) - held)
-
-    def _ids_of_block(self, number: int) -> list[Id] | None:
-        begin = number * postings.DOCUMENTS_PER_BLOCK
-        return None if self._ids is None else self._ids.all[begin : begin + postings.DOCUMENTS_PER_BLOCK]
-
-    def _with_ids(self, where: str) -> Ids:
-        if self._ids is None:
-            raise ValueError(
-                f"{where}: documents of the index have no ids; SparseIndex.build(index.vectors(index.live_positions()), "
-                "ids=ids) makes one with ids."
-            )
-        return self._ids
-
-    def _new_ids(self, where: str, ids: Id | Iterable[Id] | None) -> list[Id] | None:
-        """Ids of documents to be added; None of an index without."""
-        if ids is None and self._ids is None:
-            return None
-        if ids is None:
-            raise ValueError(f"{where}: ids must be given, since the documents of the index have ids.")
-        new = as_ids(where, ids)
-        self._with_ids(where).require_new(where, new, "SparseIndex.update")
-        return new
-
-    def _positions(self, where: str, positions: Iterable[int] | Tensor | None, ids: Id | Iterable[Id] | None) -> Tensor:
-        if (positions is None) == (ids is None):
-            raise TypeError(f"{where}: documents must be given by positions or by ids.")
-        if ids is None:
-            return require_positions(where, positions, len(self))
-        return self._with_ids(where).positions_of(where, as_ids(where, ids))
-
-    def _describe(self, stored: files.Stored, unfinished: bool = False) -> None:
-        removed, has_ids = self._blocks.removed().tolist(), self._ids is not None
-        stored.describe(self.vocabulary, self.dtype, len(self._blocks.all), removed, has_ids, unfinished)
+        return self if device == self.device else SparseIndex(self._documents.to(device), self._shard)
 
     def __getstate__(self) -> dict:
         with self._lock:
@@ -594,10 +476,6 @@ class SparseIndex:
     def _require_unsharded(self, where: str, what: str = "cannot be changed or saved") -> None:
         if self._shard is not None:
             raise ValueError(f"{where}: an index that was loaded as a shard {what}; load it whole.")
-
-
-def _unequal(where: str, ids: list[Id], documents: int | str) -> ValueError:
-    return ValueError(f"{where}: ids must be as many as documents, got {len(ids)} for {documents}.")
 
 
 def _device(where: str, device: str | torch.device) -> torch.device:

@@ -14,7 +14,7 @@ from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim.cpu.sparse import Postings, best
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.retrieval.topk import merge_results
-from pylate_fastmaxsim.sparse import LARGEST_OF_UINT16, SparseBatch, SparseVectors, as_sparse_batch, sparse_batches
+from pylate_fastmaxsim.sparse import SparseBatch, SparseVectors, as_sparse_batch, sparse_batches, term_dtype
 
 if TYPE_CHECKING:
     from pylate_fastmaxsim.kernels.sparse.launch import DeviceBlocks
@@ -132,7 +132,7 @@ class HostBlocks:
                 self._sorted(number, wanted),
                 live if live is None else live.numpy(),
             )
-            for number, (_, live) in sorted(self._blocks.items())
+            for number, (_, live) in self._blocks.items()
         ]
         scores = torch.zeros(len(offsets) - 1, k, device="cpu")
         positions = torch.full((len(offsets) - 1, k), -1, device="cpu")
@@ -169,7 +169,7 @@ def searchable(vocabulary: int, device: torch.device) -> HostBlocks | DeviceBloc
 
 
 def search_blocks(
-    blocks: HostBlocks | DeviceBlocks, queries: SparseBatch, k: int, first: int, at_least: Tensor | None = None
+    blocks: HostBlocks | DeviceBlocks, queries: SparseBatch, k: int, first: int = 0, at_least: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The best documents of blocks, the first of which begins at the position ``first``."""
     scores, positions = blocks.search(queries.offsets, queries.terms, queries.weights, k, at_least)
@@ -198,8 +198,8 @@ def require_fitting(
                 "batch float32, or this one float16."
             )
         batch = batch.to(device)
-        term_dtype = torch.uint16 if vocabulary <= LARGEST_OF_UINT16 else torch.int32
-        yield SparseBatch._trusted(batch.offsets, batch.terms.to(term_dtype), batch.weights.to(dtype), vocabulary)
+        terms = batch.terms.to(term_dtype(vocabulary))
+        yield SparseBatch._trusted(batch.offsets, terms, batch.weights.to(dtype), vocabulary)
 
 
 def in_blocks(batches: Iterable[SparseBatch], begun: SparseBatch | None = None) -> Iterator[SparseBatch]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from pylate_fastmaxsim.codec import chunks
 from pylate_fastmaxsim.retrieval.static.rows import row_maxima
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
-from pylate_fastmaxsim.sparse import LARGEST_OF_UINT16, SparseBatch
+from pylate_fastmaxsim.sparse import SparseBatch, term_dtype
 
 # Weights of some documents for the whole vocabulary that are held at once: 128 MiB, or 256 MiB in float64.
 WEIGHTS_AT_ONCE = 1 << 25
@@ -122,7 +122,7 @@ def _sparse(dense: Tensor) -> SparseBatch:
     dense = dense.flatten()
     places = dense.nonzero().squeeze(1)
     offsets = torch.searchsorted(places, torch.arange(count + 1, device=dense.device) * vocabulary)
-    terms = (places % vocabulary).to(torch.uint16 if vocabulary <= LARGEST_OF_UINT16 else torch.int32)
+    terms = (places % vocabulary).to(term_dtype(vocabulary))
     return SparseBatch._trusted(offsets, terms, dense[places], vocabulary)
 
 
