@@ -125,25 +125,21 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     dtype = autocast_dtype(hidden, weight)
     if dtype is not None:
         hidden = hidden.to(dtype)
-    _check(hidden, weight, bias, dtype is not None)
-    # Not view(-1, d_model), which has no number of rows if d_model is 0.
-    rows = hidden.flatten(0, -2) if hidden.dim() > 1 else hidden.unsqueeze(0)
-    embeddings, _ = _embeddings_and_norms(rows, weight, bias, normalize)
-    return embeddings.view(*hidden.shape[:-1], weight.shape[0]) if hidden.dim() != 2 else embeddings
-
-
-def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) -> None:
     require_vector_dtype("project_normalize", "hidden states", hidden)
     if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             "project_normalize: hidden states must be [..., d_model] and weight [d, d_model], "
             f"got shapes {tuple(hidden.shape)} and {tuple(weight.shape)}."
         )
-    if not autocast:
+    if dtype is None:
         require_one_dtype("project_normalize", "hidden states", hidden, "weight", weight)
     if bias is not None:
         allowed = f"{weight.dtype} [d] with d = {{}}"
         require_tensor("project_normalize", "bias", bias, allowed, (weight.shape[0],), (weight.dtype,))
+    # Not view(-1, d_model), which has no number of rows if d_model is 0.
+    rows = hidden.flatten(0, -2) if hidden.dim() > 1 else hidden.unsqueeze(0)
+    embeddings, _ = _embeddings_and_norms(rows, weight, bias, normalize)
+    return embeddings.view(*hidden.shape[:-1], weight.shape[0]) if hidden.dim() != 2 else embeddings
 
 
 def _forward_fake(hidden, weight, bias, normalize):

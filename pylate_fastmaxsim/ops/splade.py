@@ -116,7 +116,12 @@ def _prepared(
     texts = as_batch("splade_pool", "hidden states", hidden, mask, "mask")
     require_projection("splade_pool", texts.values, weight, bias, "[V, d]")
     values, weight = cast_by_autocast(texts.values, weight)
-    _check(values, weight, bias)
+    require_one_dtype("splade_pool", "hidden states", values, "weight", weight)
+    require_vector_dtype("splade_pool", "hidden states", values)
+    require_tensor("splade_pool", "weight", weight, "[V, d] with d = {}", (None, values.shape[1]))
+    if bias is not None:
+        rows, floating = weight.shape[0], (*KERNEL_DTYPES, torch.float64)
+        require_tensor("splade_pool", "bias", bias, "floating point [V] with V = {}", (rows,), floating)
     return SpladeOperands(
         values, texts.starts, texts.lengths, texts.keep, weight, bias, texts.max_length, texts.gapless, rectified, logs
     )
@@ -135,16 +140,6 @@ def _activation(activation_function: ActivationFunction, log1p: bool) -> tuple[b
             f'splade_pool: activation_function must be "relu", "log1p_relu" or None, got {activation_function!r}.'
         )
     return True, (activation_function == "log1p_relu") + log1p
-
-
-def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    require_one_dtype("splade_pool", "hidden states", hidden, "weight", weight)
-    require_vector_dtype("splade_pool", "hidden states", hidden)
-    dim = hidden.shape[1]
-    require_tensor("splade_pool", "weight", weight, "[V, d] with d = {}", (None, dim))
-    if bias is not None:
-        rows, floating = weight.shape[0], (*KERNEL_DTYPES, torch.float64)
-        require_tensor("splade_pool", "bias", bias, "floating point [V] with V = {}", (rows,), floating)
 
 
 def _recording(operands: SpladeOperands) -> bool:

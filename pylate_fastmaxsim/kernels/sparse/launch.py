@@ -70,8 +70,7 @@ class DeviceBlocks:
         if held is not None and held[2] is terms and held[3] is weights:  # only `live` is new
             postings = held[0]
         else:
-            with on_device_of(offsets):
-                postings = make_postings(offsets, terms, weights, self.vocabulary)
+            postings = make_postings(offsets, terms, weights, self.vocabulary)
         if live is not None:  # a scan asks about whole groups of documents
             live = torch.nn.functional.pad(live, (0, DOCUMENTS_PER_BLOCK - live.numel()))
         self._blocks[block] = (postings, offsets, terms, weights, live)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -37,19 +36,17 @@ class Documents:
         """Read some of the blocks of a folder."""
         documents = cls(description.vocabulary, description.dtype, device, Stored(folder, state=description.state))
         names: list[Id] = []
+        removed = torch.tensor(description.removed, dtype=torch.int64, device="cpu")
+        live_of_all = _all_live(description.documents, removed.device).index_fill_(0, removed, False)
         has_ids = description.has_ids and len(blocks) == len(description.blocks)  # a shard does without
         for place, number in enumerate(blocks):
             line = description.blocks[number]
             block, ids = read_block(where, folder, number, line, description.vocabulary)
             names += from_lines(ids) if has_ids else []
             first = number * postings.DOCUMENTS_PER_BLOCK
-            begin, end = (bisect_left(description.removed, first + each) for each in (0, line.documents))
-            live = None
-            if begin < end:
-                gone = torch.tensor(description.removed[begin:end], device=device) - first
-                live = _all_live(line.documents, device).index_fill_(0, gone, False)
+            live = live_of_all[first : first + line.documents]
             documents.stored.written[place] = line
-            documents.set(place, block.to(device), live)
+            documents.set(place, block.to(device), None if bool(live.all()) else live.to(device))
         if has_ids:
             documents.ids = Ids(names, {*description.removed})
         return documents
