@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -235,8 +234,8 @@ class TokenBatch:
                 )
         sizes = [shape[0] for shape, _, _ in layouts]
         lengths = torch.tensor(sizes, dtype=torch.int64, device=first_device)
-        # Autocast to bfloat16 refuses to concatenate float16. The meta device has no autocast.
-        with nullcontext() if first_device.type == "meta" else torch.autocast(first_device.type, enabled=False):
+        # Autocast to bfloat16 refuses to concatenate float16.
+        with torch.autocast(first_device.type, enabled=False):
             values = torch.cat(sequences)
         return cls(values, lengths.cumsum(0) - lengths, lengths, max(sizes), gapless=True)
 

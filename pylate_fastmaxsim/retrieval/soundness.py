@@ -107,9 +107,10 @@ def _sparse(folder: Path, repair: bool) -> Checked:
             description = sparse_files.read_description("check", folder)
         except ValueError as error:
             return Checked(folder, what, None, _sentence(error))
-        count, damage = sparse_files.sound_blocks("check", folder, description)
+        sound, damage = sparse_files.sound_part("check", folder, description)
         if damage and repair:
-            description = sparse_files.keep_blocks(folder, description, count)
+            description = sound
+            sparse_files.write_description(folder, sound)
     return Checked(folder, what, description.documents, damage and _sentence(damage), repair and damage is not None)
 
 

@@ -172,22 +172,16 @@ def write_description(folder: Path, description: Description, *, unfinished: boo
             file.unlink()
 
 
-def sound_blocks(where: str, folder: Path, description: Description) -> tuple[int, str | None]:
-    """Count the blocks before the first that is damaged, and say what is wrong with that one, if there is one."""
+def sound_part(where: str, folder: Path, description: Description) -> tuple[Description, str | None]:
+    """Describe the blocks before the first that is damaged, and say what is wrong with that one, if there is one."""
     for number, line in enumerate(description.blocks):
         try:
             read_block(where, folder, number, line, description.vocabulary)
         except ValueError as error:
-            return number, str(error)
-    return len(description.blocks), None
-
-
-def keep_blocks(folder: Path, description: Description, count: int) -> Description:
-    """Write the description of the first ``count`` blocks alone."""
-    kept = replace(description, blocks=description.blocks[:count], state=description.state.next)
-    kept = replace(kept, removed=[position for position in kept.removed if position < kept.documents])
-    write_description(folder, kept)
-    return kept
+            sound = replace(description, blocks=description.blocks[:number], state=description.state.next)
+            removed = [position for position in description.removed if position < sound.documents]
+            return replace(sound, removed=removed), str(error)
+    return description, None
 
 
 def read_unfinished(where: str, folder: Path) -> Description | None:
