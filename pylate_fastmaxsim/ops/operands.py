@@ -152,9 +152,7 @@ def recording(operator: str, operands: ScoringOperands | CompressedOperands) -> 
     refuse_shared_rows(operator, "queries", operands.q_starts, operands.q_lengths, operands.q_gapless)
     if d_values.requires_grad:
         instead = "name documents more than once in candidates, or repeat the vectors"
-        refuse_shared_rows(
-            operator, "documents", operands.d_starts, operands.d_lengths, operands.d_gapless, instead=instead
-        )
+        refuse_shared_rows(operator, "documents", operands.d_starts, operands.d_lengths, operands.d_gapless, instead)
     return True
 
 

@@ -71,6 +71,10 @@ def _flat(arguments: Sequence) -> list:
     return flat
 
 
+def _requires_grad(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
 class Operator:
     """``torch.ops.pylate_fastmaxsim.<name>``, which computes ``function``.
 
@@ -234,11 +238,7 @@ def differentiable(
         plain = is_plain(*tensors)
         if not plain and torch.compiler.is_compiling():
             return dispatched(*_flat(arguments))
-        if (
-            arguments[-1]
-            if wants
-            else torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
-        ):
+        if arguments[-1] if wants else torch.is_grad_enabled() and any(map(_requires_grad, tensors)):
             return Eager.apply(plain, arguments, *tensors)
         return function(*arguments) if plain else dispatched(*_flat(arguments))
 

@@ -6,19 +6,21 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim.sparse import SparseBatch
 
 
-class _Asked(NamedTuple):
-    """A query of one thread, which waits for ``found``."""
+class _Asked:
+    """A query of one thread, which waits for ``done``."""
 
-    query: Any
-    k: int
-    found: Future
+    __slots__ = ("done", "error", "k", "query", "result")
+
+    def __init__(self, query: Any, k: int) -> None:
+        self.query, self.k, self.result, self.error = query, k, None, None
+        self.done = threading.Lock()
+        self.done.acquire()
 
 
 class BatchingSearcher:
@@ -64,12 +66,15 @@ class BatchingSearcher:
         Raises what the search raises for this query, ValueError or TypeError if ``k`` is no integer of at least 1, and
         RuntimeError once the searcher is closed.
         """
-        asked = _Asked(query, require_count("BatchingSearcher.search", "k", k), Future())
+        asked = _Asked(query, require_count("BatchingSearcher.search", "k", k))
         with self._lock:  # nothing comes behind the end
             if self._closed:
                 raise RuntimeError("BatchingSearcher.search: the searcher is closed.")
             self._waiting.put(asked)
-        return asked.found.result()
+        asked.done.acquire()
+        if asked.error is not None:
+            raise asked.error
+        return asked.result
 
     def close(self) -> None:
         """Answer the queries that wait, and end the thread. Later queries are refused."""
@@ -109,16 +114,14 @@ class BatchingSearcher:
             found = self._function(queries, max(each.k for each in batch))
             if isinstance(found, tuple):
                 found = zip(*(each.cpu().unbind() for each in found), strict=True)
-            answers = [
-                tuple(each[: asked.k] for each in result) if isinstance(result, tuple) else result[: asked.k]
-                for asked, result in zip(batch, found, strict=True)
-            ]
+            for asked, result in zip(batch, found, strict=True):
+                cut = tuple(each[: asked.k] for each in result) if isinstance(result, tuple) else result[: asked.k]
+                asked.result = cut
         except Exception as error:  # noqa: BLE001 - is raised where the query was asked
-            if len(batch) == 1:
-                batch[0].found.set_exception(error)
+            if len(batch) > 1:
+                for asked in batch:
+                    self._answer([asked])
                 return
-            for asked in batch:
-                self._answer([asked])
-            return
-        for asked, answer in zip(batch, answers, strict=True):
-            asked.found.set_result(answer)
+            batch[0].error = error
+        for asked in batch:
+            asked.done.release()

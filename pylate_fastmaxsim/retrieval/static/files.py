@@ -37,10 +37,9 @@ def write(where: str, folder: Path, values: dict, tensors: dict[str, Tensor], to
             replace_file(folder / files[name], content)
         write_record(folder / DESCRIPTION_FILE, {"format": FORMAT, "files": files, **values})
         # Those of the model before stay for who is reading it.
-        for name in ("tables", "tokenizer"):
-            for file in folder.glob(f"{name}-*"):
-                if file.name not in before | set(files.values()):
-                    file.unlink()
+        for file in (*folder.glob("tables-*"), *folder.glob("tokenizer-*")):
+            if file.name not in before | set(files.values()):
+                file.unlink()
 
 
 def read(where: str, folder: Path) -> tuple[dict, dict[str, Tensor], Callable | None]:
