@@ -40,10 +40,12 @@ def call(function, queries, k):
 @pytest.mark.parametrize("backend", [sparse, late, exact])
 def test_each_thread_gets_its_own_result_or_error_also_while_it_closes(backend):
     function, queries, wrong = backend()
-    queries, ks, all_wait, calls = [*queries, wrong], [1 + n % 4 for n in range(17)], threading.Event(), []
+    queries, ks, calls = [*queries, wrong], [1 + n % 4 for n in range(17)], []
+    one_runs, all_wait = threading.Event(), threading.Event()
 
     def gathered(batch, k):
         calls.append(len(batch))
+        one_runs.set()
         while len(calls) == 1 and searcher._waiting.qsize() < 16:
             time.sleep(0.001)
         all_wait.set()
@@ -51,7 +53,10 @@ def test_each_thread_gets_its_own_result_or_error_also_while_it_closes(backend):
 
     with ThreadPoolExecutor(17) as threads:
         with BatchingSearcher(gathered, max_batch=12) as searcher:
-            found = [threads.submit(searcher.search, query, k) for query, k in zip(queries, ks, strict=True)]
+            found = []
+            for query, k in zip(queries, ks, strict=True):
+                found.append(threads.submit(searcher.search, query, k))
+                one_runs.wait()
             all_wait.wait()
         assert calls[:2] == [1, 12]
     for query, k, result in zip(queries[:-1], ks, found, strict=False):
