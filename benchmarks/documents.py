@@ -11,7 +11,7 @@ from operator import itemgetter
 from benchmarks.harness.paths import RESULTS, ROOT
 from benchmarks.harness.records import load
 from benchmarks.harness.suite import suite_named
-from benchmarks.harness.tables import table, times
+from benchmarks.harness.tables import replace_marked, table, times
 from benchmarks.harness.turns import speed
 from benchmarks.training import lengths, multi_vector_step, train_step
 from benchmarks.training.steps import entry, mark_of_runs, time_and_memory
@@ -217,18 +217,8 @@ def tables() -> dict[str, dict[str, str]]:
     return made
 
 
-def updated(name: str, text: str, made: Mapping[str, str]) -> str:
-    """A document with its tables made anew."""
-    for mark, lines in made.items():
-        pattern = f"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
-        text, count = re.subn(pattern, lambda match, t=lines: f"{match[1]}{t}\n{match[2]}", text, flags=re.DOTALL)
-        if count != 1:
-            raise ValueError(f"{name} must have one place marked {mark}, found {count}.")
-    return text
-
-
 def render() -> None:
     """Write all tables into their documents."""
     for name, made in tables().items():
         path = ROOT / name
-        path.write_text(updated(name, path.read_text(encoding="utf-8"), made), encoding="utf-8")
+        path.write_text(replace_marked(name, path.read_text(encoding="utf-8"), made), encoding="utf-8")

@@ -33,12 +33,13 @@ def test_pages_are_read_to_their_end():
 
 
 def test_tables_are_made_from_the_committed_results():
-    from benchmarks.documents import tables, updated
+    from benchmarks.documents import tables
+    from benchmarks.harness.tables import replace_marked
 
     made = tables()
     for name, page in PAGES.items():
         assert sorted(re.findall(r"<!-- (\w\S+-table) -->", page)) == sorted(made.get(name, ())), name
-        assert name not in made or updated(name, page, made[name]) == page, "run: python -m benchmarks --render"
+        assert name not in made or replace_marked(name, page, made[name]) == page, "run: python -m benchmarks --render"
 
 
 def test_the_picture_is_drawn_of_the_committed_results(tmp_path):

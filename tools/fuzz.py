@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
+from logging.handlers import BufferingHandler
 from unittest import mock
 
 import numpy as np
@@ -31,7 +32,8 @@ from torch import Tensor
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention, modes
 from tests.support.models import attend_to_own_document
-from tools.fuzz_hosts import BATCHES, HOSTS, Draw, Host, Training
+from tools.fuzz_draws import BATCHES, Draw
+from tools.fuzz_hosts import HOSTS, Host, Training
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-9, 1e-7
 # Gradients below are what rounding leaves of terms that cancel: of terms of 1 some 1e-15, more than 1e-7 of what is left.
@@ -50,17 +52,6 @@ class Outcome:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     error: BaseException | None = None
     modes: str = ""
-
-
-class Log(logging.Handler):
-    """The lines of the package's logger."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 @contextmanager
@@ -142,14 +133,22 @@ def difference(ours: Outcome, stock: Outcome) -> Difference | None:
         return Difference(f"raises {type(ours.error).__name__}: {' '.join(str(ours.error).split())[:200]}")
     for batch, (mine, theirs) in enumerate(zip(ours.losses, stock.losses, strict=True)):
         gradients, expected = ours.gradients[batch], stock.gradients[batch]
-        largest = max((float(each.abs().max()) for each in expected.values()), default=0.0)
-        names = gradients.keys() | expected.keys()
-        error, name = max(((_distance(gradients.get(n), expected.get(n)), n) for n in names), default=(0.0, ""))
+        largest = _largest(expected)
+        error, name = next(iter(_errors(gradients, expected)), (0.0, ""))
         same = mine == theirs or abs(mine - theirs) <= LOSS_TOLERANCE * abs(theirs) or math.isnan(mine + theirs)
         if not same or not error <= GRADIENT_TOLERANCE * largest:
             said = f"batch {batch}: loss {mine:.12g}, stock {theirs:.12g}; gradient of {name} off by {error / (largest or 1):.1e}"
             return Difference(said, same and max(error, largest) < CANCELLED)
     return None
+
+
+def _largest(gradients: dict[str, Tensor]) -> float:
+    return max((float(each.abs().max()) for each in gradients.values()), default=0.0)
+
+
+def _errors(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[tuple[float, str]]:
+    """Differences of all gradients, the largest first."""
+    return sorted(((_distance(mine.get(name), theirs.get(name)), name) for name in mine | theirs), reverse=True)
 
 
 def _distance(mine: Tensor | None, theirs: Tensor | None) -> float:
@@ -177,13 +176,13 @@ class Verdict:
 
 def judge(host: Host, seed: int) -> Verdict:
     """Compare a configuration with stock, and look for a reason where they differ."""
-    logger, log = logging.getLogger("pylate_fastmaxsim"), Log()
+    logger, log = logging.getLogger("pylate_fastmaxsim"), BufferingHandler(sys.maxsize)
     logger.addHandler(log)
     stock = run(host, seed, accelerated=False)
     ours = run(host, seed, accelerated=True)
     logger.removeHandler(log)
     # The first line says what is accelerated, in every run.
-    lines = [line for line in log.lines if " accelerated: " not in line]
+    lines = [line for line in (record.getMessage() for record in log.buffer) if " accelerated: " not in line]
     if stock.error is not None:
         return Verdict(seed, ours, stock, lines, None, "stock raises")
     found = difference(ours, stock)
@@ -195,12 +194,11 @@ def _reason(host: Host, seed: int, found: Difference, draw: Draw, stock: Outcome
         return "gradients cancel"
     if difference(run(host, seed, False, noise=LAST_DIGITS), stock) is not None:
         return "stock differs with the last digits of its weights"
-    both = [run(host, seed, accelerated, noise=OTHER_TIES) for accelerated in (True, False)]
-    if both[1].error is None and difference(*both) is None:
-        return "ties"
-    for reason, fixed in host.explanations(draw):
-        both = [run(host, seed, accelerated, fixed) for accelerated in (True, False)]
-        if both[1].error is None and difference(*both) is None:
+    changes = [("ties", {"noise": OTHER_TIES})]
+    changes += [(reason, {"fixed": fixed}) for reason, fixed in host.explanations(draw)]
+    for reason, change in changes:
+        ours, theirs = (run(host, seed, accelerated, **change) for accelerated in (True, False))
+        if theirs.error is None and difference(ours, theirs) is None:
             return reason
     return None
 
@@ -210,7 +208,7 @@ def sweep(host: Host, seeds: Sequence[int], seconds: float = math.inf) -> list[V
     end, verdicts = time.monotonic() + seconds, []
     for seed in seeds:
         verdicts.append(verdict := judge(host, seed))
-        if verdict.found and not verdict.reason:
+        if unexplained([verdict]):
             print(verdict, flush=True)
         if time.monotonic() > end:
             break
@@ -239,9 +237,8 @@ def details(verdict: Verdict) -> None:
         if outcome.error is not None:
             traceback.print_exception(outcome.error)
     for batch, (mine, theirs) in enumerate(zip(verdict.ours.gradients, verdict.stock.gradients, strict=False)):
-        largest = max((float(each.abs().max()) for each in theirs.values()), default=0.0)
-        errors = sorted(((_distance(mine.get(name), theirs.get(name)), name) for name in mine | theirs), reverse=True)
-        print(f"batch {batch}: largest gradient {largest:.3e}, differences {[f'{n} {e:.1e}' for e, n in errors[:5]]}")
+        errors = [f"{name} {error:.1e}" for error, name in _errors(mine, theirs)[:5]]
+        print(f"batch {batch}: largest gradient {_largest(theirs):.3e}, differences {errors}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -256,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only is not None:
         details(verdict := judge(host, options.only))
         print(verdict.found.said if verdict.found else "no difference", f"({verdict.reason or 'no reason found'})")
-        return bool(verdict.found and not verdict.reason)
+        return bool(unexplained([verdict]))
     begin = time.monotonic()
     verdicts = sweep(host, range(options.seed, sys.maxsize), options.seconds)
     print(summary(host, verdicts, time.monotonic() - begin))

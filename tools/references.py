@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from benchmarks.harness.tables import table
+from benchmarks.harness.tables import replace_marked, table
 from pylate_fastmaxsim.cli import COMMANDS, command_parser
 from pylate_fastmaxsim.comparison.script_child import script_comparison_parser
 from pylate_fastmaxsim.integrations.run_script import script_parser
@@ -42,8 +42,6 @@ _GROUPS = {
     ("colbert", "multi_vector"): "late",
     ("colpali", "colqwen2"): "pages",
 }
-# What a line of log means, until somebody writes it.
-_NO_MEANING = "| `{}` | | |"
 
 
 def recipe_keys() -> str:
@@ -110,12 +108,8 @@ def _value(key: Field, hint: Any) -> str:
     signs = {"minimum": "≥", "above": ">", "maximum": "≤"}
     bounds = [f"{sign} {limits[name]}" for name, sign in signs.items() if limits.get(name) is not None]
     unit = key.metadata.get("unit")
-    return ", ".join(
-        [
-            " ".join([_TYPES.get(get_origin(kind) if get_origin(kind) is dict else kind), *bounds]),
-            *([unit] if unit else []),
-        ]
-    )
+    value = " ".join([_TYPES[dict if get_origin(kind) is dict else kind], *bounds])
+    return f"{value}, {unit}" if unit else value
 
 
 def _default(key: Field) -> str:
@@ -216,8 +210,7 @@ def with_lines_of_log(page: str) -> str:
     gone = [line for line in quoted if line not in logged]
     for line in (line for line in logged if line not in quoted):
         before = get_close_matches(line, gone, n=1, cutoff=0.5)
-        row = _NO_MEANING.format(line)
-        page = page.replace(f"`{before[0]}`", f"`{line}`") if before else f"{page.rstrip()}\n{row}\n"
+        page = page.replace(f"`{before[0]}`", f"`{line}`") if before else f"{page.rstrip()}\n| `{line}` | | |\n"
     return page
 
 
@@ -230,12 +223,8 @@ def with_files(page: str) -> str:
 def updated() -> dict[Path, str]:
     """The pages with generated parts, made anew."""
     reference, limits = ROOT / "docs" / "reference.md", ROOT / "docs" / "limits.md"
-    text = reference.read_text(encoding="utf-8")
-    for mark, made in {"commands": commands(), "recipe-keys": recipe_keys()}.items():
-        pattern = f"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
-        text, count = re.subn(pattern, lambda match, made=made: f"{match[1]}{made}\n{match[2]}", text, flags=re.DOTALL)
-        if count != 1:
-            raise ValueError(f"{reference} must have one place marked {mark}, found {count}.")
+    made = {"commands": commands(), "recipe-keys": recipe_keys()}
+    text = replace_marked(str(reference), reference.read_text(encoding="utf-8"), made)
     pages = {path: with_files(path.read_text(encoding="utf-8")) for path in (ROOT / "docs").glob("*.md")}
     return pages | {reference: text, limits: with_lines_of_log(limits.read_text(encoding="utf-8"))}
 

@@ -1,6 +1,7 @@
-"""Markdown tables, and entries that several of them have."""
+"""Markdown tables, entries that several of them have, and their places in documents."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -52,3 +53,13 @@ def _figures(node: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str,
 def figures_table(content: dict) -> str:
     """All times and memory of a results file."""
     return table(["", "time", "memory"], _figures(content))
+
+
+def replace_marked(name: str, text: str, made: Mapping[str, str]) -> str:
+    """The text of a document with the parts between their marks made anew."""
+    for mark, part in made.items():
+        pattern = f"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
+        text, count = re.subn(pattern, lambda match, new=part: f"{match[1]}{new}\n{match[2]}", text, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"{name} must have one place marked {mark}, found {count}.")
+    return text
