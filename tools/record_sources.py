@@ -179,7 +179,8 @@ def uses(function: FunctionType) -> Iterator[tuple[str, str | float]]:
             if type(value) in (int, float):
                 yield each.id, value
             elif isinstance(value, type) and _of_host(value) and id(each) in called:
-                yield from ((f"{each.id}.{name}", known) for name, known in _methods(value))
+                methods = ((name, _dotted(method)) for name, method in vars(value).items())
+                yield from ((f"{each.id}.{name}", known) for name, known in methods if known is not None)
             elif (known := _dotted(value)) is not None:
                 yield each.id, known
         elif isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
@@ -194,7 +195,11 @@ def uses(function: FunctionType) -> Iterator[tuple[str, str | float]]:
                 and (known := _dotted(getattr(value, each.attr, None))) is not None
             ):
                 yield f"{of}.{each.attr}", known
-        elif isinstance(each, ast.Attribute) and isinstance(each.value, ast.Call) and _is_super(each.value):
+        elif (
+            isinstance(each, ast.Attribute)
+            and isinstance(each.value, ast.Call)
+            and ast.unparse(each.value.func) == "super"
+        ):
             base = next(base for base in owner.__mro__[1:] if each.attr in vars(base))
             if (known := _dotted(vars(base)[each.attr])) is not None:
                 yield f"{base.__name__}.{each.attr}", known
@@ -209,19 +214,9 @@ def _without_annotations(node: ast.AST) -> Iterator[ast.AST]:
                     yield from _without_annotations(each)
 
 
-def _is_super(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Name) and call.func.id == "super"
-
-
 def _owner(function: FunctionType) -> type | None:
     name = function.__qualname__.rpartition(".")[0]
     return function.__globals__.get(name) if name else None
-
-
-def _methods(kind: type) -> Iterator[tuple[str, str]]:
-    for name, value in vars(kind).items():
-        if (known := _dotted(value)) is not None:
-            yield name, known
 
 
 def _dotted(value: object) -> str | None:

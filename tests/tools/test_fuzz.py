@@ -1,7 +1,5 @@
 """The random sweep of tools/fuzz.py: it is clean, repeats itself, and reports a fault that is planted."""
 
-from importlib.util import find_spec
-
 import pytest
 
 from tools import fuzz
@@ -9,16 +7,17 @@ from tools.fuzz_hosts import HOSTS
 
 # The first seed of each host, and how many: each takes a third of a second.
 SEEDS = {"pylate": (0, 20), "multi_vector": (0, 25), "sparse": (0, 20), "colpali": (0, 40)}
+# What each host needs.
+MODULES = {
+    "pylate": "pylate",
+    "multi_vector": "sentence_transformers.multi_vector_encoder",
+    "sparse": "sentence_transformers",
+    "colpali": "colpali_engine",
+}
 
 
 def host(name: str) -> fuzz.Host:
-    needed = {"pylate": "pylate", "colpali": "colpali_engine", "sparse": "sentence_transformers"}
-    if find_spec(needed.get(name, "sentence_transformers")) is None:
-        pytest.skip(f"{needed[name]} is not installed")
-    if name == "pylate":
-        pytest.importorskip("pylate")
-    if name == "multi_vector":
-        pytest.importorskip("sentence_transformers.multi_vector_encoder", reason="before Sentence Transformers 6")
+    pytest.importorskip(MODULES[name])
     return HOSTS[name]
 
 
