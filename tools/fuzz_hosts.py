@@ -1,4 +1,4 @@
-"""What ``fuzz.py`` draws from: models, losses, options and batches of each host."""
+"""What ``fuzz.py`` draws from: models, losses and options of each host; what is added to them: ``fuzz_modules.py``."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class LateInteraction(TextHost):
 
     def explanations(self, draw: Draw) -> Iterator[tuple[str, dict[str, object]]]:
         if "XTR" in (draw.words.get("metric"), draw.words.get("similarity")):
-            # Similarities to a row of zeros are equal as well. ReLU leaves such rows where Matryoshka cuts vectors short.
+            # Similarities to a row of zeros are equal as well: ReLU leaves them where Matryoshka cuts vectors short.
             zeros = {"module": None} if str(draw.words.get("module")).startswith("WordWeights") else {}
             if draw.words.get("activation") == "ReLU":
                 zeros["activation"] = None
