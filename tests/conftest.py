@@ -90,10 +90,11 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    """What each of ``RANKS`` processes said of each of the ``CASES`` of the module."""
+    """What each of ``RANKS`` processes, or of the number and with the backend of a parameter, said of the module's ``CASES``."""
     from tests.support.ranks import run_cases
 
-    return run_cases(request.module.__name__, request.module.RANKS, tmp_path_factory.mktemp("ranks"))
+    ranks, *backend = getattr(request, "param", None) or [request.module.RANKS]
+    return run_cases(request.module.__name__, ranks, tmp_path_factory.mktemp("ranks"), *backend)
 
 
 @pytest.fixture
@@ -116,20 +117,6 @@ def _nothing_left_behind():
         disable()
         encoding_encode.release()
         log.reset_log_once()
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """An entry for each time that PyLate's scores came to the operator."""
-    from pylate_fastmaxsim.integrations.pylate import scores as pylate_scores
-
-    made: list[None] = []
-    operator = pylate_scores.maxsim
-
-    monkeypatch.setattr(
-        pylate_scores, "maxsim", lambda *args, **options: made.append(None) or operator(*args, **options)
-    )
-    return made
 
 
 @pytest.fixture(params=["grouped", "packed"])

@@ -10,7 +10,6 @@ from torch import Tensor
 from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK, maxsim, pooled_scores
 from pylate_fastmaxsim.ops.gathered import gather_documents
 from pylate_fastmaxsim.pooling import Pooling
-from tests.support.ranks import run_cases
 
 DIM = 8
 
@@ -149,23 +148,15 @@ CPU_CASES = {
 CASES = GPU_CASES if dist.is_initialized() and dist.get_backend() == "nccl" else CPU_CASES
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.smoke), 4])
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    return run_cases(__name__, request.param, tmp_path_factory.mktemp("gathered"))
-
-
-@pytest.fixture(scope="module")
-def outcomes_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    return run_cases(__name__, torch.cuda.device_count(), tmp_path_factory.mktemp("gathered"), "nccl")
-
-
 @pytest.mark.process
+@pytest.mark.parametrize("outcomes", [pytest.param([2], marks=pytest.mark.smoke), [4]], indirect=True)
 @pytest.mark.parametrize("case", CPU_CASES)
 def test_gathered(outcomes, case):
     assert set(outcomes(case)) == {"passed"}, outcomes(case)
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("outcomes", [[torch.cuda.device_count(), "nccl"]], indirect=True)
 @pytest.mark.parametrize("case", GPU_CASES)
-def test_gathered_on_gpus(outcomes_on_gpus, case):
-    assert set(outcomes_on_gpus(case)) == {"passed"}, outcomes_on_gpus(case)
+def test_gathered_on_gpus(outcomes, case):
+    assert set(outcomes(case)) == {"passed"}, outcomes(case)

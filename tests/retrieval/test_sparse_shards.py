@@ -1,6 +1,5 @@
 """Ranks that each hold a share of an index find, together, the same bits as one that holds all."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import torch.distributed as dist
 
 from pylate_fastmaxsim import SparseBatch, SparseIndex
 from pylate_fastmaxsim.kernels.sparse import postings
-from tests.support.ranks import run_cases
 from tests.support.sparse_vectors import assert_same, sorted_scores, sparse_vectors
 
 VOCABULARY = 30
@@ -102,15 +100,13 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.cuda)])
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    ranks = 2 if request.param == "gloo" else torch.cuda.device_count()
-    if ranks < 2:
-        pytest.skip("needs two GPUs")
-    return run_cases(__name__, ranks, tmp_path_factory.mktemp("shards"), request.param)
+ON_GPUS = pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    "outcomes", [[2], pytest.param([torch.cuda.device_count(), "nccl"], marks=ON_GPUS)], indirect=True
+)
 @pytest.mark.parametrize("case", CASES)
 def test_shards(outcomes, case):
     for rank, outcome in enumerate(outcomes(case)):

@@ -1,13 +1,10 @@
 """Losses on two GPUs, each with a process of its own. NCCL."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from tests.support.hosts import host_of
 from tests.support.rank_steps import compare_host
-from tests.support.ranks import run_cases
 
 pytestmark = [
     pytest.mark.cuda,
@@ -23,11 +20,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    return run_cases(__name__, 2, tmp_path_factory.mktemp("ranks"), backend="nccl")
-
-
+@pytest.mark.parametrize("outcomes", [[2, "nccl"]], indirect=True)
 @pytest.mark.parametrize("case", CASES)
 def test_two_gpus(outcomes, case):
     assert outcomes(case) == ["passed", "passed"]
