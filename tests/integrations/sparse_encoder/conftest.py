@@ -1,14 +1,6 @@
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def _of_any_size(monkeypatch):
-    """Tiny batches on a CPU would be left to stock, which is faster there."""
-    from pylate_fastmaxsim.integrations.sparse_encoder import encoder
-
-    monkeypatch.setattr(encoder, "FEW_TOKENS", 0)
-
-
 @pytest.fixture
 def model(encoder):
     from tests.support.sparse_encoders import splade
