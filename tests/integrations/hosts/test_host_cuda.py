@@ -72,19 +72,3 @@ def test_documents_are_pooled_before_they_are_copied(encoder, host):
     assert list(map(len, pooled)) == expected.lengths.tolist()
     for own, start in zip(pooled, expected.starts.tolist(), strict=True):
         torch.testing.assert_close(torch.from_numpy(own), expected.values[start : start + len(own)].cpu())
-
-
-@pytest.mark.parametrize("host", each_host(["SparseEncoder"]))
-@pytest.mark.parametrize("training", [True, False])
-def test_dtypes_of_a_sparse_encoder_under_autocast_are_those_of_stock(encoder, host, training):
-    """In training autocast takes logarithms in float32, in evaluation they are taken in place."""
-    model = host.model(encoder).float().to("cuda").train(training)
-    features = on_gpu(host.losses["contrastive"](model)).batch[0]
-
-    def dtype() -> torch.dtype:
-        with torch.autocast("cuda", torch.bfloat16):
-            return model(dict(features))["sentence_embedding"].dtype
-
-    stock = dtype()
-    host.enable()
-    assert dtype() == stock == (torch.float32 if training else torch.bfloat16)

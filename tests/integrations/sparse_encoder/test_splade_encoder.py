@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE by the flag before it")
 
+from accelerate.utils import send_to_device
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from sentence_transformers.sparse_encoder import losses
 
@@ -38,15 +39,16 @@ def test_encoded_texts_are_those_of_stock(encoder, monkeypatch, family):
     assert not decoded and not HOST.modes(model)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
-def test_dtypes_are_those_of_stock(model, training, dtype):
-    """``None``: under autocast."""
-    model.to(dtype or torch.float32).train(training)
-    features = batch_of(model, 2)[1]
+def test_dtypes_are_those_of_stock(model, training, dtype, device):
+    """``None``: under autocast, by which a GPU takes logarithms in float32 in training, and in place in evaluation."""
+    model.to(device, dtype or torch.float32).train(training)
+    features = send_to_device(batch_of(model, 2)[1], device)
 
     def embeddings() -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is None):
+        with torch.autocast(device, torch.bfloat16, enabled=dtype is None):
             return model(dict(features))["sentence_embedding"]
 
     stock = embeddings()
