@@ -10,9 +10,9 @@ from pylate import losses
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding import modes
-from tests.support.compared import assert_equal, run
+from tests.support.compared import assert_equal, batch_for, run
 from tests.support.encoded import batch_of, calls_of, mode_of
-from tests.support.models import collated, features, load_model, sentences
+from tests.support.models import collated, features, load_model
 
 WIDE = {"local_attention": 24}  # of ModernBERT: local layers see 12 tokens to each side, all of a query of 12
 
@@ -48,12 +48,7 @@ def test_losses_and_gradients_are_those_of_stock_in_one_call(encoder, packed, fa
     pylate_fastmaxsim.enable()
     for seed, count in ((0, 6), (10, 1)):
         assert_as_stock(model, batch_of(model, queries=count, seed=seed, collate=collate))
-
-
-def test_distillation(encoder, packed):
-    model = load(encoder)
-    batch = features(model, sentences(4, longest=8), sentences(12, seed=1))
-    assert_as_stock(model, batch, torch.rand(4, 3, dtype=torch.float64), losses.Distillation)
+    assert_as_stock(model, *batch_for(losses.Distillation, model), losses.Distillation)
 
 
 def test_beside_many_documents_queries_have_a_call_of_their_own(encoder, packed, caplog, monkeypatch):
