@@ -16,6 +16,7 @@ from pylate_fastmaxsim.losses import ContrastiveDistillation, Matryoshka, Pooled
 from tests.support.compared import assert_equal, found, run
 from tests.support.loss_hosts import HOST
 from tests.support.models import attend_to_own_document, sentences
+from tests.support.rank_steps import texts_of
 
 pytestmark = [pytest.mark.process, pytest.mark.smoke]
 
@@ -24,11 +25,10 @@ VIEWS = {"dims": (16, 8), "document_tokens": (None, 4), "pooled": True}
 
 
 def _started(folder: str) -> tuple[nn.Module, Callable[[Callable], tuple]]:
-    """A model in DistributedDataParallel, and its step with a loss: rank 0 has short documents, and rank 1 long ones."""
+    """A model in DistributedDataParallel, and its step with a loss."""
     rank = dist.get_rank()
     core = HOST.load(f"{folder}/modernbert")
-    texts = (sentences(6, longest=(6, 40)[rank], seed=10 * column + rank) for column in (1, 2))
-    batch = HOST.columns(core, sentences(6, longest=8, seed=rank), *texts)
+    batch = HOST.columns(core, *texts_of(rank))
     labels = torch.rand(6, 2, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     model = DistributedDataParallel(core)
     return model, lambda loss: run(loss, batch, labels)

@@ -10,6 +10,7 @@ from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from torch import nn
 
 from pylate_fastmaxsim.integrations.sentence_transformers import scores
+from tests.support import rank_steps
 from tests.support.hosts import Host, Step, operators
 from tests.support.models import sentences
 
@@ -59,9 +60,7 @@ def step_of(model: MultiVectorEncoder, loss_class: type[nn.Module] = CONTRASTIVE
 
 
 def step_of_rank(model: MultiVectorEncoder, wrapped: nn.Module, name: str, rank: int, **options: object) -> Step:
-    """Rank 0 has short documents and rank 1 long ones: each alone would divide them differently."""
-    texts = sentences(6, 8, rank), *(sentences(6, (6, 40)[rank], 10 * n + rank) for n in (1, 2))
-    return Step(LOSSES[name][0](wrapped, **options), batch_of(model, texts), None, TOLERANCE)
+    return Step(LOSSES[name][0](wrapped, **options), batch_of(model, rank_steps.texts_of(rank)), None, TOLERANCE)
 
 
 HOST = Host(

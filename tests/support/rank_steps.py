@@ -19,11 +19,15 @@ from tests.support.hosts import host_of
 from tests.support.models import attend_to_own_document, build_model, checkpointed, features, sentences
 
 
-def batch_of(model, rank: int, queries: int = 6):
-    """Of a ColBERT. Rank 0 has short documents and rank 1 long ones: each alone would divide them differently."""
-    texts = [sentences(queries, longest=8, seed=rank)]
-    texts += [sentences(queries, longest=(6, 40)[rank], seed=10 * column + rank) for column in (1, 2)]
-    return features(model, *texts)
+def texts_of(rank: int, queries: int = 6) -> list[list[str]]:
+    """Queries and two columns of documents: short ones on rank 0, long ones on rank 1, which each alone would divide otherwise."""
+    columns = (sentences(queries, longest=(6, 40)[rank], seed=10 * column + rank) for column in (1, 2))
+    return [sentences(queries, longest=8, seed=rank), *columns]
+
+
+def batch_of(model, *sizes: int) -> list[dict]:
+    """Of a ColBERT."""
+    return features(model, *texts_of(*sizes))
 
 
 def compare_host(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.models.encoders import hidden_states_of
+from tests.support import rank_steps
 from tests.support.hosts import Host, Step
 from tests.support.models import sentences
 from tests.support.sparse_encoders import FAMILIES, splade, transformer_of
@@ -108,10 +109,9 @@ def watch_decoder(model: SparseEncoder, monkeypatch: pytest.MonkeyPatch) -> list
 
 
 def step_of_rank(model: SparseEncoder, wrapped: nn.Module, name: str, rank: int, **options) -> Step:
-    texts = [sentences(6, 8, rank), *(sentences(6, (6, 40)[rank], 10 * n + rank) for n in (1, 2))]
     loss = splade_loss(model, SEVERAL, **(CACHED if name == "cached" else {}), **options)
     loss.model = wrapped
-    return Step(loss, batch_of(model, 3, texts), None, TOLERANCE)
+    return Step(loss, batch_of(model, 3, rank_steps.texts_of(rank)), None, TOLERANCE)
 
 
 HOST = Host(
