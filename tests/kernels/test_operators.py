@@ -7,31 +7,30 @@ from types import ModuleType
 import pytest
 import torch
 
+from pylate_fastmaxsim.compressed import rounded_queries
+from pylate_fastmaxsim.kernels.compressed import launch as compressed
+from pylate_fastmaxsim.kernels.maxsim import launch as maxsim
+from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
+from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
+from pylate_fastmaxsim.kernels.pooled import launch as pooled
+from pylate_fastmaxsim.kernels.projection import launch as projection
+from pylate_fastmaxsim.kernels.projection import tiles as projection_tiles
+from pylate_fastmaxsim.kernels.splade import launch as splade
+from pylate_fastmaxsim.kernels.winner_backward import launch as winner_backward
+from pylate_fastmaxsim.kernels.winner_backward import tiles as backward_tiles
+from pylate_fastmaxsim.kernels.xtr import launch as xtr
+from tests.support.interpreter import interpreted  # noqa: F401
 from tests.support.operator_checks import (
     check,
     check_exactly,
     check_layouts,
+    check_nan,
+    check_nan_in_splade,
     check_rows_without_a_gradient,
     outcome,
     random_gradient,
 )
 from tests.support.operators import FORMATS, OPERATORS, compressed_as, problem
-
-pytest.importorskip("triton")
-
-from pylate_fastmaxsim.compressed import rounded_queries  # noqa: E402
-from pylate_fastmaxsim.kernels.compressed import launch as compressed  # noqa: E402
-from pylate_fastmaxsim.kernels.maxsim import launch as maxsim  # noqa: E402
-from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles  # noqa: E402
-from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles  # noqa: E402
-from pylate_fastmaxsim.kernels.pooled import launch as pooled  # noqa: E402
-from pylate_fastmaxsim.kernels.projection import launch as projection  # noqa: E402
-from pylate_fastmaxsim.kernels.projection import tiles as projection_tiles  # noqa: E402
-from pylate_fastmaxsim.kernels.splade import launch as splade  # noqa: E402
-from pylate_fastmaxsim.kernels.winner_backward import launch as winner_backward  # noqa: E402
-from pylate_fastmaxsim.kernels.winner_backward import tiles as backward_tiles  # noqa: E402
-from pylate_fastmaxsim.kernels.xtr import launch as xtr  # noqa: E402
-from tests.support.interpreter import interpreted  # noqa: E402, F401
 
 CUDA = "cuda"
 
@@ -283,23 +282,7 @@ def test_strided_tensors_and_each_gradient_alone(small, name, layout):
 )
 def test_nan_shows_and_stays_where_it_is_used(small, monkeypatch, name):
     choose(monkeypatch, OF_64)
-    case = problem(name, queries=(3, 2, 0), documents=(20, 40, 5, 3), masked=False)
-    nan = case.documents.starts[1] + torch.tensor([30, 35])
-    case.documents.values[nan] = torch.nan
-    keep = torch.ones(len(case.documents.values), dtype=torch.bool)
-    keep[nan] = False
-    hidden = replace(case, documents=replace(case.documents, keep=keep))
-    empty = replace(case, documents=replace(case.documents, keep=torch.zeros_like(keep)))
-    for each, columns in ((case, [False, True, False, False]), (hidden, [False] * 4)):
-        scores, *gradients = outcome(OPERATORS[name].call, each, torch.ones(3, 4))
-        assert scores.isnan().tolist() == [columns] * 2 + [[False] * 4]
-        begin, length = int(case.documents.starts[1]), 40
-        assert not gradients[1][:begin].isnan().any() and not gradients[1][begin + length :].isnan().any()
-        assert gradients[0].isnan().any() == any(columns) or name.startswith("top")  # which may pass it to no token
-    nothing = outcome(OPERATORS[name].call, empty, torch.ones(3, 4))
-    assert not any(each.nan_to_num().any() or each.isnan().all() for each in nothing)
-    hidden.queries.values[case.queries.starts[0] + 1] = torch.nan
-    assert OPERATORS[name].call(hidden).isnan().tolist() == [[True] * 4, [False] * 4, [False] * 4]
+    check_nan(name)
 
 
 @pytest.mark.interpret
@@ -315,22 +298,7 @@ def test_a_gradient_of_nan_shows(small, layout):
 @pytest.mark.parametrize("where", ["documents", "weight", "bias"])
 @pytest.mark.parametrize("name", ["splade", "splade, maxima"])
 def test_nan_and_infinity_in_splade(small, where, name):
-    case = problem(name, documents=(5, 9), masked=False, rows=20)
-    infinite = case.bias.clone()
-    infinite[3], infinite[17] = -torch.inf, torch.inf  # rows that are never to be chosen
-    banned = replace(case, bias=infinite)
-    torch.testing.assert_close(
-        OPERATORS[name].call(banned).double(), OPERATORS[name].definition(banned), rtol=2e-6, atol=2e-6
-    )
-    place = (case.documents.starts[1] + 3, 2) if where == "documents" else (7, 0) if where == "weight" else (7,)
-    case.leaves[where][place] = -torch.nan
-    expected = torch.zeros(2, 20, dtype=torch.bool)
-    expected[(1, slice(None)) if where == "documents" else (slice(None), 7)] = True
-    values, *gradients = outcome(OPERATORS[name].call, case, torch.ones(2, 20))
-    assert torch.equal(values.isnan(), expected)
-    if name == "splade":
-        assert all(gradient.isnan().any() for gradient in gradients)
-        assert torch.equal(gradients[2].isnan(), expected.any(dim=0))
+    check_nan_in_splade(name, where)
 
 
 @pytest.mark.interpret

@@ -15,7 +15,14 @@ from pylate_fastmaxsim.cpu import projection as blocked_projection
 from pylate_fastmaxsim.cpu import splade as blocked_splade
 from pylate_fastmaxsim.cpu import xtr as blocked_xtr
 from pylate_fastmaxsim.ops.projection import project_normalize
-from tests.support.operator_checks import check, check_rows_without_a_gradient, outcome, random_gradient
+from tests.support.operator_checks import (
+    check,
+    check_nan,
+    check_nan_in_splade,
+    check_rows_without_a_gradient,
+    outcome,
+    random_gradient,
+)
 from tests.support.operators import OPERATORS, problem
 from tests.support.ragged_batches import batches
 
@@ -91,22 +98,7 @@ def test_a_pair_of_gradient_zero_adds_nothing_that_is_not_finite(name, layout, b
 
 @pytest.mark.parametrize("name", ["maxsim", "top 2", "softmax 0.2", "log-sum-exp", "xtr 5", "xtr 5, retrieved"])
 def test_nan_in_a_live_token_shows_where_it_is_used(name):
-    queries, documents = torch.rand(3, 2, 3), torch.rand(4, 5, 3)
-    documents[1, 2, 0] = torch.nan
-    mask = torch.ones(4, 5, dtype=torch.bool)
-    mask[1, 2] = False
-
-    def of(documents: TokenBatch) -> tuple:
-        case = problem(name)
-        case = type(case)(TokenBatch.from_padded(queries), documents)
-        return outcome(OPERATORS[name].call, case, torch.ones(3, 4))
-
-    scores, grad_q, grad_d = of(TokenBatch.from_padded(documents))
-    assert scores.isnan().tolist() == [[False, True, False, False]] * 3
-    assert grad_q.isnan().any() and not grad_d.view(4, 5, 3)[[0, 2, 3]].isnan().any()
-    assert not of(TokenBatch.from_padded(documents, mask))[0].isnan().any()
-    queries[2, 0, 0] = torch.nan
-    assert of(TokenBatch.from_padded(documents, mask))[0].isnan().all(dim=1).tolist() == [False, False, True]
+    check_nan(name)
 
 
 @pytest.mark.parametrize("few", [0, blocked.FEW_ELEMENTS], ids=["one by one", "many at once"])
@@ -131,21 +123,9 @@ def test_what_is_not_finite_wins_as_in_the_definition(name, layout, few, monkeyp
         torch.testing.assert_close(*won)
 
 
-@pytest.mark.parametrize("place", ["hidden", "weight", "bias"])
-def test_nan_in_splade_shows_in_what_uses_it(place):
-    case = problem("splade", 3, documents=(7, 0, 20, 3, 33, 1), masked=False)
-    hidden, grad = case.documents, random_gradient(case, torch.Size((6, 70)))
-    token = hidden.starts[3] + 1
-    {"hidden": hidden.values[token], "weight": case.weight[5], "bias": case.bias[5:6]}[place][0] = torch.nan
-    values, grad_hidden, grad_weight, grad_bias = outcome(OPERATORS["splade"].call, case, grad)
-    uses = torch.zeros(6, 70, dtype=torch.bool)
-    if place == "hidden":
-        uses[3] = True
-        assert grad_hidden.isnan().any(1).nonzero().tolist() == [[token]]
-    else:
-        uses[:, 5] = hidden.lengths > 0
-    assert torch.equal(values.isnan(), uses)
-    assert torch.equal(grad_bias.isnan(), uses.any(0)) and torch.equal(grad_weight.isnan().any(1), uses.any(0))
+@pytest.mark.parametrize("where", ["documents", "weight", "bias"])
+def test_nan_in_splade_shows_in_what_uses_it(where):
+    check_nan_in_splade("splade", where)
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.support.operators import OPERATORS, Operator, Problem
+from tests.support.operators import OPERATORS, Operator, Problem, problem
 
 # Relative errors, in the Frobenius norm, of results and of gradients.
 TOLERANCE = {
@@ -212,3 +212,44 @@ def spread_out(tensor: Tensor) -> Tensor:
     assert torch.equal(strided.nan_to_num(), tensor.nan_to_num())
     assert min(tensor.shape) < 2 or not strided.is_contiguous()
     return strided
+
+
+def check_nan(name: str) -> None:
+    """A live token of NaN shows in what uses it, one that is masked nowhere."""
+    case = problem(name, queries=(3, 2, 0), documents=(20, 40, 5, 3), masked=False)
+    nan = case.documents.starts[1] + torch.tensor([30, 35])
+    case.documents.values[nan] = torch.nan
+    keep = torch.ones(len(case.documents.values), dtype=torch.bool)
+    keep[nan] = False
+    hidden = replace(case, documents=replace(case.documents, keep=keep))
+    empty = replace(case, documents=replace(case.documents, keep=torch.zeros_like(keep)))
+    for each, columns in ((case, [False, True, False, False]), (hidden, [False] * 4)):
+        scores, *gradients = outcome(OPERATORS[name].call, each, torch.ones(3, 4))
+        assert scores.isnan().tolist() == [columns] * 2 + [[False] * 4]
+        begin, length = int(case.documents.starts[1]), 40
+        assert not gradients[1][:begin].isnan().any() and not gradients[1][begin + length :].isnan().any()
+        assert gradients[0].isnan().any() == any(columns) or name.startswith("top")  # which may pass it to no token
+    nothing = outcome(OPERATORS[name].call, empty, torch.ones(3, 4))
+    assert not any(each.nan_to_num().any() or each.isnan().all() for each in nothing)
+    hidden.queries.values[case.queries.starts[0] + 1] = torch.nan
+    assert OPERATORS[name].call(hidden).isnan().tolist() == [[True] * 4, [False] * 4, [False] * 4]
+
+
+def check_nan_in_splade(name: str, where: str) -> None:
+    """NaN shows in the values that use it, and in their gradients; rows of infinity are as in the definition."""
+    case = problem(name, documents=(5, 9, 0), masked=False, rows=20)
+    infinite = case.bias.clone()
+    infinite[3], infinite[17] = -torch.inf, torch.inf  # rows that are never to be chosen
+    banned = replace(case, bias=infinite)
+    torch.testing.assert_close(
+        OPERATORS[name].call(banned).double(), OPERATORS[name].definition(banned), rtol=2e-6, atol=2e-6
+    )
+    place = (case.documents.starts[1] + 3, 2) if where == "documents" else (7, 0) if where == "weight" else (7,)
+    case.leaves[where][place] = -torch.nan
+    expected = torch.zeros(3, 20, dtype=torch.bool)
+    expected[(1, slice(None)) if where == "documents" else (slice(2), 7)] = True
+    values, *gradients = outcome(OPERATORS[name].call, case, torch.ones(3, 20))
+    assert torch.equal(values.isnan(), expected)
+    if name == "splade":
+        assert all(gradient.isnan().any() for gradient in gradients)
+        assert torch.equal(gradients[2].isnan(), expected.any(dim=0))
