@@ -12,7 +12,7 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding.batch import attended_index
 from pylate_fastmaxsim.integrations.encoding.token_counts import TokenCounts, known_total
 from tests.support.compared import assert_equal, batch_of, run
-from tests.support.models import collated, load_model, sentences
+from tests.support.models import collated, load_model
 
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
 COLUMN = {"input_ids": MASK, "attention_mask": MASK, "token_total": TokenCounts.of(MASK)}
@@ -98,15 +98,6 @@ def test_losses_of_batches_that_are_changed(encoder, mode, change):
     batch = batch_of(model, collate=collated)
     assert all("token_total" in column for column in batch)
     assert_equal(run(loss_function, change(batch)), stock)
-
-
-@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
-def test_a_list_of_negatives_in_one_column_is_refused(model, loss_class):
-    batch = collated(model, sentences(4, longest=8), sentences(4, seed=1))
-    batch += collated(model, sentences(12, seed=2))
-    pylate_fastmaxsim.enable()
-    with pytest.raises(ValueError, match="all document columns must have as many texts as the first, got 4, 12"):
-        loss_class(model)(batch, None)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 8), (40, 33)])

@@ -31,13 +31,6 @@ def test_a_call_never_holds_more_tokens_than_a_mini_batch(model, mode):
         assert [shape[0] for shape in shapes if shape[1] == 12] == 2 * [4, 4, 4, 4]
 
 
-@pytest.mark.parametrize("size", [0, 2.5])
-def test_a_size_of_mini_batches_that_is_none_is_refused(model, size):
-    pylate_fastmaxsim.enable()
-    with pytest.raises(ValueError, match=f"mini_batch_size must be an integer of at least 1, got {size}"):
-        losses.CachedContrastive(model, mini_batch_size=size)(batch_of(model))
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 5e-3), (torch.float16, 5e-4)], ids=str)
 def test_gradients_of_many_chunks_are_summed_in_float32(dtype, tolerance, device):

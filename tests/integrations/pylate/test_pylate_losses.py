@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from peft import PrefixTuningConfig, TaskType, get_peft_model
-from pylate import losses, scores
+from pylate import losses
 from pylate.scores import XTRScores
 from torch.nn import functional as F
 
@@ -15,7 +15,7 @@ from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 from tests.support.compared import assert_as_stock, assert_equal, batch_for, batch_of, run
 from tests.support.hosts import operators
 from tests.support.models import collated, features, load_model, sentences
-from tests.support.pylate_steps import OPTIONS, metric_of
+from tests.support.pylate_steps import OPTIONS, OtherScores, metric_of
 
 BOTH = losses.Contrastive, losses.CachedContrastive
 ALL = *BOTH, losses.Distillation
@@ -75,12 +75,7 @@ def _sum_of_products(queries_embeddings, documents_embeddings, queries_mask=None
     return torch.einsum("ash,bnth->abn", queries_embeddings, documents_embeddings).flatten(1)
 
 
-class _OtherScores(scores.ColBERTScores):
-    def __call__(self, *args, **kwargs):
-        return 2 * super().__call__(*args, **kwargs)
-
-
-@pytest.mark.parametrize("metric", [_sum_of_products, _OtherScores()], ids=["own", "sub"])
+@pytest.mark.parametrize("metric", [_sum_of_products, OtherScores()], ids=["own", "sub"])
 @pytest.mark.parametrize("loss_class", BOTH)
 def test_other_score_metrics_get_what_stock_gives_them(model, metric, loss_class, caplog):
     loss_function = loss_class(model, score_metric=metric)
@@ -114,11 +109,21 @@ def test_xtr_scores_that_a_script_replaced(model, monkeypatch, caplog, replaced,
     assert not calls and "is not accelerated" in caplog.text
 
 
-@pytest.mark.parametrize("loss_class", ALL)
-def test_queries_without_documents_are_refused(model, loss_class):
+@pytest.mark.parametrize(
+    "losses_of, options, columns, said",
+    [
+        (ALL, {}, [6], "^{name}: .* at least one of documents, got 1 in all.$"),
+        (BOTH, {}, [4, 4, 12], "all document columns must have as many texts as the first, got 4, 12"),
+        (BOTH[1:], {"mini_batch_size": 0}, [4, 4], "mini_batch_size must be an integer of at least 1, got 0"),
+        (BOTH[1:], {"mini_batch_size": 2.5}, [4, 4], "mini_batch_size must be an integer of at least 1, got 2.5"),
+    ],
+)
+def test_bad_input(model, losses_of, options, columns, said):
+    batch = [collated(model, sentences(count))[0] for count in columns]
     pylate_fastmaxsim.enable()
-    with pytest.raises(ValueError, match=f"^{loss_class.__name__}: .* at least one of documents, got 1 in all.$"):
-        loss_class(model)(batch_of(model)[:1], torch.rand(6, 1))
+    for loss_class in losses_of:
+        with pytest.raises(ValueError, match=said.format(name=loss_class.__name__)):
+            loss_class(model, **options)(batch, torch.rand(6, 1))
 
 
 def test_virtual_tokens_of_peft_that_come_after_the_first_batch(encoder, packed):

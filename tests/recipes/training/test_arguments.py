@@ -1,4 +1,4 @@
-"""What this machine cannot train is one sentence, before anything is written."""
+"""Arguments of the trainer, and what this machine cannot train."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,30 +11,11 @@ from pylate_fastmaxsim.recipes.kind import Kind
 from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
 from pylate_fastmaxsim.recipes.models.load import kind_of
 from pylate_fastmaxsim.recipes.training import arguments
-from tests.support.case_tables import case_table
 from tests.support.paths import RECIPES
 from tests.support.recipe_runs import command
 from tests.support.tiny_recipe import tiny, write
 
 COLQWEN = RECIPES / "colqwen_vidore.yaml"
-
-
-@case_table("""
-override | sentence
-training.report_to=wandb | training.report_to must be auto or none here, because wandb is not installed.
-training.report_to=wandbb | training.report_to wandbb is not known to transformers; did you mean 'wandb'?
-training.optim=adamv | training: adamv is not a valid
-training.optim=adamw_8bit | training.optim adamw_8bit cannot be used here: You need to install
-training.lr_scheduler_type=cosine_with_min_lr | training.lr_scheduler_type cosine_with_min_lr cannot be used
-training.lr_scheduler_type=reduce_lr_on_plateau | training.eval_strategy must be steps or epoch with training.lr_s
-""")
-def test_arguments_that_the_trainer_does_not_take(override, sentence, tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.trainer_optimizer.is_bitsandbytes_available", lambda: False)
-    monkeypatch.setattr(arguments, "REPORTERS", dict.fromkeys(arguments.REPORTERS, lambda: False))
-    done = command("train", write(tmp_path, tiny(tmp_path)), override)
-    assert done.exit_code == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"fastmaxsim: {sentence}")
-    assert not (tmp_path / "out").exists()
 
 
 def test_arguments_of_the_trainer_reach_it_and_survive_a_round_trip(tmp_path):
