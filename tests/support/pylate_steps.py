@@ -1,7 +1,7 @@
 """Steps of PyLate's losses: every option of them, and the metrics that are accelerated."""
 
 from pylate import losses
-from pylate.scores import XTRKDScores, XTRScores
+from pylate.scores import ColBERTScores, XTRKDScores, XTRScores
 
 from pylate_fastmaxsim import PooledScores
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
@@ -22,6 +22,11 @@ OPTIONS = {
     losses.Distillation: [{}, {"size_average": False}, {"normalize_scores": False}],
 }
 NAMES = {losses.Contrastive: "contrastive", losses.CachedContrastive: "cached", losses.Distillation: "distillation"}
+
+
+class OtherScores(ColBERTScores):
+    def __call__(self, *args, **kwargs):
+        return 2 * super().__call__(*args, **kwargs)
 
 
 def step_of(loss_class, metric=None, **options):

@@ -8,6 +8,7 @@ pytest.importorskip("pylate")
 from pylate import losses, models, scores
 
 import pylate_fastmaxsim
+from tests.support.pylate_steps import OtherScores
 
 SAID = "A loss of your own calls the model, which encodes its documents with padding"
 
@@ -25,11 +26,6 @@ class OwnLoss(torch.nn.Module):
 class EncodedLoss(OwnLoss):
     def forward(self, columns, labels=None):
         return pylate_fastmaxsim.maxsim(*pylate_fastmaxsim.encode(self.model, columns)).sum()
-
-
-class OtherScores(scores.ColBERTScores):
-    def __call__(self, *args, **kwargs):
-        return 2 * super().__call__(*args, **kwargs)
 
 
 LOSSES = {
