@@ -8,7 +8,6 @@ import pytest
 
 from tests.support.paths import RECIPES
 
-pytest.importorskip("rich")
 pytest.importorskip("pylate")
 
 import pylate_fastmaxsim

@@ -2,7 +2,6 @@
 
 import pytest
 
-pytest.importorskip("rich")
 pytest.importorskip("pylate")
 
 from tests.cli.test_cli import launched

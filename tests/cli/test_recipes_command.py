@@ -5,14 +5,11 @@ import sys
 
 import pytest
 
-from tests.support.paths import RECIPES, ROOT
-
-pytest.importorskip("rich")
-
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import describe, is_recipe, load_recipe, plain_values, shipped_recipes
 from tests.support.case_tables import case_table
 from tests.support.command_line import fastmaxsim
+from tests.support.paths import RECIPES, ROOT
 from tests.support.tiny_recipe import few_steps
 
 

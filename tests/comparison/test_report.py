@@ -146,6 +146,15 @@ def test_the_ratio_is_that_of_blocks_and_of_a_busy_machine_there_is_no_verdict(t
     assert head == ("", "stock", "fast", "fast / stock")
     assert step == ("median step", "4.000 s", "1.000 s", "4.00x as fast") and cpu[-1] == "4x"
     assert headline(calm).endswith(": 4.00x as fast per step, 100% of the peak memory")
+    assert calm["summary"]["speedup"] == calm["summary"]["turns"]["ratio"] == 4.0
+    assert calm["summary"]["wall_seconds"] == {"stock": 9.0, "fast": 9.0}
+    # Of 11 steps, 5 are warm-up.
+    assert calm["runs"]["fast"]["step_seconds"] == 1.0 and calm["runs"]["fast"]["cpu_step_seconds"] == 2.0
+    gone = summarize_turns(Turns({"stock": Run("out of memory"), "fast": run_of_blocks(3.0)}, restarted=False))
+    assert gone["summary"]["speedup"] is gone["summary"]["turns"] is None
+    warm_up = judged([], [], "cpu", False)
+    assert warm_up["summary"]["speedup"] is None
+    assert headline(warm_up).endswith("too few steps for a verdict on the speed")
     busy = judged([2, 3, 4], [1, 1, 1], "cpu", True)
     assert ": no verdict on the speed, the machine was busy, 100% of the peak memory" in headline(busy)
     for text in (shown(busy), page_of(busy, tmp_path).text):
@@ -200,21 +209,6 @@ def test_a_machine_is_busy_where_ratios_are_apart_or_cpu_seconds_say_another():
     assert not verdict(run_of_blocks(1.0, device="cuda"), run_of_blocks(1.0, cpu=1.0, device="cuda"))["busy"]
     # Too short for the clock of the system.
     assert verdict(run_of_blocks(1.0, cpu=0.0), run_of_blocks(1.0, cpu=0.0))["cpu_ratio"] is None
-
-
-def test_what_the_report_takes():
-    compared = summarize_turns(
-        Turns({"stock": run_of_blocks(6.0, 6.0), "fast": run_of_blocks(3.0, 3.0)}, restarted=False)
-    )
-    assert compared["summary"]["speedup"] == compared["summary"]["turns"]["ratio"] == 2.0
-    assert compared["summary"]["wall_seconds"] == {"stock": 9.0, "fast": 9.0}
-    # Of 11 steps, 5 are warm-up.
-    assert compared["runs"]["fast"]["step_seconds"] == 1.0 and compared["runs"]["fast"]["cpu_step_seconds"] == 2.0
-    gone = summarize_turns(Turns({"stock": Run("out of memory"), "fast": run_of_blocks(3.0)}, restarted=False))
-    assert gone["summary"]["speedup"] is gone["summary"]["turns"] is None
-    warm_up = summarize_turns(Turns({"stock": run_of_blocks(), "fast": run_of_blocks()}, restarted=False))
-    assert warm_up["summary"]["speedup"] is None
-    assert headline({"recipe": {"name": "x"}, **warm_up}).endswith("too few steps for a verdict on the speed")
 
 
 def test_times_are_taken_after_the_warm_up_and_padding_over_all_steps():

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 pytest.importorskip("pyarrow")
-pytest.importorskip("rich")
 
 from pyarrow.dataset import dataset
 from pyarrow.parquet import read_table
