@@ -165,14 +165,17 @@ def test_weights_of_query_tokens_that_are_learned(name, start, calls):
     assert bool(calls) == (name in MASKED)
 
 
-def test_ragged_lists_stop_with_the_shorter_and_zero_padding_without_a_mask_competes_as_in_stock(calls):
+def test_pairwise_takes_ragged_lists_and_stops_with_the_shorter(calls):
     queries = [torch.randn(length, DIM) for length in (4, 2, 3)]
     documents = [np.random.default_rng(0).normal(size=(length, DIM)).astype(np.float32) for length in (1, 5, 3, 2)]
     compare("colbert_scores_pairwise", queries, documents, calls=calls)
+
+
+def test_zero_padding_without_a_mask_competes_as_in_stock(calls):
     queries, documents = embeddings("colbert_scores")
-    documents = -documents.abs()
+    queries, documents = queries.abs(), -documents.abs()
     documents[0, 3:] = 0.0
-    compare("colbert_scores", queries.abs(), documents, calls=calls)
+    compare("colbert_scores", queries, documents, calls=calls)
 
 
 @pytest.mark.parametrize("name", NAMES)
