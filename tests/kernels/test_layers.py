@@ -10,6 +10,7 @@ from pylate_fastmaxsim.kernels.layers import launch
 from pylate_fastmaxsim.ops.encoder.layers import geglu_linear, norm_with_residual
 from tests.support.interpreter import interpreted  # noqa: F401
 from tests.support.layer_cases import glu_case, gradients, norm_case
+from tests.support.operator_checks import uninitialized_memory_as_nan
 
 
 @pytest.fixture
@@ -17,9 +18,8 @@ def small_and_nan(interpreted, monkeypatch):  # noqa: F811
     """Several programs, and memory that shows what is not written."""
     monkeypatch.setattr(launch, "GLU_BLOCK", 64)
     monkeypatch.setattr(launch, "NORM_PROGRAMS", 3)
-    for name in ("empty", "empty_like"):
-        made = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *size, made=made, **options: made(*size, **options).fill_(torch.nan))
+    with uninitialized_memory_as_nan():
+        yield
 
 
 def close(found, wanted, dtype):

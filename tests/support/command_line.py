@@ -27,7 +27,7 @@ class Done:
 
 
 def fastmaxsim(arguments: Sequence[object], env: Mapping[str, str] | None = None, code: int | None = None) -> Done:
-    """Run the command with these arguments and variables in the environment; where ``code`` is given, it must end so."""
+    """Run the command with these arguments and variables; where ``code`` is given, it ends so, with 2 in one line."""
     stdout, stderr, status, exception = io.StringIO(), io.StringIO(), 0, None
     given = patch.object(sys, "argv", ["fastmaxsim", *map(str, arguments)])
     with given, patch.dict(os.environ, env or {}), redirect_stdout(stdout), redirect_stderr(stderr):
@@ -43,4 +43,5 @@ def fastmaxsim(arguments: Sequence[object], env: Mapping[str, str] | None = None
     said = re.sub(r"^\d+ s, .*\n", "", stderr.getvalue(), flags=re.MULTILINE)
     done = Done(stdout.getvalue(), said, status, exception)
     assert code in (None, status), done
+    assert code != 2 or (said.startswith("fastmaxsim: ") and said.count("\n") == 1), done
     return done

@@ -93,9 +93,8 @@ def test_measuring_says_that_memory_ran_out(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("forked")
 def test_a_batch_of_more_rows_than_there_are_is_refused_before_anything_runs(tmp_path):
-    done = fastmaxsim(["compare", write(tmp_path, tiny(tmp_path)), "--sweep", "batch_size=8,1000"])
-    said = "fastmaxsim: --sweep: batch_size must be at most 60, as many rows as the data has"
-    assert done.exit_code == 2 and done.stderr.startswith(said) and done.stderr.count("\n") == 1
+    done = fastmaxsim(["compare", write(tmp_path, tiny(tmp_path)), "--sweep", "batch_size=8,1000"], code=2)
+    assert done.stderr.startswith("fastmaxsim: --sweep: batch_size must be at most 60, as many rows as the data has")
     assert not (tmp_path / "out" / "compare").exists()
 
 
