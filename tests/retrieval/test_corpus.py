@@ -19,7 +19,7 @@ from pylate_fastmaxsim.retrieval.formats.description import Held
 from pylate_fastmaxsim.retrieval.formats.format import Format
 from pylate_fastmaxsim.retrieval.search import search
 from tests.support.corpora import FORMATS, codec, documents, grouped, unit_documents, vectors
-from tests.support.stored import checksums_of
+from tests.support.stored import Corpora, checksums_of
 
 
 @settings(max_examples=60, deadline=None)
@@ -201,13 +201,9 @@ def test_what_cannot_be_read_is_refused(method, argument, error, sentence, tmp_p
         getattr(read, method)(**argument)
 
 
-def interrupted(folder: Path, at: int = 20, **options) -> None:
-    def batches(held: int):
-        yield from grouped(unit_documents(30)[held:at], 5)
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        write_corpus(folder, batches, **options)
+def interrupted(folder: Path, at: int = 20, format: object = None) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Corpora(format).write(folder, fail_at=at)
 
 
 def rest(held: int) -> list[TokenBatch]:

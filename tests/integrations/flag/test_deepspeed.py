@@ -16,7 +16,6 @@ from tests.support.paths import RECIPES
 # Not imported here: it chooses its device when it is imported, and would do so for the other tests of this process.
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs DeepSpeed: pip install deepspeed", allow_module_level=True)
-pytest.importorskip("datasets")
 
 import torch
 from pylate import losses
