@@ -90,7 +90,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    """What each of ``RANKS`` processes, or of the number and with the backend of a parameter, said of the module's ``CASES``."""
+    """What each of ``RANKS`` processes (or by a parameter: how many, backend) said of the module's ``CASES``."""
     from tests.support.ranks import run_cases
 
     ranks, *backend = getattr(request, "param", None) or [request.module.RANKS]

@@ -20,7 +20,7 @@ from tests.support.models import attend_to_own_document, build_model, checkpoint
 
 
 def texts_of(rank: int, queries: int = 6) -> list[list[str]]:
-    """Queries and two columns of documents: short ones on rank 0, long ones on rank 1, which each alone would divide otherwise."""
+    """Queries and two columns of documents, short on rank 0, long on rank 1: alone each would divide them otherwise."""
     columns = (sentences(queries, longest=(6, 40)[rank], seed=10 * column + rank) for column in (1, 2))
     return [sentences(queries, longest=8, seed=rank), *columns]
 
