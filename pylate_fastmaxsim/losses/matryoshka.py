@@ -22,10 +22,11 @@ from pylate_fastmaxsim.ops.token_pooling import require_factor
 class Matryoshka(nn.Module):
     """A loss over fewer dimensions, and over fewer tokens of each document, of one encoding.
 
-    The weighted sum of the loss of all combinations of ``dims``, ``document_tokens`` and ``pool_factors``. Inside may be the losses of the
-    model's library, :class:`ContrastiveDistillation`, and a loss of your own that calls ``self.model``: of a ColBERT once
-    with each column in order, with masks from the columns as in PyLate's; of a MultiVectorEncoder with token embeddings
-    and masks from what it returns. With :func:`~pylate_fastmaxsim.enable` losses are as fast inside as outside.
+    The weighted sum of the loss of all combinations of ``dims``, ``document_tokens`` and ``pool_factors``. Inside may be
+    the losses of the model's library, :class:`ContrastiveDistillation`, and a loss of your own that calls ``self.model``:
+    of a ColBERT once with each column in order, with masks from the columns as in PyLate's; of a MultiVectorEncoder with
+    token embeddings and masks from what it returns. With :func:`~pylate_fastmaxsim.enable` losses are as fast inside as
+    outside.
 
     Parameters
     ----------
