@@ -16,6 +16,8 @@ from tests.support.hosts import Host, Step
 from tests.support.models import sentences
 from tests.support.sparse_encoders import FAMILIES, splade, transformer_of
 
+pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE by the flag before it")
+
 COUNT = 6
 TASKS = ("query", "document", "document", "document")
 TEXTS = [sentences(COUNT, longest, seed) for longest, seed in ((6, 1), (20, 2), (20, 3), (30, 4))]

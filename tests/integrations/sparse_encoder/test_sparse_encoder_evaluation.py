@@ -5,12 +5,16 @@ import logging
 
 import pytest
 import torch
+
+from tests.support.models import sentences
+from tests.support.sparse_encoders import load_sparse
+
+pytest.importorskip("sentence_transformers", minversion="5", reason="no SparseEncoder before Sentence Transformers 5")
+
 from sentence_transformers import SentenceTransformer, util
 from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
 
 import pylate_fastmaxsim
-from tests.support.models import sentences
-from tests.support.sparse_encoders import load_sparse
 
 DenseEvaluator = SparseInformationRetrievalEvaluator.__base__
 # From release 6 on stock orders equal scores by id, before by chance.

@@ -7,16 +7,20 @@ import sys
 import numpy as np
 import pytest
 import torch
+
+from tests.support.edited import edited
+from tests.support.examples import example
+from tests.support.models import sentences
+from tests.support.sparse_encoders import load_sparse
+
+pytest.importorskip("sentence_transformers", minversion="5", reason="no SparseEncoder before Sentence Transformers 5")
+
 from sentence_transformers import util
 from sentence_transformers.sparse_encoder import search_engines
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import SparseIndex
 from pylate_fastmaxsim.integrations.sparse_encoder.search_engines import semantic_search_fastmaxsim
-from tests.support.edited import edited
-from tests.support.examples import example
-from tests.support.models import sentences
-from tests.support.sparse_encoders import load_sparse
 
 FUNCTIONS = [util.dot_score, util.cos_sim]
 

@@ -1,13 +1,17 @@
 """Token counts that the collator of a SparseEncoder makes spare the search for tokens on a GPU, and reach no loss."""
 
+import pytest
 import torch
-from sentence_transformers.sparse_encoder import SparseEncoderTrainer
-from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator
-from sentence_transformers.sparse_encoder.training_args import SparseEncoderTrainingArguments
 
-import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL
-from tests.support.splade_steps import splade_loss
+pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE by the flag before it")
+
+from sentence_transformers.sparse_encoder import SparseEncoderTrainer  # noqa: E402
+from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator  # noqa: E402
+from sentence_transformers.sparse_encoder.training_args import SparseEncoderTrainingArguments  # noqa: E402
+
+import pylate_fastmaxsim  # noqa: E402
+from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL  # noqa: E402
+from tests.support.splade_steps import splade_loss  # noqa: E402
 
 ROWS = [
     {"query": "sea", "document": "sand and sea and sky", "negative": "a", "negative_1": "b c d"},

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+
+pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE by the flag before it")
+
 from accelerate.utils import send_to_device
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from sentence_transformers.sparse_encoder import losses

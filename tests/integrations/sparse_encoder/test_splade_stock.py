@@ -5,6 +5,9 @@ import logging
 
 import pytest
 import torch
+
+pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE by the flag before it")
+
 from peft import LoraConfig, inject_adapter_in_model
 from sentence_transformers import SparseEncoder
 from torch import nn
